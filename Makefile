@@ -1,0 +1,62 @@
+# Every target makes .venv when it is missing or older than its description, so a fresh
+# clone needs only python3 (3.10 or later), git and make.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEV := $(VENV)/.stamp-dev
+DOCS := $(VENV)/.stamp-docs
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check test-gpu bench docs long clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(DEV) ## train a small language model on two ranks and check it against one
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 \
+		examples/train_lm.py --check
+
+test: $(DEV) ## run all tests
+	$(PY) -m pytest
+
+check: $(DEV) ## lint, format, types and the fast tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict
+	$(PY) -m pytest -m "not slow"
+
+# For a machine that brings its own CUDA build of torch and nothing of ours: no .venv, no
+# installing, and none of the options that come from pytest's plugins.
+test-gpu: ## run the CUDA tests with the system's python3
+	$(PYTHON) -m pytest -o addopts= --strict-markers --import-mode=importlib -m gpu tests/gpu
+
+bench: $(DEV) ## host time per unit and step, as ratios against the peers
+	OMP_NUM_THREADS=1 $(PY) benchmarks/host_overhead.py
+
+docs: $(DOCS) ## build the documentation; a warning is an error
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+long: $(DEV) ## the property tests with the long random profile
+	COMPOSABLE_FSDP_HYPOTHESIS=long $(PY) -m pytest property_tests --timeout=3600
+
+clean: ## remove the environment, caches and built documentation
+	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "python3 3.10 or later is needed; or set PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(DEV): pyproject.toml constraints.txt | $(PY)
+	@echo "installing torch 2.13.0 and the development tools into $(VENV) (once, minutes)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e '.[dev,cli]'
+	@touch $@
+
+$(DOCS): $(DEV)
+	@echo "installing the documentation tools into $(VENV)"
+	@$(PIP) -e '.[docs]'
+	@touch $@

@@ -1,0 +1,180 @@
+"""The same tiny model under each library, ready to step.
+
+The units are as small as they can be (LayerNorm and two ``Linear(8, 8)``, six
+parameters), so that a step is nearly all host time and a library's own work stands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH = 8
+BATCH = 4
+MAX_NORM = 1.0
+
+Clip = Callable[[nn.Module], object]
+
+
+class Block(nn.Module):
+    """One unit: six parameters, 160 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pre-norm residual block on ``(BATCH, WIDTH)``."""
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+class TinyModel(nn.Module):
+    """A stem that the root unit owns, then ``units`` blocks."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Stem and blocks in order on ``(BATCH, WIDTH)``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One library: how it shards the model and how its users clip."""
+
+    name: str
+    shard: Callable[[TinyModel], nn.Module]
+    clip: Clip
+
+
+class Trainee:
+    """A sharded model with its optimizer; the step in its two halves."""
+
+    def __init__(self, variant: Variant, sharded: nn.Module) -> None:
+        self.model = sharded
+        self._clip = variant.clip
+        self._input = torch.randn(BATCH, WIDTH)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, foreach=True
+        )
+
+    @classmethod
+    def of(cls, variant: Variant, units: int) -> Trainee:
+        """Build the model, shard it, make its optimizer."""
+        return cls(variant, variant.shard(TinyModel(units)))
+
+    def forward_backward(self) -> None:
+        """Forward, loss, backward."""
+        self.model(self._input).sum().backward()
+
+    def clip_and_update(self) -> None:
+        """Clip, optimizer step, gradients dropped."""
+        self._clip(self.model)
+        self._optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to ``None``."""
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        """One whole training step."""
+        self.forward_backward()
+        self.clip_and_update()
+
+
+def _clip_plain(model: nn.Module) -> object:
+    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def _clip_fsdp1(model: nn.Module) -> object:
+    assert isinstance(model, FSDP1)
+    return model.clip_grad_norm_(MAX_NORM)
+
+
+def _clip_fsdp2(model: nn.Module) -> object:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    # The others return the norm over all ranks; this makes it that here too.
+    return norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor at run time
+
+
+def _shard_plain(model: TinyModel) -> nn.Module:
+    return model
+
+
+def _shard_ddp(model: TinyModel) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _shard_fsdp1(model: TinyModel) -> nn.Module:
+    return FSDP1(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
+def _shard_fsdp2(model: TinyModel) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fsdp2_fully_shard(block, mesh=mesh)
+    fsdp2_fully_shard(model, mesh=mesh)
+    return model
+
+
+def load_ours() -> Variant:
+    """The package of this repository.
+
+    Raises: ImportError, if it is not installed and this is not the repository's root.
+    """
+    from composable_fsdp import clip_grad_norm_, fully_shard
+
+    def shard(model: TinyModel) -> nn.Module:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        return model
+
+    return Variant("ours", shard, lambda model: clip_grad_norm_(model, MAX_NORM))
+
+
+PLAIN = Variant("plain", _shard_plain, _clip_plain)
+PEERS = (
+    Variant("ddp", _shard_ddp, _clip_plain),
+    Variant("fsdp1", _shard_fsdp1, _clip_fsdp1),
+    Variant("fsdp2", _shard_fsdp2, _clip_fsdp2),
+)
+NAMES = (*(peer.name for peer in PEERS), "ours")
+
+
+def choose(names: Sequence[str]) -> tuple[list[Variant], str | None]:
+    """Plain, then the named variants; and why ours is not among them, if it is not.
+
+    Without ours the peers are still worth a run, so its absence is told, not raised.
+    """
+    chosen = [PLAIN, *(peer for peer in PEERS if peer.name in names)]
+    if "ours" not in names:
+        return chosen, None
+    try:
+        return [*chosen, load_ours()], None
+    except ImportError as error:
+        return chosen, f"ours: not importable ({error})"

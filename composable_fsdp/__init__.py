@@ -1,0 +1,60 @@
+"""Fully sharded data parallel training as a functional, composable API over flat buffers."""
+
+from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.compose.contract import contract
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.wrapper import FullyShardedDataParallel
+from composable_fsdp.errors import (
+    CheckpointError,
+    CompositionError,
+    DesyncError,
+    FSDPError,
+    NotRootError,
+    PhaseError,
+    PlanError,
+)
+from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.save import optim_state_dict
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.planner import plan
+from composable_fsdp.planning.policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    SizePolicy,
+)
+
+__all__ = [
+    "BackwardPrefetch",
+    "Block",
+    "CPUOffload",
+    "CheckpointError",
+    "CompositionError",
+    "CustomPolicy",
+    "DesyncError",
+    "FSDPError",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "NotRootError",
+    "PhaseError",
+    "PlanError",
+    "ShardingPlan",
+    "ShardingStrategy",
+    "SizePolicy",
+    "clip_grad_norm_",
+    "contract",
+    "fully_shard",
+    "no_sync",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "plan",
+    "unshard_params",
+]

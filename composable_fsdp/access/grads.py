@@ -1,0 +1,169 @@
+"""Gradients outside the step: accumulation without communication, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.tree.traversal import _get_fsdp_states
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients on each rank, without communication, while the block runs.
+
+    The next backward outside the block reduces the sum. Until then each unit keeps a full
+    reduce buffer ``(padded_numel,)``.
+
+    Collective: none here; units are still gathered in forward and backward.
+
+    >>> with no_sync(model):                    # doctest: +SKIP
+    ...     loss_of(first_half).backward()
+    >>> loss_of(second_half).backward()         # doctest: +SKIP
+    """
+    states = _get_fsdp_states(module)
+    if not states:
+        raise CompositionError(
+            f"no_sync was called on a {type(module).__name__} that holds no fully sharded module. "
+            "Call it on the model that was sharded."
+        )
+    before = [state.sync_gradients for state in states]
+    for state in states:
+        state.sync_gradients = False
+    try:
+        yield
+    finally:
+        for state, value in zip(states, before, strict=True):
+            state.sync_gradients = value
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm``.
+
+    Takes a module or parameters, sharded ones (this rank's shards) and plain ones (equal on
+    all ranks) mixed. Returns the norm before clipping, 0-d, equal on all ranks; it is that
+    of the unsharded model, and NaN or inf on every rank if it is so on one.
+
+    Collective: one all-reduce of one number per shard group among the parameters. All ranks
+    must pass the same parameters.
+    """
+    parameters = _parameters(module_or_params)
+    norm_type = float(norm_type)
+    sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
+    plain: list[Tensor] = []
+    gradients: list[Tensor] = []
+    device = torch.device("cpu")
+    done: set[int] = set()
+    chosen = set(map(id, parameters))
+    for parameter in parameters:
+        if id(parameter) in done:
+            continue
+        device = parameter.device
+        found = find_leaf(parameter)
+        if found is None:
+            if parameter.grad is not None:
+                plain.append(parameter.grad)
+                gradients.append(parameter.grad)
+            done.add(id(parameter))
+            continue
+        handle = found[0]
+        group = handle.groups.shard
+        where = plain if group is None else sharded.setdefault(group, [])
+        for flat in _gradients(handle, chosen, done):
+            where.append(flat)
+            gradients.append(flat)
+    total = _total_norm(plain, sharded, norm_type, device)
+    _scale(gradients, total, max_norm)
+    return total
+
+
+def _parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor) -> list[Tensor]:
+    if isinstance(module_or_params, nn.Module):
+        return list(module_or_params.parameters())
+    if isinstance(module_or_params, Tensor):
+        return [module_or_params]
+    parameters = list(module_or_params)
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(
+                "clip_grad_norm_ expects a module or parameters, got an iterable with a "
+                f"{type(parameter).__name__}. Pass the values, not (name, parameter) pairs."
+            )
+    return parameters
+
+
+def _gradients(
+    handle: FlatParamHandle, chosen: set[int], done: set[int]
+) -> Iterator[Tensor]:
+    """Gradients of the chosen leaves of a unit: a whole flat gradient where it is theirs."""
+    for region in handle.trainable:
+        leaves = [leaf for leaf in region.leaves if id(leaf) in chosen]
+        done.update(map(id, leaves))
+        if len(leaves) == len(region.leaves) and _is_whole(region):
+            # Padding is zero, so one operation on the flat gradient is right.
+            assert region.grad_shard is not None
+            yield region.grad_shard
+        else:
+            yield from (leaf.grad for leaf in leaves if leaf.grad is not None)
+    done.update(id(leaf) for leaf in handle.leaves)
+
+
+def _is_whole(region: FlatParameter) -> bool:
+    if region.grad_shard is None:
+        return False
+    return all(
+        leaf.grad is view
+        for leaf, view in zip(region.leaves, region.grad_views, strict=True)
+    )
+
+
+def _total_norm(
+    plain: list[Tensor],
+    sharded: dict[dist.ProcessGroup, list[Tensor]],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Norm over all ranks; what is equal on all ranks counts once."""
+    infinite = norm_type == float("inf")
+    parts = [_power(plain, norm_type, device)]
+    for group, gradients in sharded.items():
+        part = _power(gradients, norm_type, device)
+        collectives.all_reduce(part, group, maximum=infinite)
+        parts.append(part)
+    stacked = torch.stack(parts)
+    if infinite:
+        return stacked.amax()
+    return stacked.sum() ** (1.0 / norm_type)
+
+
+def _power(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of ``|g| ** norm_type``, or the maximum of ``|g|`` for the infinity norm."""
+    filled = [g for g in gradients if g.numel()]
+    if not filled:
+        return torch.zeros((), device=device)
+    norm: Tensor = torch.nn.utils.get_total_norm(filled, norm_type)
+    return norm if norm_type == float("inf") else norm**norm_type
+
+
+def _scale(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
+    """Multiply by ``max_norm / total`` where that is below 1, without asking the GPU."""
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), tensors in by_kind.items():
+        torch._foreach_mul_(tensors, factor.to(device=device, dtype=dtype))

@@ -1,0 +1,223 @@
+"""The one seam to torch.distributed's collectives; every call can be recorded.
+
+Each function sends exactly one collective (regions issued together count as one) and
+checks sizes before it does. With ``async_op`` it returns a ``Work`` whose ``wait`` must be
+called before the result is read; otherwise the result is ordered on the current stream.
+
+Names checked on torch 2.11 and 2.13: 2.13 deprecates ``all_gather_into_tensor`` and
+``reduce_scatter_tensor`` for names that 2.11 lacks, so the name is chosen here, once.
+Several regions go through the group's coalesced method, because the coalescing context
+manager fails on gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_fsdp.errors import FSDPError
+
+_all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single", None
+) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", None
+) or dist.reduce_scatter_tensor
+_GROUP = dist.ProcessGroup
+_all_gather_coalesced: Callable[..., Any] = getattr(
+    _GROUP, "all_gather_single_coalesced", None
+) or _GROUP.allgather_into_tensor_coalesced
+_reduce_scatter_coalesced: Callable[..., Any] = getattr(
+    _GROUP, "reduce_scatter_single_coalesced", None
+) or _GROUP.reduce_scatter_tensor_coalesced
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One collective as this rank sent it: its kind and, per region, elements and dtype.
+
+    ``numel`` is that of the whole buffer (``padded_numel``), ``world_size`` the group's.
+    """
+
+    op: str
+    numel: tuple[int, ...]
+    dtype: tuple[torch.dtype, ...]
+    world_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffers."""
+        return sum(n * d.itemsize for n, d in zip(self.numel, self.dtype, strict=True))
+
+
+_recorder: list[CallRecord] | None = None
+
+
+@contextmanager
+def record() -> Iterator[list[CallRecord]]:
+    """Collect the collectives that this process sends inside the block, in order."""
+    global _recorder
+    outer, _recorder = _recorder, []
+    try:
+        yield _recorder
+    finally:
+        _recorder = outer
+
+
+def _note(op: str, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    if _recorder is not None:
+        _recorder.append(
+            CallRecord(
+                op,
+                tuple(t.numel() for t in tensors),
+                tuple(t.dtype for t in tensors),
+                group.size(),
+            )
+        )
+
+
+def _require(full: Sequence[Tensor], shard: Sequence[Tensor], size: int) -> None:
+    for whole, part in zip(full, shard, strict=True):
+        if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+            raise FSDPError(
+                f"A collective over {size} ranks expects a full buffer of {size} x "
+                f"{part.numel()} {part.dtype}, got {whole.numel()} {whole.dtype}."
+            )
+
+
+def all_gather_flat(
+    full: Sequence[Tensor],
+    shard: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Fill each ``full`` ``(padded_numel,)`` with the ranks' ``shard`` ``(shard_numel,)``.
+
+    Rank *r* fills slice *r*. ``shard`` may be that slice of ``full`` itself.
+
+    Collective: one all-gather over ``group`` (several buffers are coalesced).
+    """
+    if _recorder is not None:
+        _require(full, shard, group.size())
+        _note("all_gather", full, group)
+    if len(full) == 1:
+        work: dist.Work | None = _all_gather(
+            full[0], shard[0], group=group, async_op=async_op
+        )
+        return work
+    options = dist.AllgatherOptions()
+    options.asyncOp = async_op
+    return _finish(_all_gather_coalesced(group, full, shard, options), async_op)
+
+
+def reduce_scatter_flat(
+    shard: Sequence[Tensor],
+    full: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    average: bool = False,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Sum (or average) each ``full`` ``(padded_numel,)`` over ranks; rank *r* keeps slice *r*.
+
+    All buffers must have one dtype.
+
+    Collective: one reduce-scatter over ``group`` (several buffers are coalesced).
+    """
+    if _recorder is not None:
+        _require(full, shard, group.size())
+        _note("reduce_scatter", full, group)
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    if len(full) == 1:
+        work: dist.Work | None = _reduce_scatter(
+            shard[0], full[0], op=op, group=group, async_op=async_op
+        )
+        return work
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return _finish(_reduce_scatter_coalesced(group, shard, full, options), async_op)
+
+
+def all_reduce(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    maximum: bool = False,
+    average: bool = False,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Sum (or take the maximum or average of) ``tensor`` over ranks, in place.
+
+    Collective: one all-reduce over ``group``.
+    """
+    _note("all_reduce", [tensor], group)
+    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    if average:
+        op = dist.ReduceOp.AVG
+    work: dist.Work | None = dist.all_reduce(
+        tensor, op=op, group=group, async_op=async_op
+    )
+    return work
+
+
+def gather_flat(
+    full: Tensor | None, shard: Tensor, group: dist.ProcessGroup, *, rank: int = 0
+) -> None:
+    """Fill ``full`` ``(padded_numel,)`` on group rank ``rank`` with all ranks' ``shard``.
+
+    The other ranks pass ``None`` and hold no more than their shard.
+
+    Collective: one gather over ``group``.
+    """
+    _note("gather", [shard], group)
+    parts = list(full.chunk(group.size())) if full is not None else None
+    dist.gather(shard, parts, dst=dist.get_global_rank(group, rank), group=group)
+
+
+def scatter_flat(
+    shard: Tensor, full: Tensor | None, group: dist.ProcessGroup, *, rank: int = 0
+) -> None:
+    """Give every rank its slice of group rank ``rank``'s ``full`` ``(padded_numel,)``.
+
+    Collective: one scatter over ``group``.
+    """
+    _note("scatter", [shard], group)
+    parts = list(full.chunk(group.size())) if full is not None else None
+    dist.scatter(shard, parts, src=dist.get_global_rank(group, rank), group=group)
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> None:
+    """Copy group rank ``rank``'s ``tensor`` to every rank, in place.
+
+    Collective: one broadcast over ``group``.
+    """
+    _note("broadcast", [tensor], group)
+    dist.broadcast(tensor, src=dist.get_global_rank(group, rank), group=group)
+
+
+def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's picklable ``value``, in group rank order.
+
+    Collective: a gather of sizes and one of bytes over ``group``; not for the steady state.
+    """
+    if _recorder is not None:
+        _recorder.append(CallRecord("all_gather_object", (), (), group.size()))
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None

@@ -1,0 +1,65 @@
+"""Streams and events on CUDA; nothing at all on CPU.
+
+Overlap comes from two side streams of our own: one gathers, one reduces. On CPU there are
+no streams: collectives are issued with ``async_op=True`` and their ``Work`` is waited for
+where CUDA waits for an event. Nothing here ever makes the CPU wait for the GPU.
+
+Checked on torch 2.13 (CPU); the CUDA calls are the public ``torch.cuda`` ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Waitable(Protocol):
+    """What an issued collective leaves behind: call ``wait`` before reading its result."""
+
+    def wait(self) -> object:
+        """Order everything after this call behind the collective."""
+
+
+class StreamEvent:
+    """A CUDA event that is recorded on one stream and waited for by the current one.
+
+    Made once and recorded again each time: a wait refers to the latest record before it.
+    """
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Mark the work that ``stream`` has been given so far."""
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the marked work; the CPU goes on."""
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class Streams:
+    """The side streams of one root, shared by all units below it.
+
+    ``gather`` owns the storage of full buffers and ``compute`` that of reduce buffers:
+    each is allocated and freed with that stream current, after it has waited for the
+    last reader on the other stream. So no ``record_stream`` is needed and memory does
+    not depend on timing.
+    """
+
+    __slots__ = ("compute", "gather", "reduce")
+
+    def __init__(self, device: torch.device) -> None:
+        self.gather = torch.cuda.Stream(device, priority=-1)
+        self.reduce = torch.cuda.Stream(device, priority=-1)
+        self.compute = torch.cuda.current_stream(device)
+
+
+def make_streams(device: torch.device) -> Streams | None:
+    """Return side streams for a CUDA device, ``None`` for any other."""
+    return Streams(device) if device.type == "cuda" else None
+
+

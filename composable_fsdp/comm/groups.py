@@ -1,0 +1,184 @@
+"""Which ranks share a unit's parameters, and which hold copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.errors import CompositionError, PlanError
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The process groups of one unit; ``None`` where a group would have one rank.
+
+    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's place.
+    ``replicate``: ranks with equal shards, whose gradients are averaged.
+    """
+
+    shard: dist.ProcessGroup | None
+    replicate: dist.ProcessGroup | None
+    rank: int
+    shard_world_size: int
+    replicas: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.shard_world_size * self.replicas
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Groups:
+        """Process groups are shared by copies: they name ranks, not data."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """What the caller said about ranks: one group, or a (shard, replicate) pair."""
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None
+    device_type: str | None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in both groups together."""
+        return self.shard.size() * (self.replicate.size() if self.replicate else 1)
+
+    def for_strategy(self, strategy: ShardingStrategy) -> Groups:
+        """The groups of a unit with this strategy."""
+        if self.replicate is not None:
+            shard, replicate = self.shard, self.replicate
+            if strategy not in HYBRID:
+                raise PlanError(
+                    f"{strategy.name} takes one process group, got a shard group and a replicate "
+                    "group. Use HYBRID_SHARD, or pass one group."
+                )
+            return _groups(shard, replicate)
+        if strategy in HYBRID:
+            raise PlanError(
+                f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or a tuple "
+                "(shard group, replicate group); got one group. Pass one of the two."
+            )
+        if strategy is ShardingStrategy.NO_SHARD:
+            return _groups(None, self.shard)
+        return _groups(self.shard, None)
+
+
+def _groups(
+    shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None
+) -> Groups:
+    # A group of one rank has nobody to talk to: from here on it does not exist.
+    shards = shard.size() if shard is not None else 1
+    copies = replicate.size() if replicate is not None else 1
+    return Groups(
+        shard=shard if shards > 1 else None,
+        replicate=replicate if copies > 1 else None,
+        rank=shard.rank() if shard is not None else 0,
+        shard_world_size=shards,
+        replicas=copies,
+    )
+
+
+def resolve_ranks(
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
+    device_mesh: DeviceMesh | None,
+    strategy: ShardingStrategy,
+) -> RankLayout:
+    """Turn what the caller passed into groups.
+
+    A 1-D mesh shards; a 2-D mesh with named dims replicates over dim 0 and shards over
+    dim 1, and is for the hybrid strategies. Makes no group and sends nothing.
+
+    Raises: PlanError, for another mesh, both a mesh and a group, or a rank outside;
+    CompositionError, if torch.distributed was not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise CompositionError(
+            "fully_shard needs a process group and torch.distributed is not initialised. Start "
+            "the script with torchrun and call torch.distributed.init_process_group() first; "
+            "composable_fsdp.plan(module, world_size=...) needs neither."
+        )
+    if process_group is not None and device_mesh is not None:
+        raise PlanError("Pass process_group or device_mesh, not both: each names the ranks.")
+    if device_mesh is not None:
+        return _from_mesh(device_mesh, strategy)
+    if isinstance(process_group, (tuple, list)):
+        if len(process_group) != 2:
+            raise PlanError(
+                "A tuple of process groups is (shard group, replicate group); got "
+                f"{len(process_group)} groups."
+            )
+        return RankLayout(_member(process_group[0]), _member(process_group[1]), None)
+    group = process_group if process_group is not None else dist.group.WORLD
+    return RankLayout(_member(group), None, None)
+
+
+def _member(group: object) -> dist.ProcessGroup:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise PlanError(
+            f"Rank {dist.get_rank()} is not in the process group it was given. Call "
+            "fully_shard only on the ranks of the group."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group expects a torch.distributed.ProcessGroup, got {type(group).__name__}."
+        )
+    return group
+
+
+def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> RankLayout:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}.")
+    if mesh.ndim == 1:
+        return RankLayout(_member(mesh.get_group()), None, mesh.device_type)
+    if mesh.ndim == 2 and mesh.mesh_dim_names:
+        if strategy not in HYBRID:
+            raise PlanError(
+                f"A 2-D device_mesh replicates over {mesh.mesh_dim_names[0]!r} and shards over "
+                f"{mesh.mesh_dim_names[1]!r}, which {strategy.name} does not do. Use "
+                "HYBRID_SHARD, or pass a 1-D mesh."
+            )
+        return RankLayout(
+            _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
+        )
+    raise PlanError(
+        "device_mesh expects a 1-D mesh, or a 2-D mesh with mesh_dim_names (replicate, shard); "
+        f"got {mesh.ndim}-D{'' if mesh.mesh_dim_names else ' without names'}: {mesh}. Take a "
+        "sub-mesh by name, for example mesh['replicate', 'shard']."
+    )
+
+
+def resolve_device(
+    device_id: int | torch.device | None,
+    ranks: RankLayout,
+    parameters: Sequence[torch.Tensor],
+) -> torch.device:
+    """Compute device: ``device_id``, else the mesh's, else cuda under NCCL, else the parameters'.
+
+    Parameters on meta stay there when nothing else says where to go.
+    """
+    if device_id is not None:
+        if isinstance(device_id, int):
+            return torch.device("cuda", device_id)
+        return _indexed(torch.device(device_id))
+    if ranks.device_type is not None:
+        wanted = _indexed(torch.device(ranks.device_type))
+    elif dist.get_backend(ranks.shard) == "nccl":
+        wanted = _indexed(torch.device("cuda"))
+    else:
+        return parameters[0].device if parameters else torch.device("cpu")
+    return wanted
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

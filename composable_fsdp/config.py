@@ -1,0 +1,84 @@
+"""Options as frozen values: each is checked when it is made, so a bad one cannot exist.
+
+Names, fields and their order follow torch's FSDP1, whose users this package serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+
+class ShardingStrategy(Enum):
+    """What is kept sharded, and when (torch FSDP1's names).
+
+    ``FULL_SHARD``: parameters, gradients and optimizer state (ZeRO-3).
+    ``SHARD_GRAD_OP``: parameters stay whole from forward to the end of backward (ZeRO-2).
+    ``NO_SHARD``: every rank holds everything and gradients are all-reduced (DDP).
+    ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2``: the first two within a shard group,
+    replicated across groups.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+class BackwardPrefetch(Enum):
+    """When the next unit's all-gather is issued in backward.
+
+    ``BACKWARD_PRE``: before the current unit's gradients are computed (most overlap).
+    ``BACKWARD_POST``: after them (one full unit less in memory).
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+class Block(Enum):
+    """What a shard boundary may not cut.
+
+    ``ROW``: one index of dim 0 of a parameter with two or more dims, so that a sharded
+    leaf is ``(k, *trailing)``. ``ELEMENT``: one element, least padding; a sharded leaf is
+    one-dimensional.
+    """
+
+    ROW = auto()
+    ELEMENT = auto()
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes for compute, reduction and buffers; ``None`` keeps the original.
+
+    Field names and order are torch FSDP1's.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise TypeError(
+                    f"MixedPrecision({name}=...) expects a floating point torch.dtype or "
+                    f"None, got {dtype!r}. Leave it out to keep the parameters' own dtype."
+                )
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Whether sharded parameters and their gradients live in host memory."""
+
+    offload_params: bool = False

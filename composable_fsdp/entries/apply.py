@@ -1,0 +1,183 @@
+"""One application of sharding to a module: options, plan, checks, build.
+
+Both doors, ``fully_shard`` and ``FullyShardedDataParallel``, end here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_ranks
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.naming import join, shown
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.planner import (
+    PlanRequest,
+    Target,
+    check_tied,
+    expand_ignored,
+    ignored_parameters,
+    plan_modules,
+)
+from composable_fsdp.runtime.build import build_units
+from composable_fsdp.state_dict.hooks import install_state_dict_hooks
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import walk_states
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """Everything a caller may say about one application, after checking."""
+
+    options: UnitOptions
+    ranks: RankLayout
+    policy: object
+    ignored_modules: frozenset[nn.Module]
+    ignored_parameters: frozenset[int]
+    device_id: int | torch.device | None
+    sync_module_states: bool
+    tied_params: str
+
+
+def prepare(
+    options: UnitOptions,
+    *,
+    process_group: Any = None,
+    device_mesh: Any = None,
+    policy: object = None,
+    ignored_modules: Sequence[nn.Module] | None = None,
+    ignored_states: Sequence[Any] | None = None,
+    device_id: int | torch.device | None = None,
+    sync_module_states: bool = False,
+    tied_params: str = "error",
+) -> Application:
+    """Check what was passed and resolve groups; touches no module and sends nothing."""
+    return Application(
+        options=options,
+        ranks=resolve_ranks(process_group, device_mesh, options.strategy),
+        policy=policy,
+        ignored_modules=expand_ignored(ignored_modules, ignored_states),
+        ignored_parameters=ignored_parameters(ignored_states),
+        device_id=device_id,
+        sync_module_states=sync_module_states,
+        tied_params=check_tied(tied_params),
+    )
+
+
+def apply(
+    modules: Sequence[nn.Module], state: _FSDPState, application: Application
+) -> ShardingPlan:
+    """Shard ``modules`` (several form one unit); ``state`` is what the registry made for them.
+
+    Every check comes before the first change.
+
+    Collective: with ``sync_module_states`` one broadcast per parameter and buffer over the
+    shard (and replicate) group; else none.
+    Raises: PlanError, CompositionError; the modules are as they were.
+    """
+    for module in modules:
+        _refuse_owned(module)
+        _refuse_started(module)
+    ranks = application.ranks
+    plan, targets = plan_modules(modules, _request(application))
+    for target in targets:
+        ranks.for_strategy(target.plan.options.strategy)
+    parameters = [p for t in targets for region in t.parameters for p in region]
+    device = resolve_device(application.device_id, ranks, parameters)
+    _refuse_mixed_meta(targets)
+    if application.sync_module_states:
+        _broadcast(modules, parameters, ranks)
+    states = build_units(targets, state, ranks=ranks, device=device)
+    for each in states:
+        install_state_dict_hooks(each)
+    return plan
+
+
+def _request(application: Application) -> PlanRequest:
+    ranks = application.ranks
+    return PlanRequest(
+        options=application.options,
+        world_size=ranks.world_size,
+        shard_world_size=ranks.shard.size(),
+        replicas=ranks.replicate.size() if ranks.replicate is not None else 1,
+        policy=application.policy,
+        ignored_modules=application.ignored_modules,
+        ignored_parameters=application.ignored_parameters,
+        tied_params=application.tied_params,
+        owner_of=_owner_of,
+    )
+
+
+def _owner_of(parameter: nn.Parameter) -> str | None:
+    """How messages call a parameter that a unit holds already; ``None`` if none does."""
+    found = find_leaf(parameter)
+    if found is None:
+        return None
+    handle, index = found
+    fqn = join(handle.fqn, handle._fqns[index])
+    kind = handle.plan.class_name
+    return f"{shown(fqn)} of an earlier fully sharded {kind}"
+
+
+def _refuse_owned(module: nn.Module) -> None:
+    owner = _get_module_fsdp_state(module)
+    if owner is not None and all(module is not m for m in owner.modules):
+        raise CompositionError(
+            f"fully_shard got a {type(module).__name__} whose parameters belong to the fully "
+            f"sharded module above it, {owner.name} ({type(owner.module).__name__}). Apply "
+            "fully_shard to the children first and to the parent last."
+        )
+
+
+def _refuse_started(module: nn.Module) -> None:
+    for fqn, owner, state in walk_states(module):
+        if state._is_root is not None:
+            raise CompositionError(
+                f"fully_shard was called on a {type(module).__name__} whose unit {shown(fqn)} "
+                f"({type(owner).__name__}) has already run as its own root. Apply fully_shard "
+                "to the whole model before its first forward."
+            )
+
+
+def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
+    for target in targets:
+        for layout, parameters in zip(
+            target.plan.regions, target.parameters, strict=True
+        ):
+            meta = [s.fqn for s, p in zip(layout.parameters, parameters, strict=True) if p.is_meta]
+            if meta and len(meta) < len(parameters):
+                raise PlanError(
+                    f"Unit {shown(target.plan.fqn)} has parameters on meta ({', '.join(meta)}) "
+                    "beside parameters with values. Give all of them values, or none."
+                )
+
+
+def _broadcast(
+    modules: Sequence[nn.Module],
+    parameters: Sequence[nn.Parameter],
+    ranks: RankLayout,
+) -> None:
+    """Give every rank the values of the group's first rank, buffers included."""
+    buffers = {id(b): b for module in modules for b in module.buffers()}
+    for tensor in [*parameters, *buffers.values()]:
+        if tensor.is_meta:
+            raise PlanError(
+                "sync_module_states=True expects real values on rank 0, got a tensor on meta. "
+                "Initialise the model first, or leave sync_module_states out."
+            )
+        data = tensor.detach().contiguous()
+        for group in (ranks.shard, ranks.replicate):
+            if group is not None and group.size() > 1:
+                collectives.broadcast(data, group)
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(data)
+
+

@@ -1,0 +1,193 @@
+"""``fully_shard``: the composable door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp.compose.contract import Contract
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from composable_fsdp.entries.apply import apply, prepare
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import shown
+from composable_fsdp.planning.checks import refuse_container
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tree.state import _FSDPState
+
+T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
+
+_FSDP2_NAMES = {
+    "mesh": "device_mesh",
+    "reshard_after_forward": "strategy (ShardingStrategy.FULL_SHARD or SHARD_GRAD_OP)",
+    "shard_placement_fn": "block (Block.ROW or Block.ELEMENT)",
+    "mp_policy": "mixed_precision",
+    "offload_policy": "cpu_offload",
+    "ignored_params": "ignored_states",
+    "sharding_strategy": "strategy",
+    "auto_wrap_policy": "policy",
+}
+
+
+def _shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    policy: object = None,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    ignored_modules: Sequence[nn.Module] | None = None,
+    ignored_states: Sequence[nn.Parameter] | Sequence[nn.Module] | None = None,
+    device_id: int | torch.device | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
+    block: Block = Block.ROW,
+    if_sharded: str = "error",
+    tied_params: str = "error",
+    use_orig_params: bool = True,
+    **unknown: object,
+) -> None:
+    """Shard a module's parameters, gradients and optimizer state over ranks, in place.
+
+    The module keeps its class and every name; each parameter stays the same object, its
+    data now this rank's rows (``(k, *trailing)``; see ``Block``). Forward and backward
+    gather and reduce by themselves. Apply it to children first: a call manages what nested
+    calls (and ``replicate``) left over. A list of modules becomes one unit.
+
+    Args:
+        module: a module, or a list that becomes one unit (not the root).
+        process_group: the ranks to shard over, or a pair (shard, replicate) for the hybrid
+            strategies; the default group if nothing is given.
+        device_mesh: the same as a mesh: 1-D shards, 2-D named (replicate, shard).
+        policy: which modules below become units: a policy object, a function
+            ``(module, recurse, nonwrapped_numel) -> bool``, or one that returns
+            ``{module: options}``. Units made by hand before are boundaries.
+        strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or a hybrid one.
+        ignored_modules, ignored_states: modules or parameters to leave as they are.
+        device_id: compute device; else the mesh's, else cuda under NCCL, else where the
+            parameters are.
+        sync_module_states: give every rank the values of rank 0 first.
+        backward_prefetch: when the next unit is gathered in backward.
+        limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
+        block: what a shard boundary may not cut.
+        if_sharded: "error", or "skip" to return a module that is sharded with the same
+            settings.
+        tied_params: what to do with a parameter tied across units: "error", or "promote"
+            to the lowest unit above all its places.
+
+    Collective: one broadcast per parameter and buffer with ``sync_module_states``; else none.
+    All ranks must make the same calls in the same order.
+    Raises: CompositionError, PlanError, TypeError; the module is as it was.
+
+    >>> for block in model.blocks:               # doctest: +SKIP
+    ...     fully_shard(block)
+    >>> fully_shard(model)                       # doctest: +SKIP
+    """
+    del if_sharded  # decided before the contract is asked
+    if unknown:
+        raise TypeError(_unknown_text(sorted(unknown)))
+    refuse_unavailable(
+        mixed_precision=mixed_precision,
+        cpu_offload=cpu_offload if cpu_offload and cpu_offload.offload_params else None,
+        param_init_fn=param_init_fn,
+        forward_prefetch=forward_prefetch or None,
+    )
+    state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
+    assert state is not None
+    options = UnitOptions(
+        strategy=strategy,
+        block=block,
+        backward_prefetch=backward_prefetch,
+        limit_all_gathers=limit_all_gathers,
+        use_orig_params=use_orig_params,
+    )
+    application = prepare(
+        options,
+        process_group=process_group,
+        device_mesh=device_mesh,
+        policy=policy,
+        ignored_modules=ignored_modules,
+        ignored_states=ignored_states,
+        device_id=device_id,
+        sync_module_states=sync_module_states,
+        tied_params=tied_params,
+    )
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    for each in modules:
+        refuse_container(each)
+    apply(modules, state, application)
+
+
+def refuse_unavailable(**values: object) -> None:
+    """Refuse options that this version does not have, rather than ignore them."""
+    given = [name for name, value in values.items() if value is not None]
+    if given:
+        raise PlanError(
+            f"{', '.join(given)}: not available in this version of composable_fsdp, and training "
+            "without it would not be what was asked for. Leave it out; the README lists what "
+            "works today."
+        )
+
+
+def _unknown_text(names: list[str]) -> str:
+    hints = [f"{n} (here: {_FSDP2_NAMES[n]})" for n in names if n in _FSDP2_NAMES]
+    rest = [n for n in names if n not in _FSDP2_NAMES]
+    parts = []
+    if hints:
+        parts.append(f"these are torch FSDP names: {', '.join(hints)}")
+    if rest:
+        parts.append(f"unknown: {', '.join(rest)}")
+    return f"fully_shard got unexpected keyword arguments; {'; '.join(parts)}."
+
+
+class _FullyShard(Contract[Any, _FSDPState]):
+    """The contract, plus the choice of what a second application does."""
+
+    def __call__(self, module: T, *args: Any, **kwargs: Any) -> T:
+        """Apply ``fully_shard``; see the function's own documentation."""
+        choice = kwargs.get("if_sharded", "error")
+        if choice not in ("error", "skip"):
+            raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
+        settings = {key: kwargs[key] for key in sorted(kwargs) if key != "if_sharded"}
+        if choice == "skip" and self._is_same(module, settings):
+            return module
+        result = super().__call__(module, *args, **kwargs)
+        state = self.state(module if isinstance(module, nn.Module) else module[0])
+        assert state is not None
+        state.settings = settings
+        return result
+
+    def _is_same(self, module: Any, settings: dict[str, object]) -> bool:
+        """Whether ``module`` is sharded already, with these settings."""
+        first = module if isinstance(module, nn.Module) else next(iter(module), None)
+        state = self.state(first) if isinstance(first, nn.Module) else None
+        if state is None:
+            return False
+        if state.settings != settings:
+            raise CompositionError(
+                f"fully_shard(if_sharded='skip') found {type(first).__name__} "
+                f"{shown(state.fqn)} sharded with other settings: it has "
+                f"{state.settings or 'the defaults'}, this call asks for "
+                f"{settings or 'the defaults'}. Use the same settings, or a fresh module."
+            )
+        return True
+
+
+# The registry keeps states under the function's name.
+_shard.__name__ = _shard.__qualname__ = "fully_shard"
+fully_shard = _FullyShard(_shard, _FSDPState, check_names=True)

@@ -1,0 +1,241 @@
+"""``FullyShardedDataParallel``: the wrapper door, over the same code as ``fully_shard``.
+
+The wrapped module carries the state, the handle and the hooks; the wrapper adds one level
+to the tree and takes it out of every name it gives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper
+from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.save import optim_state_dict
+from composable_fsdp.planning.planner import API
+from composable_fsdp.compose.registry import get_state
+from composable_fsdp.planning.wrapping import post_order_apply
+from composable_fsdp.state_dict.hooks import install_wrapper_hooks
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard ``module`` over ranks and wrap it; arguments are those of torch's FSDP1.
+
+    Every unit that ``auto_wrap_policy`` chooses is wrapped in its place, as FSDP1 does.
+    ``use_orig_params`` is always True here: the parameters are the original objects.
+
+    Collective: as ``fully_shard``.
+    Raises: as ``fully_shard``; the module is as it was.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: object = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, FullyShardedDataParallel):
+            raise CompositionError(
+                "FullyShardedDataParallel got a module that is wrapped already. Wrap the "
+                "plain module, or pass wrapper.module."
+            )
+        if not use_orig_params:
+            warnings.warn(
+                "use_orig_params=False is taken as True: composable_fsdp always keeps the "
+                "original parameters. Drop the argument.",
+                stacklevel=2,
+            )
+        fully_shard(
+            module,
+            process_group=process_group,
+            strategy=sharding_strategy or ShardingStrategy.FULL_SHARD,
+            cpu_offload=cpu_offload,
+            policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=list(ignored_modules or ()),
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=list(ignored_states or ()),
+            device_mesh=device_mesh,
+        )
+        _wrap_units_below(module)
+        self._take(module)
+
+    def _take(self, module: nn.Module) -> None:
+        setattr(self, WRAPPED_MODULE, module)
+        install_wrapper_hooks(self)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        wrapped = self._modules[WRAPPED_MODULE]
+        assert wrapped is not None
+        return wrapped
+
+    @property
+    def _state(self) -> _FSDPState:
+        state = get_state(self.module, API)
+        assert isinstance(state, _FSDPState)
+        return state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module, whose hooks gather and reduce."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the wrapped module are attributes of the wrapper."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED_MODULE:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Forward indexing, for a wrapped ``nn.Sequential``."""
+        return self.module[key]  # type: ignore[index]
+
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of a plain module: names without the wrapper's components."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield strip_wrapper(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of a plain module: names without the wrapper's components."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield strip_wrapper(name), buffer
+
+    @staticmethod
+    def fsdp_modules(
+        module: nn.Module, root_only: bool = False
+    ) -> list[FullyShardedDataParallel]:
+        """Return the wrappers in the tree of ``module``, in ``.modules()`` order.
+
+        ``root_only`` keeps those that no other unit holds. Sends nothing.
+        """
+        owners = {
+            id(owner): state for _, owner, state in walk_states(module)
+        }
+        return [
+            each
+            for each in module.modules()
+            if isinstance(each, FullyShardedDataParallel)
+            and id(each.module) in owners
+            and not (root_only and owners[id(each.module)].parent is not None)
+        ]
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """``unshard_params`` under its FSDP1 name."""
+        return unshard_params(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without communication inside the block; see ``no_sync``."""
+        return no_sync(self)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the global norm of all gradients; see ``clip_grad_norm_``."""
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """See ``composable_fsdp.optim_state_dict``."""
+        return _optim_state_dict(model, optim, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """See ``composable_fsdp.optim_state_dict_to_load``."""
+        return optim_state_dict_to_load(
+            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
+        )
+
+
+_optim_state_dict = optim_state_dict
+
+
+def _wrap_units_below(module: nn.Module) -> None:
+    """Put a wrapper in the place of every unit below that has none yet."""
+    wrapped = {
+        id(each.module)
+        for each in module.modules()
+        if isinstance(each, FullyShardedDataParallel)
+    }
+    targets: dict[nn.Module, dict[str, Any]] = {
+        owner: {}
+        for _, owner, state in walk_states(module)
+        if owner is not module and id(owner) not in wrapped and len(state.modules) == 1
+    }
+    post_order_apply(module, targets, _wrap)
+
+
+def _wrap(module: nn.Module, _: dict[str, Any]) -> nn.Module:
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._take(module)
+    return wrapper

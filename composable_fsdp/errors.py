@@ -1,0 +1,44 @@
+"""The exceptions of this package, drawn as a list.
+
+::
+
+    FSDPError
+      |- CompositionError (ValueError)      an API applied where it may not be
+      |- PlanError        (ValueError)      a model or an option that cannot be sharded as asked
+      |- PhaseError       (RuntimeError)    a call at the wrong moment of the step
+      |- CheckpointError  (RuntimeError)    a state that cannot be saved or loaded
+      |- DesyncError      (RuntimeError)    ranks that disagree
+      |- NotRootError     (AttributeError)  root-only data asked of another state
+
+Every message gives what was expected, what came, where, and the way out.
+"""
+
+from __future__ import annotations
+
+
+class FSDPError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class CompositionError(FSDPError, ValueError):
+    """An API was applied to a module that cannot take it."""
+
+
+class PlanError(FSDPError, ValueError):
+    """A model or an option cannot be sharded as asked; nothing was changed."""
+
+
+class PhaseError(FSDPError, RuntimeError):
+    """A call came at a moment of the step that does not allow it."""
+
+
+class CheckpointError(FSDPError, RuntimeError):
+    """A state dict or a checkpoint does not fit the model; the message lists where."""
+
+
+class DesyncError(FSDPError, RuntimeError):
+    """Ranks disagree on what they are doing."""
+
+
+class NotRootError(FSDPError, AttributeError):
+    """Root-only data was asked of a state that is not a root."""

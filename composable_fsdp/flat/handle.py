@@ -1,0 +1,287 @@
+"""``FlatParamHandle``: the regions of one fully sharded module, and which form is current.
+
+The handle holds data and answers questions. What happens to it is done by the verbs of
+``views`` here and of ``runtime``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.comm.device import StreamEvent, Waitable
+from composable_fsdp.comm.groups import Groups
+from composable_fsdp.config import Block
+from composable_fsdp.flat.parameter import FlatParameter, build_region
+from composable_fsdp.naming import shown
+from composable_fsdp.phases import Phase
+from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.plan import UnitPlan
+
+NO_TASK = -1
+"""Graph task id outside backward, as autograd reports it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """One place of a parameter: ``module._parameters[name]``, called ``fqn`` from the unit.
+
+    ``primary`` is the first owner's name; equal to ``fqn`` unless the parameter is shared.
+    """
+
+    fqn: str
+    module: nn.Module
+    name: str
+    primary: str
+
+
+Swap = tuple[dict[str, "nn.Parameter | None"], str, nn.Parameter, nn.Parameter]
+"""``module._parameters``, key, sharded leaf, full leaf."""
+
+
+class FlatParamHandle:
+    """The flat buffers of one unit. Made by ``build_handle``."""
+
+    __slots__ = (
+        "__weakref__",
+        "accumulators",
+        "calls",
+        "device",
+        "fqn",
+        "free_event",
+        "full_fqn",
+        "gather_check",
+        "gather_event",
+        "gather_lists",
+        "gathered",
+        "groups",
+        "has_nested",
+        "has_trainable",
+        "infos",
+        "is_full",
+        "needs_gather",
+        "open_calls",
+        "pending",
+        "phase",
+        "plan",
+        "ready",
+        "reduce_event",
+        "reduce_groups",
+        "reduce_is_allocated",
+        "regions",
+        "retiring",
+        "rows",
+        "swaps",
+        "task",
+        "trainable",
+    )
+
+    plan: UnitPlan
+    fqn: str
+    """Name of the unit's module from the module ``fully_shard`` was called on."""
+    full_fqn: str
+    """The same from the root, once lazy initialization has found it."""
+    regions: tuple[FlatParameter, ...]
+    groups: Groups
+    device: torch.device
+    rows: bool
+    infos: tuple[ParamInfo, ...]
+    swaps: tuple[Swap, ...]
+    phase: Phase
+    is_full: bool
+    """Whether the full leaves are in the modules and may be read."""
+    ready: Waitable | None
+    """An all-gather that was issued and not waited for."""
+    gathered: bool
+    """Whether ``full`` has memory that an all-gather has filled or is filling."""
+    needs_gather: bool
+    gather_lists: tuple[list[Tensor], list[Tensor]]
+    """``full`` and gather input of each region that has elements to gather."""
+    has_nested: bool
+    has_trainable: bool
+    trainable: tuple[FlatParameter, ...]
+    """Regions whose parameters have gradients."""
+    reduce_groups: tuple[tuple[FlatParameter, ...], ...]
+    """Trainable regions with elements, those of one reduce dtype together."""
+    accumulators: tuple[Any, ...]
+    """The autograd nodes that accumulate into the trainable full leaves."""
+    calls: list[Any]
+    """Forwards of the unit that are running, outermost first; ``None`` if without gradients."""
+    gather_check: tuple[tuple[nn.Parameter, int], ...]
+    """Leaves with elements on this rank, and where their data has to be."""
+    # Backward. ``task`` is the graph task whose pre-backward has seen this unit, ``pending``
+    # the gradients it still owes, ``open_calls`` the forwards whose inputs wait for theirs.
+    task: int
+    pending: int
+    open_calls: int
+    reduce_is_allocated: bool
+    # CUDA only: made once, recorded again each time.
+    gather_event: StreamEvent | None
+    free_event: StreamEvent | None
+    reduce_event: StreamEvent | None
+    retiring: bool
+
+    @property
+    def leaves(self) -> tuple[nn.Parameter, ...]:
+        """The sharded leaves, which are the original parameters, in region order."""
+        return tuple(leaf for region in self.regions for leaf in region.leaves)
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        """Names of the parameters from the unit's module, in region order."""
+        return tuple(s.fqn for r in self.plan.regions for s in r.parameters)
+
+    @property
+    def _param_infos(self) -> tuple[ParamInfo, ...]:
+        """First owners, in region order."""
+        return tuple(info for info in self.infos if info.fqn == info.primary)
+
+    @property
+    def _shared_param_infos(self) -> tuple[ParamInfo, ...]:
+        """The further places of shared parameters."""
+        return tuple(info for info in self.infos if info.fqn != info.primary)
+
+    @property
+    def _shard_param_indices(self) -> tuple[int, ...]:
+        """Indices into ``_fqns`` of the parameters of which this rank holds elements."""
+        spans = [
+            r.layout.interval(slot, r.rank)
+            for r in self.regions
+            for slot in r.layout.parameters
+        ]
+        return tuple(i for i, (start, stop) in enumerate(spans) if stop > start)
+
+    @property
+    def name(self) -> str:
+        """How messages call the unit."""
+        return shown(self.full_fqn)
+
+    def __repr__(self) -> str:
+        return (
+            f"FlatParamHandle(fully sharded module {self.name}, {len(self._fqns)} parameters, "
+            f"{len(self.regions)} regions, {self.phase.value}, "
+            f"{'full' if self.is_full else 'sharded'})"
+        )
+
+
+def build_handle(
+    target: Target, *, groups: Groups, device: torch.device
+) -> FlatParamHandle:
+    """Turn a planned unit into buffers and leaves; the parameters are sharded afterwards.
+
+    One unit at a time, so the memory above the shards is that of one unit. Sends nothing.
+    """
+    options = target.plan.options
+    precision = options.mixed_precision
+    handle = FlatParamHandle()
+    handle.plan, handle.groups, handle.device = target.plan, groups, device
+    handle.fqn = handle.full_fqn = target.plan.fqn
+    handle.rows = options.block is Block.ROW
+    regions = []
+    for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
+        floating = layout.dtype.is_floating_point
+        compute = precision.param_dtype if precision and floating else None
+        reduce = precision.reduce_dtype if precision and floating else None
+        regions.append(
+            build_region(
+                layout,
+                parameters,
+                rank=groups.rank,
+                rows=handle.rows,
+                device=device,
+                compute_dtype=compute or layout.dtype,
+                reduce_dtype=reduce or compute or layout.dtype,
+            )
+        )
+    handle.regions = tuple(regions)
+    handle.infos = tuple(
+        ParamInfo(place.fqn, place.module, place.name, slot.fqn)
+        for layout, places in zip(target.plan.regions, target.places, strict=True)
+        for slot, held in zip(layout.parameters, places, strict=True)
+        for place in held
+    )
+    _make_tables(handle, target)
+    _reset(handle)
+    remember_leaves(handle)
+    return handle
+
+
+def _make_tables(handle: FlatParamHandle, target: Target) -> None:
+    """Compute once what every step needs."""
+    handle.swaps = tuple(
+        (place.module._parameters, place.name, leaf, full)
+        for region, places in zip(handle.regions, target.places, strict=True)
+        for leaf, full, held in zip(
+            region.leaves, region.full_leaves, places, strict=True
+        )
+        for place in held
+    )
+    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
+    handle.needs_gather = bool(gathering)
+    same = [r.full.dtype == r.shard.dtype for r in gathering]
+    handle.gather_lists = (
+        [r.full for r in gathering],
+        # Equal dtypes: gather from the shard. Else the cast goes straight into our slice.
+        [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
+    )
+    handle.gather_check = tuple(
+        (leaf, leaf.data_ptr())
+        for region in handle.regions
+        if not region.shard.is_meta
+        for leaf in region.leaves
+        if leaf.numel()
+    )
+    handle.trainable = tuple(r for r in handle.regions if r.layout.trainable)
+    handle.has_trainable = bool(handle.trainable)
+    groups: dict[torch.dtype, list[FlatParameter]] = {}
+    for region in handle.trainable:
+        if region.reduce_buffer is not None and region.layout.padded_numel:
+            groups.setdefault(region.reduce_buffer.dtype, []).append(region)
+    handle.reduce_groups = tuple(tuple(group) for group in groups.values())
+    handle.accumulators = ()
+    handle.has_nested = False
+
+
+def _reset(handle: FlatParamHandle) -> None:
+    handle.phase = Phase.IDLE
+    handle.is_full = handle.gathered = handle.retiring = False
+    handle.ready = None
+    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
+    handle.reduce_is_allocated, handle.calls = False, []
+    handle.gather_event = handle.free_event = handle.reduce_event = None
+    if handle.device.type == "cuda":
+        handle.gather_event = StreamEvent()
+        handle.free_event = StreamEvent()
+        handle.reduce_event = StreamEvent()
+
+
+# Which unit a parameter belongs to, so that functions which are given bare parameters
+# (``clip_grad_norm_``) find the groups. Keyed by identity and not by a weak reference,
+# because a weak reference to a parameter makes ``torch.utils.swap_tensors`` refuse it; the
+# handle keeps its leaves alive, so an identity cannot be reused while the entry stands.
+_LEAVES: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
+
+
+def remember_leaves(handle: FlatParamHandle) -> None:
+    """Make ``find_leaf`` know this handle's leaves until the handle is gone."""
+    keys = [id(leaf) for leaf in handle.leaves]
+
+    def forget(_: weakref.ref[FlatParamHandle]) -> None:
+        for key in keys:
+            if _LEAVES.get(key, (None,))[0] is reference:
+                del _LEAVES[key]
+
+    reference = weakref.ref(handle, forget)
+    for index, key in enumerate(keys):
+        _LEAVES[key] = (reference, index)
+
+
+def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
+    """The handle whose sharded leaf ``parameter`` is, and its index; ``None`` if of none."""
+    entry = _LEAVES.get(id(parameter))
+    handle = entry[0]() if entry else None
+    return (handle, entry[1]) if entry and handle is not None else None

@@ -1,0 +1,91 @@
+"""Finding leaves that something tore out of their shard since build.
+
+``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment gives a
+module parameters with memory of their own; training on would read the old values. Checked
+once per iteration, for a tenth of a microsecond a leaf.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.naming import join, shown
+
+
+def require_leaves(handle: FlatParamHandle) -> None:
+    """Bring leaves that were torn out, but fit, back into the shard; refuse the others.
+
+    The sharded form must be current. Sends nothing.
+
+    Raises: PlanError, naming the parameter: it is on meta, or has another dtype or shape.
+    """
+    for parameters, name, leaf, _ in handle.swaps:
+        if parameters.get(name) is not leaf:
+            break
+    else:
+        for leaf, pointer in handle.gather_check:
+            if leaf.data_ptr() != pointer:
+                break
+        else:
+            if not any(region.shard.is_meta for region in handle.regions):
+                return
+    _repair(handle)
+
+
+def _repair(handle: FlatParamHandle) -> None:
+    names = {}
+    for info, (parameters, key, leaf, _) in zip(handle.infos, handle.swaps, strict=True):
+        fqn = join(handle.full_fqn, info.fqn)
+        names[id(leaf)] = fqn
+        current = parameters.get(key)
+        if leaf.is_meta:
+            raise PlanError(
+                f"Parameter {shown(fqn)} is still on the meta device at the first forward, so it has "
+                "no values. Give the model real values before fully_shard "
+                "(module.to_empty(device=...) and reset_parameters(), or load_state_dict with "
+                "assign=True), then shard it."
+            )
+        if current is not leaf:
+            _take_back(leaf, current, fqn)
+            parameters[key] = leaf
+    _reattach(handle, names)
+
+
+def _take_back(leaf: nn.Parameter, current: object, fqn: str) -> None:
+    """Copy the values of a parameter that was put in the leaf's place."""
+    if not isinstance(current, torch.Tensor):
+        raise PlanError(
+            f"Parameter {shown(fqn)} was removed or replaced by a {type(current).__name__} after "
+            "fully_shard. Change modules before fully_shard."
+        )
+    if current.shape != leaf.shape or current.dtype != leaf.dtype:
+        raise _misfit(fqn, leaf, current)
+    with torch.no_grad():
+        leaf.copy_(current)
+
+
+def _reattach(handle: FlatParamHandle, names: dict[int, str]) -> None:
+    """Copy leaves with memory of their own into the shard and make them views again."""
+    for region in handle.regions:
+        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
+            start, stop = region.layout.interval(slot, region.rank)
+            at = region.layout.shard_offset(slot, region.rank)
+            home = region.shard[at : at + stop - start]
+            if stop > start and leaf.data_ptr() == home.data_ptr():
+                continue
+            if leaf.numel() != stop - start or leaf.dtype != region.shard.dtype:
+                raise _misfit(names[id(leaf)], home, leaf)
+            home.copy_(leaf.detach().reshape(-1))
+            leaf.data = home.view(leaf.shape)
+
+
+def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
+    return PlanError(
+        f"Parameter {shown(fqn)} was changed after fully_shard: its shard on this rank is "
+        f"{tuple(expected.shape)} {expected.dtype} ({expected.numel()} elements), found "
+        f"{tuple(got.shape)} {got.dtype}. Cast or replace parameters before fully_shard; inside "
+        "unshard_params they can be written in place."
+    )

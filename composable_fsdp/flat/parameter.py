@@ -1,0 +1,209 @@
+"""One region of a unit: its buffers, and the leaves that view them.
+
+::
+
+    shard          (shard_numel,)   always      <- sharded leaves, the original parameters
+    full           (padded_numel,)  unshard..   <- full leaves, what compute and autograd see
+    reduce_buffer  (padded_numel,)  backward    <- gradients are copied here as they arrive
+    grad_shard     (shard_numel,)   always      <- ``.grad`` of the sharded leaves
+
+All views are made once, at build. A full leaf takes its data through ``.data``, so it has a
+version counter of its own: an all-gather into ``full`` does not invalidate what autograd
+saved (the values are the same again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.flat import storage
+from composable_fsdp.planning.layout import (
+    ParameterSlot,
+    RegionLayout,
+    sharded_shape,
+)
+
+
+class FlatParameter:
+    """A region at run time. Built by ``build_region``; only ``runtime`` changes it."""
+
+    __slots__ = (
+        "arrived",
+        "full",
+        "full_leaves",
+        "gaps",
+        "grad_shard",
+        "grad_views",
+        "is_cut",
+        "layout",
+        "leaves",
+        "own_slice",
+        "rank",
+        "reduce_buffer",
+        "reduce_views",
+        "shard",
+        "temporary",
+    )
+
+    layout: RegionLayout
+    rank: int
+    is_cut: bool
+    """Whether ``full`` is memory of its own; else it is ``shard`` (one rank, one dtype)."""
+    shard: Tensor
+    full: Tensor
+    own_slice: Tensor
+    """This rank's slice of ``full``, ``(shard_numel,)``."""
+    leaves: tuple[nn.Parameter, ...]
+    full_leaves: tuple[nn.Parameter, ...]
+    reduce_buffer: Tensor | None
+    reduce_views: tuple[Tensor, ...]
+    gaps: tuple[Tensor, ...]
+    """Views of the padding in ``reduce_buffer``."""
+    grad_shard: Tensor | None
+    grad_views: tuple[Tensor, ...]
+    arrived: bytearray
+    """Per parameter: 1 if ``reduce_buffer`` holds a gradient that is not reduced yet."""
+    temporary: Tensor | None
+    """Where a reduction writes while ``grad_shard`` still holds earlier gradients."""
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        return (
+            f"FlatParameter({len(self.leaves)} parameters, {layout.dtype}, numel {layout.numel}, "
+            f"padded_numel {layout.padded_numel}, shard_numel {layout.shard_numel}, rank {self.rank})"
+        )
+
+
+def build_region(
+    layout: RegionLayout,
+    parameters: Sequence[nn.Parameter],
+    *,
+    rank: int,
+    rows: bool,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> FlatParameter:
+    """Copy this rank's part of ``parameters`` into a shard and make every view.
+
+    Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
+    object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
+    """
+    region = FlatParameter()
+    region.layout, region.rank = layout, rank
+    region.temporary = None
+    meta = any(p.is_meta for p in parameters)
+    home = torch.device("meta") if meta else device
+    region.shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
+    region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype
+    with torch.inference_mode(False), torch.no_grad():
+        _fill_shard(region, parameters)
+        _make_sharded_leaves(region, parameters, rows=rows)
+        _make_full(region, compute_dtype, home)
+        _make_gradients(region, reduce_dtype, home)
+    return region
+
+
+def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> None:
+    shard, layout = region.shard, region.layout
+    if shard.is_meta:
+        return
+    # Padding is zero, so that a norm or a checksum of the whole shard means something.
+    shard.zero_()
+    for slot, parameter in zip(layout.parameters, parameters, strict=True):
+        start, stop = layout.interval(slot, region.rank)
+        if stop > start:
+            at = layout.shard_offset(slot, region.rank)
+            source = parameter.detach().reshape(-1)[start:stop]
+            shard[at : at + stop - start].copy_(source)
+
+
+def shard_view(region: FlatParameter, base: Tensor, slot: ParameterSlot, *, rows: bool) -> Tensor:
+    """View of this rank's part of ``slot`` in a ``(shard_numel,)`` buffer, in leaf shape."""
+    layout = region.layout
+    start, stop = layout.interval(slot, region.rank)
+    at = layout.shard_offset(slot, region.rank)
+    shape = sharded_shape(
+        slot.shape, stop - start, rows=rows, world_size=layout.world_size
+    )
+    return base[at : at + stop - start].view(shape)
+
+
+def _make_sharded_leaves(
+    region: FlatParameter, parameters: Sequence[nn.Parameter], *, rows: bool
+) -> None:
+    for slot, parameter in zip(region.layout.parameters, parameters, strict=True):
+        # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
+        parameter.grad = None
+        parameter.data = shard_view(region, region.shard, slot, rows=rows)
+    region.leaves = tuple(parameters)
+    region.arrived = bytearray(len(parameters))
+
+
+def _make_full(
+    region: FlatParameter, compute_dtype: torch.dtype, device: torch.device
+) -> None:
+    layout = region.layout
+    if region.is_cut:
+        region.full = storage.new_buffer(layout.padded_numel, compute_dtype, device)
+    else:
+        region.full = region.shard
+    start = region.rank * layout.shard_numel
+    region.own_slice = region.full[start : start + layout.shard_numel]
+    region.full_leaves = tuple(
+        _full_leaf(region.full, slot, leaf)
+        for slot, leaf in zip(layout.parameters, region.leaves, strict=True)
+    )
+    if region.is_cut:
+        # A view can only be made of memory that is there; it outlives the memory.
+        storage.free(region.full)
+
+
+def _full_leaf(full: Tensor, slot: ParameterSlot, leaf: nn.Parameter) -> nn.Parameter:
+    """A parameter that views ``full`` and shares the original's attributes."""
+    data = full[slot.offset : slot.offset + slot.numel].view(slot.shape).data
+    made: nn.Parameter
+    if type(leaf) is nn.Parameter:
+        made = nn.Parameter(data, requires_grad=leaf.requires_grad)
+    else:
+        made = torch.Tensor._make_subclass(type(leaf), data, leaf.requires_grad)
+    # One dict for both: what a user sets on the parameter is seen in forward, and back.
+    made.__dict__ = leaf.__dict__
+    return made
+
+
+def _make_gradients(
+    region: FlatParameter, reduce_dtype: torch.dtype, device: torch.device
+) -> None:
+    layout = region.layout
+    region.reduce_buffer = region.grad_shard = None
+    region.reduce_views = region.grad_views = region.gaps = ()
+    if not layout.trainable:
+        return
+    buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, device)
+    region.reduce_buffer = buffer
+    region.reduce_views = tuple(
+        buffer[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        for slot in layout.parameters
+    )
+    region.gaps = tuple(buffer[start:stop] for start, stop in layout.gaps())
+    storage.free(buffer)
+
+
+def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
+    """Make ``grad_shard`` ``(shard_numel,)`` and its views; done at the first reduction.
+
+    Not at build: between build and the first backward the memory is the optimizer's and
+    the activations'.
+    """
+    region.grad_shard = storage.new_buffer(
+        region.layout.shard_numel, region.layout.dtype, region.shard.device
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        region.grad_views = tuple(
+            shard_view(region, region.grad_shard, slot, rows=rows)
+            for slot in region.layout.parameters
+        )

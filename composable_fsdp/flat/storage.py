@@ -1,0 +1,39 @@
+"""Giving a tensor its memory and taking it away, while views of it stay valid.
+
+A view keeps its offset and strides when the storage below it is resized, so views are made
+once. Reading one while the storage is empty is an error at best and a crash at worst:
+whoever frees must first have taken the views out of reach.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def allocate(tensor: Tensor) -> None:
+    """Give ``tensor`` memory for all its elements; their values are undefined.
+
+    The block belongs to the current stream. Nothing is sent.
+    """
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+
+def free(tensor: Tensor) -> None:
+    """Give the memory back; the tensor keeps its shape and must not be read."""
+    tensor.untyped_storage().resize_(0)
+
+
+def is_allocated(tensor: Tensor) -> bool:
+    """Whether ``tensor`` may be read. A tensor without elements always may."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def new_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised flat buffer ``(numel,)``.
+
+    Made outside inference mode whatever the caller's mode is: it is kept across calls, and
+    an inference tensor could never be written to in training.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device=device)

@@ -1,0 +1,37 @@
+"""Fully qualified names, by path component.
+
+The wrapper adds one component to the path of what it wraps. It is taken out here and only
+here, and always as a whole component: a module that a user calls
+``my_fsdp_wrapped_module`` keeps its name.
+"""
+
+from __future__ import annotations
+
+WRAPPED_MODULE = "_fsdp_wrapped_module"
+"""Attribute under which ``FullyShardedDataParallel`` holds the module it wraps."""
+
+ROOT_NAME = "(root)"
+"""What messages call the module whose name is the empty string."""
+
+
+def join(prefix: str, name: str) -> str:
+    """Join two dotted names; either may be empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def strip_wrapper(name: str) -> str:
+    """Return ``name`` without the wrapper's components.
+
+    >>> strip_wrapper("layers.0._fsdp_wrapped_module.weight")
+    'layers.0.weight'
+    >>> strip_wrapper("my_fsdp_wrapped_module.weight")
+    'my_fsdp_wrapped_module.weight'
+    """
+    if WRAPPED_MODULE not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != WRAPPED_MODULE)
+
+
+def shown(name: str) -> str:
+    """Return ``name`` as messages print it: quoted, and the root by a word."""
+    return repr(name) if name else ROOT_NAME

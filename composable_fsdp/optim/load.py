@@ -1,0 +1,126 @@
+"""From the plain model's optimizer state to what ``optim.load_state_dict`` takes here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.names import Named, name_parameters
+from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.state_dict.full import part_of
+from composable_fsdp.tree.traversal import _get_fsdp_states
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return this rank's part of a full state, ready for ``optim.load_state_dict``.
+
+    Args:
+        model: the sharded model, or a module that holds it.
+        optim: the optimizer that will load the result.
+        optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a plain
+            model's state under its parameter names; full on every rank.
+        is_named_optimizer: keep names as keys instead of the optimizer's ids.
+        load_directly: also call ``optim.load_state_dict`` with the result.
+        group: ignored; each unit knows its ranks. Here because FSDP1 has it.
+
+    Collective: none.
+    Raises: CheckpointError, listing names that are missing, left over, or of another shape;
+    nothing has been loaded then.
+    """
+    for state in _get_fsdp_states(model):
+        require_idle(state, "optim_state_dict_to_load")
+    groups = name_parameters(model, optim)
+    members = [named for group_members in groups for named in group_members]
+    saved = optim_state_dict
+    _require_same_names(members, saved)
+    state_of: dict[Any, dict[str, Any]] = {}
+    for i, named in enumerate(members):
+        values = saved["state"].get(named.fqn)
+        if values is not None:
+            key = named.fqn if is_named_optimizer else i
+            state_of[key] = {name: _part(named, name, v) for name, v in values.items()}
+    result = {
+        "state": state_of,
+        "param_groups": _param_groups(groups, saved, named=is_named_optimizer),
+    }
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+def _require_same_names(members: list[Named], saved: dict[str, Any]) -> None:
+    if not isinstance(saved, dict) or {"state", "param_groups"} - saved.keys():
+        raise CheckpointError(
+            "optim_state_dict_to_load expects a dict with 'state' and 'param_groups', got "
+            f"{type(saved).__name__}. Pass what optim_state_dict(model, optim) returned."
+        )
+    ours = [named.fqn for named in members]
+    theirs = [name for group in saved["param_groups"] for name in group["params"]]
+    if any(not isinstance(name, str) for name in [*theirs, *saved["state"]]):
+        raise CheckpointError(
+            "optim_state_dict_to_load expects parameters by name, got ids "
+            f"({[n for n in theirs if not isinstance(n, str)][:3]}). Save with "
+            "optim_state_dict(model, optim), or rename the keys to parameter names."
+        )
+    missing = sorted(set(ours) - set(theirs))
+    extra = sorted((set(theirs) | set(saved["state"])) - set(ours))
+    if missing or extra:
+        raise CheckpointError(
+            "The optimizer state is of another model: "
+            f"missing {missing or 'nothing'}, left over {extra or 'nothing'}. Load it into an "
+            "optimizer over the same parameters."
+        )
+
+
+def _part(named: Named, name: str, value: Any) -> Any:
+    """This rank's part of one state value; scalars are the same on every rank."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim == 0 and named.shape != ():
+        return value.clone()
+    if tuple(value.shape) != named.shape:
+        raise CheckpointError(
+            f"Optimizer state {name!r} of {shown(named.fqn)} has shape {tuple(value.shape)}; "
+            f"expected a scalar or the parameter's full shape {named.shape}."
+        )
+    if value.ndim == 0 and name == "step":
+        return value.clone()
+    if named.region is None or named.slot is None:
+        return value.clone()
+    return part_of(named.region, named.slot, value, like=named.parameter).clone()
+
+
+def _param_groups(
+    groups: list[list[Named]], saved: dict[str, Any], *, named: bool
+) -> list[dict[str, Any]]:
+    """The saved options of each of the optimizer's groups, found by parameter names."""
+    home = {
+        name: i for i, group in enumerate(saved["param_groups"]) for name in group["params"]
+    }
+    result, start = [], 0
+    for g, members in enumerate(groups):
+        origins = {home[m.fqn] for m in members}
+        if len(origins) > 1:
+            raise CheckpointError(
+                f"The optimizer's group {g} holds parameters of several saved groups "
+                f"({sorted(origins)}), whose options differ. Build the groups as they were saved."
+            )
+        keys: list[Any] = [m.fqn for m in members]
+        if not named:
+            keys = list(range(start, start + len(members)))
+        start += len(members)
+        options = saved["param_groups"][origins.pop()] if origins else {}
+        result.append({**options, "params": keys})
+    return result

@@ -1,0 +1,67 @@
+"""Which parameter of the plain model each of an optimizer's parameters is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.naming import shown, strip_wrapper
+from composable_fsdp.planning.layout import ParameterSlot
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A parameter of the optimizer: its name, and its slot if a unit holds it."""
+
+    fqn: str
+    parameter: torch.Tensor
+    handle: FlatParamHandle | None
+    region: FlatParameter | None
+    slot: ParameterSlot | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the plain model."""
+        return self.slot.shape if self.slot else tuple(self.parameter.shape)
+
+
+def name_parameters(model: nn.Module, optim: torch.optim.Optimizer) -> list[list[Named]]:
+    """Name the parameters of each of the optimizer's groups, as ``model`` calls them.
+
+    Units must be sharded. Only reads.
+
+    Raises: CheckpointError, for a parameter that is not in ``model``.
+    """
+    names = {id(p): strip_wrapper(name) for name, p in model.named_parameters()}
+    groups = []
+    for g, group in enumerate(optim.param_groups):
+        members = []
+        for i, parameter in enumerate(group["params"]):
+            fqn = names.get(id(parameter))
+            if fqn is None:
+                raise CheckpointError(
+                    f"Parameter {i} of the optimizer's group {g}, of shape "
+                    f"{tuple(parameter.shape)}, is not a parameter of the {type(model).__name__} "
+                    "it was asked about. Pass the model that the optimizer trains."
+                )
+            members.append(_named(fqn, parameter))
+        groups.append(members)
+    return groups
+
+
+def _named(fqn: str, parameter: torch.Tensor) -> Named:
+    found = find_leaf(parameter)
+    if found is None:
+        return Named(fqn, parameter, None, None, None)
+    handle, index = found
+    for region in handle.regions:
+        if index < len(region.leaves):
+            slot = region.layout.parameters[index]
+            return Named(fqn, parameter, handle, region, slot)
+        index -= len(region.leaves)
+    raise AssertionError(f"leaf {shown(fqn)} is not in its own handle")

@@ -1,0 +1,162 @@
+"""Optimizer state of the plain model, gathered from the ranks' shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+import torch.distributed as dist
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.errors import CheckpointError, DesyncError
+from composable_fsdp.flat import storage
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.names import Named, name_parameters
+from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.state_dict.full import gather_flat_values
+from composable_fsdp.tree.traversal import _get_fsdp_states
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the optimizer's full state, keyed by the plain model's parameter names.
+
+    ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``, with
+    tensors of the plain model's shapes on the CPU of every rank.
+
+    Args:
+        model: the sharded model, or a module that holds it.
+        optim: an element-wise optimizer over its parameters.
+        optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now.
+        group: ignored; each unit knows its ranks. Here because FSDP1 has it.
+
+    Collective: per unit and state one all-gather over the shard group, and one exchange of
+    state names per group before; all ranks must call.
+    Raises: CheckpointError, for state that is not element-wise or a foreign parameter;
+    DesyncError, if ranks have different state; PhaseError, inside a step.
+    """
+    for state in _get_fsdp_states(model):
+        require_idle(state, "optim_state_dict")
+    groups = name_parameters(model, optim)
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    members = [named for group_members in groups for named in group_members]
+    states: list[dict[str, Any]] = [given["state"].get(i, {}) for i in range(len(members))]
+    result: dict[str, dict[str, Any]] = {}
+    for named, values in zip(members, states, strict=True):
+        _require_element_wise(named, values)
+        if values:
+            result[named.fqn] = {key: _on_cpu(value) for key, value in values.items()}
+    by_handle: dict[int, list[int]] = {}
+    for i, named in enumerate(members):
+        if named.handle is not None and named.handle.groups.shard is not None:
+            by_handle.setdefault(id(named.handle), []).append(i)
+    _require_equal_names(members, states, by_handle)
+    for indices in by_handle.values():
+        _gather(members, states, indices, result)
+    return {
+        "state": result,
+        "param_groups": [
+            {**saved, "params": [named.fqn for named in group_members]}
+            for saved, group_members in zip(given["param_groups"], groups, strict=True)
+        ],
+    }
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.ndim == 0
+
+
+def _require_element_wise(named: Named, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if not _is_scalar(value) and value.shape != named.parameter.shape:
+            raise CheckpointError(
+                f"Optimizer state {key!r} of {shown(named.fqn)} has shape {tuple(value.shape)}; "
+                f"expected a scalar or the shape of this rank's shard, "
+                f"{tuple(named.parameter.shape)}. State that is not element-wise, or made before "
+                "fully_shard, cannot be put together from shards: use an element-wise optimizer, "
+                "and make it hold state only after fully_shard."
+            )
+
+
+def _require_equal_names(
+    members: list[Named], states: list[dict[str, Any]], by_handle: dict[int, list[int]]
+) -> None:
+    """Compare state names over ranks first: a rank without one would hang the others."""
+    by_group: dict[dist.ProcessGroup, list[tuple[str, list[str]]]] = {}
+    for indices in by_handle.values():
+        for i in indices:
+            handle = members[i].handle
+            assert handle is not None and handle.groups.shard is not None
+            keys = sorted(k for k, v in states[i].items() if not _is_scalar(v))
+            entry = (members[i].fqn, keys)
+            by_group.setdefault(handle.groups.shard, []).append(entry)
+    for group, mine in by_group.items():
+        for rank, theirs in enumerate(collectives.all_gather_object(mine, group)):
+            if theirs == mine:
+                continue
+            (name, have), (other, got) = next(
+                pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]
+            )
+            raise DesyncError(
+                f"Optimizer state differs over ranks: here {shown(name)} has {have}, on rank "
+                f"{rank} of the shard group {shown(other)} has {got}. Build the optimizer with "
+                "the same parameters in the same order on every rank, and step all of them."
+            )
+
+
+def _gather(
+    members: list[Named],
+    states: list[dict[str, Any]],
+    indices: list[int],
+    result: dict[str, dict[str, Any]],
+) -> None:
+    """Gather the tensors of one unit, one state name after the other."""
+    handle = members[indices[0]].handle
+    assert handle is not None
+    names = sorted({k for i in indices for k, v in states[i].items() if not _is_scalar(v)})
+    for name in names:
+        shards = [_empty_shard(handle, r, members, states, indices, name) for r in range(len(handle.regions))]
+        for i in indices:
+            value = states[i].get(name)
+            region, slot = members[i].region, members[i].slot
+            if value is None or region is None or slot is None or _is_scalar(value):
+                continue
+            at = region.layout.shard_offset(slot, region.rank)
+            shard = shards[handle.regions.index(region)]
+            shard[at : at + value.numel()].copy_(value.reshape(-1))
+        fulls = gather_flat_values(handle, shards)
+        for i in indices:
+            region, slot = members[i].region, members[i].slot
+            if name not in states[i] or region is None or slot is None:
+                continue
+            full = fulls[handle.regions.index(region)]
+            part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            result[members[i].fqn][name] = part.cpu().clone()
+
+
+def _empty_shard(
+    handle: FlatParamHandle,
+    index: int,
+    members: list[Named],
+    states: list[dict[str, Any]],
+    indices: list[int],
+    name: str,
+) -> Tensor:
+    """A zeroed ``(shard_numel,)`` in the state's dtype; without elements if nobody has it."""
+    region = handle.regions[index]
+    for i in indices:
+        value = states[i].get(name)
+        if members[i].region is region and isinstance(value, Tensor) and value.ndim:
+            buffer = storage.new_buffer(region.layout.shard_numel, value.dtype, handle.device)
+            return buffer.zero_()
+    return storage.new_buffer(0, region.layout.dtype, handle.device)

@@ -1,0 +1,99 @@
+"""An interval of a row-major tensor as a few rectangular boxes.
+
+A shard is an interval of the flattened parameter; checkpoints speak of rectangles. Seen
+from its start, an interval first completes the rows it begins inside (ever larger
+strides), then takes whole slices of dim 0, then breaks off inside a row (ever smaller
+strides). Each stride is used at most once on the way up and once on the way down, so
+``n`` dims give at most ``2 * n - 1`` boxes::
+
+    shape (4, 5), interval [3, 17)
+    row 0  . . . A A        A  offsets (0, 3)  sizes (1, 2)  start  0
+    row 1  B B B B B        B  offsets (1, 0)  sizes (2, 5)  start  2
+    row 2  B B B B B        C  offsets (3, 0)  sizes (1, 2)  start 12
+    row 3  C C . . .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a tensor whose elements lie next to each other in memory.
+
+    ``offsets`` and ``sizes`` have one entry per dim. ``start`` is where the box's first
+    element lies in the interval it was cut from, counted from that interval's start.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements; 1 for the box of a 0-d tensor."""
+        return prod(self.sizes)
+
+    @property
+    def stop(self) -> int:
+        """One past the box's last element, in the numbering of ``start``."""
+        return self.start + self.numel
+
+
+def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Cut elements ``[start, stop)`` of a row-major tensor of ``shape`` into boxes.
+
+    The boxes come in memory order, hold each element of the interval once, and are at
+    most ``2 * len(shape) - 1`` (one for a 0-d tensor). An empty interval has none.
+
+    Raises: ValueError, if the interval is not inside the tensor.
+
+    >>> [(box.offsets, box.sizes) for box in interval_boxes((4, 5), 3, 17)]
+    [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+    """
+    shape = tuple(shape)
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(
+            f"interval_boxes expects 0 <= start <= stop <= {prod(shape)} for shape "
+            f"{shape}, got start={start}, stop={stop}."
+        )
+    strides = _row_major_strides(shape)
+    boxes: list[Box] = []
+    position = start
+    while position < stop:
+        sizes = _largest_box(shape, strides, position, stop)
+        offsets = _unravel(shape, strides, position)
+        boxes.append(Box(offsets, sizes, position - start))
+        position += prod(sizes)
+    return tuple(boxes)
+
+
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _unravel(
+    shape: tuple[int, ...], strides: tuple[int, ...], position: int
+) -> tuple[int, ...]:
+    return tuple(
+        position // stride % size for size, stride in zip(shape, strides, strict=True)
+    )
+
+
+def _largest_box(
+    shape: tuple[int, ...], strides: tuple[int, ...], position: int, stop: int
+) -> tuple[int, ...]:
+    """Return the sizes of the largest box at ``position`` that ends by ``stop``."""
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        # A box along this dim must start where all later dims are at their beginning,
+        # or it would not be one rectangle.
+        if position % stride:
+            continue
+        left_in_dim = size - position // stride % size
+        count = min((stop - position) // stride, left_in_dim)
+        if count:
+            return (1,) * dim + (count,) + shape[dim + 1 :]
+    return ()  # a 0-d tensor: its one element is the box

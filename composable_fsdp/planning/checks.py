@@ -1,0 +1,93 @@
+"""What a plan refuses, by name: each check reads, and either returns or raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import shown
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def refuse_container(module: object) -> None:
+    """Refuse what has no forward of its own, since the hooks would never run."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"fully_shard expects a module or a list of modules, got {type(module).__name__}."
+        )
+    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+        raise CompositionError(
+            f"fully_shard got a {type(module).__name__}, which has no forward, so nothing "
+            "would ever unshard it. Apply fully_shard to its elements, or pass them as a "
+            "list to make them one unit."
+        )
+
+
+def refuse_module(module: nn.Module, fqn: str) -> None:
+    """Refuse layers that write to a weight in forward or give it sparse gradients."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if module.max_norm is not None:
+            raise PlanError(
+                f"{type(module).__name__} {shown(fqn)} has max_norm={module.max_norm}: it "
+                "renormalises rows inside forward, and that write would be lost when the unit "
+                "is resharded. Drop max_norm, or pass the module in ignored_modules."
+            )
+        if module.sparse:
+            raise PlanError(
+                f"{type(module).__name__} {shown(fqn)} has sparse=True: a sparse gradient "
+                "cannot be reduced in a flat buffer. Set sparse=False, or pass the module in "
+                "ignored_modules."
+            )
+
+
+def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
+    """Refuse parameters whose data a flat buffer cannot hold."""
+    if is_lazy(parameter):
+        raise PlanError(
+            f"Parameter {shown(fqn)} is not initialised yet (a lazy module). Run a dry forward "
+            "with the plain model first, then fully_shard."
+        )
+    if isinstance(parameter, DTensor):
+        raise PlanError(
+            f"Parameter {shown(fqn)} is a DTensor on mesh {parameter.device_mesh}; a flat "
+            "buffer holds plain tensors. Shard before tensor parallelism is applied, or pass it in "
+            "ignored_states."
+        )
+    if parameter.layout is not torch.strided:
+        raise PlanError(
+            f"Parameter {shown(fqn)} has layout {parameter.layout}; expected torch.strided. "
+            "Make it dense, or pass it in ignored_states."
+        )
+
+
+def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse different parameters that share memory: sharding would separate them silently."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for fqn, parameter in named:
+        if parameter.numel() == 0:
+            continue
+        size = parameter.element_size()
+        start = parameter.storage_offset() * size
+        reach = sum(
+            (n - 1) * stride
+            for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
+        key = parameter.untyped_storage()._cdata
+        spans.setdefault(key, []).append((start, start + (reach + 1) * size, fqn))
+    for intervals in spans.values():
+        intervals.sort()
+        for (_, stop, first), (start, _, second) in zip(
+            intervals, intervals[1:], strict=False
+        ):
+            if start < stop:
+                raise PlanError(
+                    f"Parameters {shown(first)} and {shown(second)} are different objects that "
+                    "share memory; sharding would separate them and only one would be trained. "
+                    "Make them one nn.Parameter (tied), or clone one of them."
+                )

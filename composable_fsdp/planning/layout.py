@@ -1,0 +1,296 @@
+"""Where every parameter of a unit lies in its flat buffers: integers and names only.
+
+A region is one contiguous buffer of parameters of one dtype, all trainable or all frozen.
+``world_size`` equal shards cut it, never inside a block and always at a multiple of 16
+bytes (NCCL leaves its vector path otherwise, pytorch#195450)::
+
+    weight (5, 4), bias (8,) in float32; world_size 4      numel 28, padded_numel 32, shard_numel 8
+    rank 0 [ 0,  8) | weight rows 0-1                |
+    rank 1 [ 8, 16) | weight rows 2-3                |
+    rank 2 [16, 24) | weight row 4     | bias 0-3    |
+    rank 3 [24, 32) | bias 4-7         | padding 4   |
+
+A parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of every
+block, so each boundary falls between two blocks. Putting block classes (rows of 768, rows
+of 3072, single elements) into one region therefore asks for the LCM of their blocks, which
+grows quickly with many ranks; giving each class its own region costs one more launch.
+``plan_regions`` takes the cheapest partition of the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
+
+import torch
+
+SHARD_ALIGNMENT = 16
+"""Bytes to which every shard and every full leaf is aligned."""
+
+LAUNCH_BYTES = 64 * 1024
+"""Padding, in bytes of the whole buffer, that is accepted to save one launch."""
+
+EXACT_CLASSES = 8
+"""Up to this many block classes the partition is optimal; above, classes are merged greedily."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What a layout needs to know of one parameter.
+
+    ``fqns`` are its names from the unit's module, the first owner's first; more than one
+    if it is tied inside the unit. ``block`` is the run of elements no boundary may cut.
+    """
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    block: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """One parameter's interval ``[offset, offset + numel)`` of its region."""
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    numel: int
+    block: int
+    offset: int
+
+    @property
+    def fqn(self) -> str:
+        """The first owner's name, from the unit's module."""
+        return self.fqns[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionLayout:
+    """One flat buffer: ``numel`` elements of parameters, ``padded_numel`` in all.
+
+    ``padded_numel == shard_numel * world_size``; rank *r* owns
+    ``[r * shard_numel, (r + 1) * shard_numel)``. ``parameters`` are in memory order.
+    """
+
+    dtype: torch.dtype
+    trainable: bool
+    block: int
+    world_size: int
+    numel: int
+    padded_numel: int
+    shard_numel: int
+    parameters: tuple[ParameterSlot, ...]
+
+    def interval(self, slot: ParameterSlot, rank: int) -> tuple[int, int]:
+        """Elements ``[start, stop)`` of the parameter that ``rank`` owns; may be empty."""
+        low = rank * self.shard_numel - slot.offset
+        start = min(max(low, 0), slot.numel)
+        return start, min(max(low + self.shard_numel, 0), slot.numel)
+
+    def shard_offset(self, slot: ParameterSlot, rank: int) -> int:
+        """Where in ``rank``'s shard its part of the parameter starts (0 if it has none)."""
+        start, stop = self.interval(slot, rank)
+        return slot.offset + start - rank * self.shard_numel if stop > start else 0
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Intervals of the buffer that hold padding, in memory order."""
+        found, end = [], 0
+        for slot in self.parameters:
+            if slot.offset > end:
+                found.append((end, slot.offset))
+            end = slot.offset + slot.numel
+        if self.padded_numel > end:
+            found.append((end, self.padded_numel))
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer, padding included."""
+        return self.padded_numel * self.dtype.itemsize
+
+
+def row_block(shape: Sequence[int]) -> int:
+    """Elements in one row (one index of dim 0) of a parameter; 1 below two dims.
+
+    >>> row_block((5, 4)), row_block((7,)), row_block(())
+    (4, 1, 1)
+    """
+    return max(prod(shape[1:]), 1) if len(shape) >= 2 else 1
+
+
+def sharded_shape(
+    shape: Sequence[int], numel: int, *, rows: bool, world_size: int
+) -> tuple[int, ...]:
+    """Shape of a leaf that holds ``numel`` elements of a parameter of ``shape``.
+
+    With ``rows``, ``(k, *trailing)``; else ``(numel,)``. Alone in the group a rank holds
+    the parameter as it is.
+
+    >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
+    (2, 4)
+    >>> sharded_shape((), 1, rows=True, world_size=2), sharded_shape((), 1, rows=True, world_size=1)
+    ((1,), ())
+    """
+    if world_size == 1:
+        return tuple(shape)
+    if not rows or len(shape) < 2:
+        return (numel,)
+    trailing = tuple(shape[1:])
+    width = prod(trailing)
+    return (numel // width if width else 0, *trailing)
+
+
+def plan_regions(
+    specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
+) -> tuple[RegionLayout, ...]:
+    """Lay out the parameters of one unit over ``world_size`` ranks.
+
+    Parameters are grouped by (dtype, trainable); within a group the partition of block
+    classes that minimises padding bytes + ``launch_bytes`` per region is taken (exactly
+    optimal for that cost up to ``EXACT_CLASSES`` classes). Regions come in the order of
+    their first parameter.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+    for spec in specs:
+        groups.setdefault((spec.dtype, spec.trainable), []).append(spec)
+    regions: list[RegionLayout] = []
+    for (dtype, trainable), members in groups.items():
+        key = tuple((spec.numel, spec.block if world_size > 1 else 1) for spec in members)
+        for chosen in _partition(key, dtype.itemsize, world_size, launch_bytes):
+            packing = _pack(tuple(key[i] for i in chosen), dtype.itemsize, world_size)
+            slots = [
+                ParameterSlot(
+                    members[i].fqns, members[i].shape, key[i][0], key[i][1], offset
+                )
+                for i, offset in zip(chosen, packing.offsets, strict=True)
+            ]
+            slots.sort(key=lambda slot: (slot.offset, slot.numel))
+            layout = RegionLayout(
+                dtype=dtype,
+                trainable=trainable,
+                block=packing.block,
+                world_size=world_size,
+                numel=sum(slot.numel for slot in slots),
+                padded_numel=packing.shard_numel * world_size,
+                shard_numel=packing.shard_numel,
+                parameters=tuple(slots),
+            )
+            regions.append(layout)
+    return tuple(regions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """Offsets of the members in the order given, and the shard size they lead to."""
+
+    offsets: tuple[int, ...]
+    shard_numel: int
+    block: int
+    padding: int
+
+
+_Members = tuple[tuple[int, int], ...]  # (numel, block) of each
+
+
+@lru_cache(maxsize=4096)
+def _pack(members: _Members, itemsize: int, world_size: int) -> _Packing:
+    """Place the members one after the other, wide blocks first, so that few gaps arise."""
+    align = max(SHARD_ALIGNMENT // itemsize, 1)
+    order = sorted(range(len(members)), key=lambda i: (-members[i][1], i))
+    offsets = [0] * len(members)
+    end, grid = 0, align
+    for i in order:
+        numel, block = members[i]
+        offsets[i] = _round_up(end, _lcm(block, align))
+        end = offsets[i] + numel
+        grid = _lcm(grid, block) if numel else grid
+    shard_numel = _round_up(-(-end // world_size), grid)
+    padding = shard_numel * world_size - sum(numel for numel, _ in members)
+    return _Packing(tuple(offsets), shard_numel, grid, padding)
+
+
+@lru_cache(maxsize=4096)
+def _partition(
+    members: _Members, itemsize: int, world_size: int, launch_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Indices of the members of each region, regions by their first member."""
+    classes: dict[int, list[int]] = {}
+    for i, (_, block) in enumerate(members):
+        classes.setdefault(block, []).append(i)
+    sets = list(classes.values())
+
+    def cost(indices: Sequence[int]) -> int:
+        packing = _pack(tuple(members[i] for i in indices), itemsize, world_size)
+        return packing.padding * itemsize + launch_bytes
+
+    def merged(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+        return tuple(sorted(i for part in parts for i in part))
+
+    if len(sets) == 1:
+        return (merged(sets),)
+    exact = len(sets) <= EXACT_CLASSES
+    chosen = _exact(sets, cost, merged) if exact else _greedy(sets, cost, merged)
+    return tuple(sorted(chosen))
+
+
+_Cost = Callable[[Sequence[int]], int]
+_Merge = Callable[[Iterable[Sequence[int]]], tuple[int, ...]]
+
+
+def _exact(
+    sets: list[list[int]], cost: _Cost, merged: _Merge
+) -> list[tuple[int, ...]]:
+    """Cheapest set partition, by dynamic programming over subsets of classes."""
+    full = (1 << len(sets)) - 1
+    groups = {
+        mask: merged(sets[i] for i in range(len(sets)) if mask >> i & 1)
+        for mask in range(1, full + 1)
+    }
+    price = {mask: cost(indices) for mask, indices in groups.items()}
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for mask in range(1, full + 1):
+        low = mask & -mask
+        part = mask
+        options = []
+        while part:
+            if part & low:
+                rest = best[mask ^ part]
+                options.append((price[part] + rest[0], (part, *rest[1])))
+            part = (part - 1) & mask
+        best[mask] = min(options)
+    return [groups[part] for part in best[full][1]]
+
+
+def _greedy(
+    sets: list[list[int]], cost: _Cost, merged: _Merge
+) -> list[tuple[int, ...]]:
+    """Merge the pair of groups that saves most until no merge saves anything."""
+    groups = [merged([part]) for part in sets]
+    while len(groups) > 1:
+        savings = [
+            (cost(a) + cost(b) - cost(merged([a, b])), i, j)
+            for i, a in enumerate(groups)
+            for j, b in enumerate(groups[:i])
+        ]
+        saved, i, j = max(savings, key=lambda item: item[0])
+        if saved <= 0:
+            break
+        both = merged([groups[i], groups[j]])
+        groups = [g for k, g in enumerate(groups) if k not in (i, j)] + [both]
+    return groups
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _lcm(a: int, b: int) -> int:
+    return a * b // gcd(a, b)

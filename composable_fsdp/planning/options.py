@@ -1,0 +1,112 @@
+"""The options of one unit, checked as they are made.
+
+Per-module options from a policy name only what differs; the rest is the root's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import shown
+
+E = TypeVar("E", bound=Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOptions:
+    """How one unit is sharded and when it communicates. Immutable; compared by value."""
+
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    block: Block = Block.ROW
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = True
+    mixed_precision: MixedPrecision | None = None
+    cpu_offload: CPUOffload | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("strategy", ShardingStrategy),
+            ("block", Block),
+            ("backward_prefetch", BackwardPrefetch),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "backward_prefetch":
+                continue
+            object.__setattr__(self, name, by_name(kind, value, argument=name))
+        for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(
+                    f"{name} expects True or False, got {getattr(self, name)!r}."
+                )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are cut over ranks at all."""
+        return self.strategy is not ShardingStrategy.NO_SHARD
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether full parameters are freed between forward and backward."""
+        return self.strategy in (
+            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.HYBRID_SHARD,
+        )
+
+
+PER_MODULE = tuple(field.name for field in fields(UnitOptions))
+"""Keyword arguments that a policy may set per module."""
+
+_TREE_WIDE = ("limit_all_gathers", "use_orig_params")
+_ALIASES = {"sharding_strategy": "strategy"}
+
+
+def by_name(kind: type[E], value: object, *, argument: str) -> E:
+    """Return ``value`` as a member of ``kind``; an enum of torch's is taken by its name."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, Enum) and value.name in kind.__members__:
+        return kind[value.name]
+    raise TypeError(
+        f"{argument} expects one of {', '.join(f'{kind.__name__}.{m}' for m in kind.__members__)}; "
+        f"got {value!r}."
+    )
+
+
+def override(root: UnitOptions, overrides: Mapping[str, Any], *, fqn: str) -> UnitOptions:
+    """Return ``root`` with the keys a policy gave for module ``fqn`` replaced.
+
+    Raises: PlanError, for an unknown key or a value that must be equal in the whole tree.
+    """
+    named = {_ALIASES.get(key, key): value for key, value in overrides.items()}
+    unknown = [key for key in named if key not in PER_MODULE]
+    if unknown:
+        raise PlanError(
+            f"The policy gave {', '.join(map(repr, unknown))} for module {shown(fqn)}, which "
+            f"cannot be set per module. Per module: {', '.join(PER_MODULE)}; pass the rest to "
+            "fully_shard itself."
+        )
+    for key in _TREE_WIDE:
+        if key in named and named[key] != getattr(root, key):
+            raise PlanError(
+                f"{key} must be equal in one tree: the root has {getattr(root, key)}, the "
+                f"policy gave {named[key]} for module {shown(fqn)}. Set it on the root only."
+            )
+    return replace(root, **named)
+
+
+def as_keywords(options: UnitOptions) -> dict[str, Any]:
+    """The options as the keyword arguments a policy may override; a new dict each time."""
+    return {name: getattr(options, name) for name in PER_MODULE}

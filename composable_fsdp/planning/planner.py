@@ -1,0 +1,404 @@
+"""From a module tree and options to a frozen plan; every check happens here, before a tensor moves.
+
+One walk from left to right gives each parameter to the nearest unit above it. Subtrees that
+another application of ``fully_shard`` or an incompatible API holds are not entered. A
+parameter that is found under two units would be gathered by one and used by both, so it is
+refused, or promoted to the lowest unit above all its places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from composable_fsdp.compose.registry import foreign_fsdp, get_state, incompatible_api
+from composable_fsdp.config import Block, ShardingStrategy
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import WRAPPED_MODULE, join, shown
+from composable_fsdp.planning.checks import (
+    refuse_container,
+    refuse_module,
+    refuse_overlapping_storage,
+    refuse_parameter,
+)
+from composable_fsdp.planning.layout import (
+    ParameterSpec,
+    RegionLayout,
+    plan_regions,
+    row_block,
+)
+from composable_fsdp.planning.options import UnitOptions, as_keywords, override
+from composable_fsdp.planning.plan import ShardingPlan, UnitPlan, padding_notes
+from composable_fsdp.planning.policies import evaluate_policy
+
+API = "fully_shard"
+"""Name under which the registry holds the states of this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter is held: ``module._parameters[name]``, called ``fqn`` from the unit."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The live objects behind one ``UnitPlan``, region by region and slot by slot."""
+
+    plan: UnitPlan
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[tuple[nn.Parameter, ...], ...]
+    places: tuple[tuple[tuple[Place, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Everything a plan depends on besides the tree.
+
+    ``owner_of`` tells which unit of an earlier application holds a parameter, if any.
+    ``shard_world_size`` and ``replicas`` apply to the hybrid strategies.
+    """
+
+    options: UnitOptions
+    world_size: int
+    shard_world_size: int = 0
+    replicas: int = 1
+    policy: object = None
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    ignored_parameters: frozenset[int] = frozenset()
+    tied_params: str = "error"
+    owner_of: Callable[[nn.Parameter], str | None] = lambda parameter: None
+
+
+Chain = tuple[tuple[int, int], ...]
+"""Units from the root down to the nearest: (index, length of the name of its module)."""
+
+
+@dataclass(slots=True)
+class _Occurrence:
+    chain: Chain
+    fqn: str
+    module: nn.Module
+    name: str
+
+
+@dataclass(slots=True)
+class _Unit:
+    fqn: str
+    modules: tuple[nn.Module, ...]
+    options: UnitOptions
+    parameters: list[tuple[nn.Parameter, list[_Occurrence]]] = field(default_factory=list)
+
+
+def plan_modules(
+    modules: Sequence[nn.Module], request: PlanRequest
+) -> tuple[ShardingPlan, tuple[Target, ...]]:
+    """Plan one application of ``fully_shard`` to ``modules`` (several form one unit).
+
+    Reads the tree and changes nothing. Units come in ``.modules()`` order.
+
+    Raises: PlanError or CompositionError, naming module, parameter and the way out.
+    """
+    for module in modules:
+        _check_root(module)
+    overrides = _evaluate(modules, request)
+    units, occurrences = _walk(modules, overrides, request)
+    refuse_overlapping_storage([(o[0].fqn, p) for p, o in occurrences.values()])
+    for parameter, places in occurrences.values():
+        index = _unit_of(places, units, request)
+        units[index].parameters.append((parameter, places))
+    notes: list[str] = []
+    targets = tuple(_target(i, unit, request, notes) for i, unit in enumerate(units))
+    plan = ShardingPlan(
+        tuple(t.plan for t in targets), request.world_size, tuple(notes)
+    )
+    return plan, targets
+
+
+def _check_root(module: nn.Module) -> None:
+    refuse_container(module)
+    if foreign := foreign_fsdp(module):
+        raise CompositionError(_foreign_text("", foreign))
+    if api := incompatible_api(module):
+        raise CompositionError(
+            f"fully_shard got a {type(module).__name__} that {api} already manages; the two "
+            "keep parameters in different places. Apply one of them to this module."
+        )
+
+
+def _foreign_text(fqn: str, foreign: str) -> str:
+    return (
+        f"Module {shown(fqn)} is sharded by {foreign}; this package would shard its pieces "
+        "again. Use one of the two for the whole model: remove the other call, or replace it "
+        "by composable_fsdp's (docs: names of FSDP1 and FSDP2 beside ours)."
+    )
+
+
+def _evaluate(
+    modules: Sequence[nn.Module], request: PlanRequest
+) -> Mapping[nn.Module, Mapping[str, Any]]:
+    if request.policy is None:
+        return {}
+    if len(modules) != 1:
+        raise PlanError(
+            f"A policy looks for units below one module; got a list of {len(modules)}. Apply "
+            "fully_shard with the policy to each module, or pass the list without a policy."
+        )
+    boundaries = frozenset(
+        m for m in modules[0].modules() if m is not modules[0] and _is_boundary(m)
+    )
+    return evaluate_policy(
+        request.policy,
+        modules[0],
+        ignored_modules=request.ignored_modules,
+        ignored_params=request.ignored_parameters,
+        boundaries=boundaries,
+        root_kwargs=as_keywords(request.options),
+    )
+
+
+def _is_boundary(module: nn.Module) -> bool:
+    return get_state(module, API) is not None or incompatible_api(module) is not None
+
+
+_Found = dict[int, tuple[nn.Parameter, list[_Occurrence]]]
+
+
+def _walk(
+    modules: Sequence[nn.Module],
+    overrides: Mapping[nn.Module, Mapping[str, Any]],
+    request: PlanRequest,
+) -> tuple[list[_Unit], _Found]:
+    """Visit every path from left to right; shared modules are met once per path."""
+    root = _Unit("", tuple(modules), request.options)
+    units, index_of = [root], {id(module): 0 for module in modules}
+    found: _Found = {}
+    stack: list[tuple[nn.Module, str, Chain]] = [(m, "", ()) for m in reversed(modules)]
+    while stack:
+        module, fqn, chain = stack.pop()
+        index = index_of.get(id(module))
+        if index is None and module in overrides:
+            index = index_of[id(module)] = len(units)
+            options = override(request.options, overrides[module], fqn=fqn)
+            units.append(_Unit(fqn, (module,), options))
+        if index is not None:
+            # A name is relative to the unit's module: its path is that many characters.
+            chain = (*chain, (index, len(fqn)))
+        refuse_module(module, fqn)
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in request.ignored_parameters:
+                continue
+            where = join(fqn, name)
+            _refuse_owned(parameter, where, request)
+            refuse_parameter(parameter, where)
+            _, places = found.setdefault(id(parameter), (parameter, []))
+            places.append(_Occurrence(chain, where, module, name))
+        for name, child in reversed(module._modules.items()):
+            if child is None or child in request.ignored_modules:
+                continue
+            path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+            if foreign := foreign_fsdp(child):
+                raise CompositionError(_foreign_text(path, foreign))
+            if not _is_boundary(child):
+                stack.append((child, path, chain))
+    return units, found
+
+
+def _refuse_owned(parameter: nn.Parameter, where: str, request: PlanRequest) -> None:
+    owner = request.owner_of(parameter)
+    if owner is not None:
+        raise PlanError(
+            f"Parameter {shown(where)} is tied to {owner}, which another fully_shard call "
+            "already manages: one unit would gather it and both would use it. Apply "
+            "fully_shard to the lowest module that holds both places, instead of to the "
+            "inner one."
+        )
+
+
+def _unit_of(
+    places: list[_Occurrence], units: list[_Unit], request: PlanRequest
+) -> int:
+    """Index of the unit that takes a parameter: the nearest above all its places."""
+    nearest = {place.chain[-1][0] for place in places}
+    if len(nearest) == 1:
+        return nearest.pop()
+    common = 0
+    for steps in zip(*(place.chain for place in places), strict=False):
+        if len({index for index, _ in steps}) > 1:
+            break
+        common = steps[0][0]
+    if request.tied_params == "promote":
+        return common
+    first = places[0]
+    other = next(p for p in places if p.chain[-1][0] != first.chain[-1][0])
+    ancestor = lowest_common_ancestor([place.fqn for place in places])
+    raise PlanError(
+        f"Parameter {shown(first.fqn)} of unit {shown(units[first.chain[-1][0]].fqn)} is the same "
+        f"object as {shown(other.fqn)} of unit {shown(units[other.chain[-1][0]].fqn)}: one unit "
+        "would gather it and both would use it. Their lowest common ancestor is "
+        f"{shown(ancestor)}: shard that module as one unit and leave the two out of the policy, "
+        "or pass tied_params='promote' to keep the parameter in the unit that holds both."
+    )
+
+
+def lowest_common_ancestor(fqns: Sequence[str]) -> str:
+    """Name of the deepest module that holds all the parameters named.
+
+    >>> lowest_common_ancestor(["enc.emb.weight", "enc.head.weight"])
+    'enc'
+    """
+    shared: list[str] = []
+    for parts in zip(*(fqn.split(".")[:-1] for fqn in fqns), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
+    """Ranks that share the unit's parameters, and how many such groups there are."""
+    if options.strategy is ShardingStrategy.NO_SHARD:
+        return 1, request.world_size
+    if options.strategy in (
+        ShardingStrategy.HYBRID_SHARD,
+        ShardingStrategy._HYBRID_SHARD_ZERO2,
+    ):
+        return request.shard_world_size or request.world_size, request.replicas
+    return request.world_size, 1
+
+
+def _target(
+    index: int, unit: _Unit, request: PlanRequest, notes: list[str]
+) -> Target:
+    shard_world_size, replicas = _group_sizes(unit.options, request)
+    by_fqn: dict[str, tuple[nn.Parameter, tuple[Place, ...]]] = {}
+    specs = []
+    for parameter, places in unit.parameters:
+        # A module met along two paths holds the parameter once and names it twice.
+        named = [Place(o.module, o.name, _relative(o, index)) for o in places]
+        names = tuple(dict.fromkeys(place.fqn for place in named))
+        held = tuple({(id(p.module), p.name): p for p in reversed(named)}.values())[::-1]
+        shape = tuple(parameter.shape)
+        rows = unit.options.block is Block.ROW
+        specs.append(
+            ParameterSpec(
+                names,
+                shape,
+                parameter.dtype,
+                parameter.requires_grad,
+                row_block(shape) if rows else 1,
+            )
+        )
+        if names[0] in by_fqn:
+            raise PlanError(
+                f"Two parameters of one unit are called {shown(names[0])}: a list of modules "
+                "names parameters from each module. Rename one, or shard the modules apart."
+            )
+        by_fqn[names[0]] = (parameter, held)
+    regions = plan_regions(specs, world_size=shard_world_size)
+    plan = UnitPlan(
+        fqn=unit.fqn,
+        class_name=type(unit.modules[0]).__name__,
+        regions=regions,
+        options=unit.options,
+        shard_world_size=shard_world_size,
+        replicas=replicas,
+    )
+    rows_of = {s.fqns[0]: s.shape[0] for s in specs if len(s.shape) >= 2 and s.block > 1}
+    notes.extend(padding_notes(plan, rows_of))
+    return Target(
+        plan,
+        unit.modules,
+        _by_region(regions, {name: p for name, (p, _) in by_fqn.items()}),
+        _by_region(regions, {name: held for name, (_, held) in by_fqn.items()}),
+    )
+
+
+def _relative(place: _Occurrence, index: int) -> str:
+    length = next(n for i, n in place.chain if i == index)
+    return place.fqn[length:].removeprefix(".") if length else place.fqn
+
+
+def _by_region(
+    regions: Sequence[RegionLayout], values: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(values[s.fqn] for s in r.parameters) for r in regions)
+
+
+def plan(
+    module: nn.Module,
+    *,
+    world_size: int,
+    policy: object = None,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    block: Block = Block.ROW,
+    ignored_modules: Sequence[nn.Module] | None = None,
+    ignored_states: Sequence[nn.Parameter] | Sequence[nn.Module] | None = None,
+    tied_params: str = "error",
+) -> ShardingPlan:
+    """Say what ``fully_shard`` would do with ``module`` on ``world_size`` ranks.
+
+    Needs no process group, works on meta-device models and touches nothing; ``print()``
+    the result for a report. ``world_size`` counts ranks; sizes are in elements, bytes as
+    the fields say.
+
+    Raises: PlanError or CompositionError, as ``fully_shard`` itself would.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    >>> plan(model, world_size=4).units[0].regions[0].shard_numel
+    40
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise PlanError(f"world_size expects a positive number of ranks, got {world_size!r}.")
+    request = PlanRequest(
+        options=UnitOptions(strategy=strategy, block=block),
+        world_size=world_size,
+        policy=policy,
+        ignored_modules=expand_ignored(ignored_modules, ignored_states),
+        ignored_parameters=ignored_parameters(ignored_states),
+        tied_params=check_tied(tied_params),
+    )
+    return plan_modules([module], request)[0]
+
+
+def expand_ignored(
+    ignored_modules: Sequence[nn.Module] | None, ignored_states: Sequence[Any] | None
+) -> frozenset[nn.Module]:
+    """All modules that are ignored, with everything below them."""
+    given = list(ignored_modules or ())
+    given += [state for state in ignored_states or () if isinstance(state, nn.Module)]
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"ignored_modules expects modules, got {type(module).__name__}; pass "
+                "parameters as ignored_states."
+            )
+    return frozenset(child for module in given for child in module.modules())
+
+
+def ignored_parameters(ignored_states: Sequence[Any] | None) -> frozenset[int]:
+    """Identities of the parameters that are ignored by themselves."""
+    for state in ignored_states or ():
+        if not isinstance(state, (nn.Parameter, nn.Module)):
+            raise TypeError(
+                "ignored_states expects parameters or modules, got "
+                f"{type(state).__name__}."
+            )
+    return frozenset(
+        id(state) for state in ignored_states or () if isinstance(state, nn.Parameter)
+    )
+
+
+def check_tied(value: str) -> str:
+    """Return ``value`` if it says what to do with a parameter tied across units."""
+    if value not in ("error", "promote"):
+        raise PlanError(f"tied_params expects 'error' or 'promote', got {value!r}.")
+    return value

@@ -1,0 +1,117 @@
+"""Applying what a policy chose, and marking modules to wrap while they are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import shown
+from composable_fsdp.planning import walk
+
+Apply = Callable[[nn.Module, dict[str, Any]], nn.Module | None]
+"""Applies an API to one module, in place (None) or by returning a replacement."""
+
+
+def post_order_apply(
+    root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]], fn: Apply
+) -> None:
+    """Call ``fn(module, options)`` on each target, after every target below it.
+
+    In a tree the order is ``root.modules()`` reversed. Each module is visited once;
+    what ``fn`` returns takes its place under every name and parent that hold it.
+    ``root`` is left to the caller, who alone can replace it. ``fn`` gets a copy of the
+    options.
+
+    Raises: PlanError, before ``fn`` is called, for a target that is not below ``root``;
+    TypeError, if ``fn`` returns something else than a module or None.
+    """
+    order = walk.post_order(root)
+    for foreign in targets.keys() - set(order):
+        raise PlanError(
+            f"post_order_apply got a {type(foreign).__name__} that is not below the "
+            f"{type(root).__name__}; targets come from a policy asked about that tree."
+        )
+    # Found before anything changes: a replacement hides the module it holds.
+    places: dict[nn.Module, list[walk.Edge]] = {module: [] for module in targets}
+    for parent in order:
+        for edge in walk.edges(parent):
+            if edge.child in places:
+                places[edge.child].append(edge)
+    for module in order:
+        if module is not root and module in targets:
+            replacement: object = fn(module, dict(targets[module]))
+            _put(replacement, places[module])
+
+
+def _put(replacement: object, places: list[walk.Edge]) -> None:
+    if replacement is None:
+        return
+    if not isinstance(replacement, nn.Module):
+        raise TypeError(
+            "post_order_apply expects fn to return a module or None, got "
+            f"{replacement!r} for the {type(places[0].child).__name__} that its parent "
+            f"calls {shown(places[0].name)}."
+        )
+    for parent, name, _ in places:
+        setattr(parent, name, replacement)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    """What ``enable_wrap`` was given."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    kwargs: Mapping[str, Any]
+
+
+# A context variable: threads and tasks that build models side by side do not meet.
+_current: ContextVar[_Wrapper | None] = ContextVar("enable_wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(
+    *, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any
+) -> Iterator[None]:
+    """Make ``wrap`` call ``wrapper_cls(module, **wrapper_kwargs)`` in this block.
+
+    Blocks nest: the inner one replaces the outer one as a whole, until it ends, also by
+    an exception. Other threads are not affected.
+
+    Raises: TypeError, if ``wrapper_cls`` cannot be called.
+    """
+    made: object = wrapper_cls
+    if not callable(made):
+        raise TypeError(
+            "enable_wrap(wrapper_cls=...) expects a class or function that takes a "
+            f"module, such as FullyShardedDataParallel, got {made!r}."
+        )
+    token = _current.set(_Wrapper(wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Return ``module`` wrapped as the ``enable_wrap`` block says, or as it is outside.
+
+    ``wrap_overrides`` take the place of the block's options of the same name.
+
+    >>> with enable_wrap(wrapper_cls=nn.Sequential):
+    ...     wrap(nn.ReLU())
+    Sequential(
+      (0): ReLU()
+    )
+    >>> wrap(nn.ReLU())
+    ReLU()
+    """
+    current = _current.get()
+    if current is None:
+        return module
+    return current.wrapper_cls(module, **{**current.kwargs, **wrap_overrides})

@@ -1,0 +1,222 @@
+"""Backward of a unit: two events, and a callback that ends what they left.
+
+* *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
+  buffer and counts down from the number of leaves that this graph task will reach. At 0
+  the unit reduces.
+* *Weights no longer needed*: each input that needs a gradient is an alias whose node runs
+  after everything the unit recorded. When the last one has run, and the gradients are
+  complete, the unit reshards. Complete gradients alone do not allow it: the last use of
+  the weights may be for the gradient of an input.
+
+The engine runs nodes by their age, youngest first, and the alias is the oldest node of its
+unit: what the unit computed has run when the alias does.
+
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the engine's
+``queue_callback`` are private; used only here, checked on torch 2.13 (and present in 2.11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.prefetch import prefetch_backward
+from composable_fsdp.runtime.reduce import (
+    finish_reduction,
+    prepare_reduce,
+    reduce_gradients,
+)
+from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
+from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Id of the backward that this thread runs; ``NO_TASK`` outside."""
+_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+_engine = torch.autograd.Variable._execution_engine
+
+KEEP = 1 << 30
+"""Open calls of a unit whose backward builds a graph: it stays full until the next one."""
+
+
+class Call:
+    """One forward of a unit that a backward may follow.
+
+    Held by hooks of the autograd graph, so it must not hold a node of it: the cycle would
+    keep activations alive.
+    """
+
+    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting")
+
+    def __init__(self, state: _FSDPState, tape: Tape) -> None:
+        self.state, self.tape = state, tape
+        self.aliases: tuple[Any, ...] = ()
+        """Nodes of the inputs' aliases, until the end of the forward only."""
+        self.index = -1
+        self.task = NO_TASK
+        self.waiting = 0
+
+    def input_done(self, *_: object) -> None:
+        """Hook of an input's alias: count down, and reshard after the last."""
+        self.waiting -= 1
+        if self.waiting:
+            return
+        handle = self.state.handle
+        if handle.task != current_task():
+            return
+        handle.open_calls -= 1
+        if handle.open_calls == 0 and handle.pending == 0:
+            _reshard_after_backward(self.state, handle)
+
+
+def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
+    """Hook of an output's node: the unit is full, its gradients are expected.
+
+    Runs once per call and graph task, whichever output comes first.
+
+    Collective: the unit's all-gather if it is sharded, and the prefetched unit's.
+    """
+    task = current_task()
+    if call.task == task:
+        return
+    call.task = task
+    # One alias needs no count. Of several, some may not lead to this loss.
+    call.waiting = sum(map(_will_run, aliases)) if len(aliases) > 1 else 1
+    state = call.state
+    handle, context = state.handle, state.context
+    assert context is not None
+    if handle.task != task:
+        _begin(context, state, task, call.tape)
+    if not handle.gathered or handle.retiring:
+        unshard(context, handle)
+    wait_unsharded(handle)
+    if (
+        call.index > 0
+        and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    ):
+        prefetch_backward(context, call.tape, call.index)
+
+
+def _begin(
+    context: RuntimeContext, state: _FSDPState, task: int, tape: Tape | None
+) -> None:
+    """Enter the graph task: count the gradients to come, make room for them."""
+    join_task(context, state, task)
+    handle = state.handle
+    handle.phase = Phase.BACKWARD_PRE
+    handle.pending = sum(map(_will_run, handle.accumulators))
+    handle.open_calls = tape.open_calls.get(handle, 0) if tape is not None else 0
+    if torch.is_grad_enabled():
+        # create_graph: the graph of this backward needs the weights again.
+        handle.open_calls += KEEP
+    if handle.pending:
+        prepare_reduce(context, handle)
+
+
+def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
+    """Have the end of graph task ``task`` finish this unit."""
+    if task not in context.tasks:
+        context.tasks[task] = []
+        _engine.queue_callback(partial(finish_task, context, task))
+    context.tasks[task].append(state)
+    state.handle.task = task
+
+
+def make_arrival(
+    state: _FSDPState, region: FlatParameter, index: int
+) -> Callable[[Tensor], None]:
+    """Return the post-accumulate hook of one full leaf.
+
+    It moves the gradient into the leaf's view of the reduce buffer: the first arrival
+    copies, later ones of the same reduction add.
+    """
+    handle = state.handle
+    view, arrived = region.reduce_views[index], region.arrived
+
+    def arrive(leaf: Tensor) -> None:
+        gradient = leaf.grad
+        leaf.grad = None
+        assert gradient is not None
+        if torch.is_grad_enabled():
+            gradient = gradient.detach()
+        if not handle.reduce_is_allocated:
+            _late(state, handle)
+        if arrived[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            arrived[index] = 1
+        # Of another graph task (a checkpoint inside the unit): only accumulated.
+        if handle.task == current_task():
+            handle.pending -= 1
+            if handle.pending == 0:
+                _gradients_complete(state, handle)
+
+    return arrive
+
+
+def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
+    """A gradient that no pre-backward announced: have somebody reduce it."""
+    context = state.context
+    assert context is not None
+    prepare_reduce(context, handle)
+    if handle.task == NO_TASK:
+        join_task(context, state, current_task())
+        # Nothing counts down, so the final callback reduces.
+        handle.pending = -1
+
+
+def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
+    context = state.context
+    assert context is not None
+    if state.sync_gradients:
+        reduce_gradients(context, handle)
+    if handle.open_calls == 0:
+        _reshard_after_backward(state, handle)
+
+
+def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
+    context = state.context
+    assert context is not None
+    handle.phase = Phase.BACKWARD_POST
+    reshard(context, handle)
+
+
+def finish_task(context: RuntimeContext, task: int) -> None:
+    """End of a graph task: reduce and reshard what the events left, reset the units.
+
+    The end of the outermost task also reshards units whose backward never came, and orders
+    the caller's stream behind the last reduction.
+
+    Collective: the reductions of units whose gradients came unannounced.
+    """
+    keep = torch.is_grad_enabled()
+    for state in context.tasks.pop(task, ()):
+        handle = state.handle
+        if handle.task != task:
+            continue
+        handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
+        handle.phase = Phase.IDLE
+        if state.sync_gradients and _has_arrived(handle):
+            reduce_gradients(context, handle)
+        if not keep:
+            reshard(context, handle)
+    if context.tasks:
+        return
+    if not keep and context.outermost is None:
+        for handle in context.handles:
+            if handle.gathered or handle.is_full:
+                reshard(context, handle)
+    finish_reduction(context)
+    retire(context, keep=0)
+
+
+def _has_arrived(handle: FlatParamHandle) -> bool:
+    return handle.reduce_is_allocated and any(1 in r.arrived for r in handle.trainable)

@@ -1,0 +1,78 @@
+"""From planned targets to running units: buffers, states, hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.compose.registry import set_state
+from composable_fsdp.flat.handle import build_handle
+from composable_fsdp.planning.planner import API, Target
+from composable_fsdp.runtime.hooks import install_hooks
+from composable_fsdp.tree.state import OWNERS, _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+
+def build_units(
+    targets: Sequence[Target],
+    root_state: _FSDPState,
+    *,
+    ranks: RankLayout,
+    device: torch.device,
+) -> list[_FSDPState]:
+    """Build every unit of one application, inner ones first; states in plan order.
+
+    ``root_state`` is the one that the registry made for the first target; the others are
+    made and registered here. All checks are done; sends nothing.
+    """
+    states: list[_FSDPState] = []
+    for target in reversed(targets):
+        state = root_state if target is targets[0] else _FSDPState()
+        _fill(state, target, ranks, device)
+        if state is not root_state:
+            set_state(target.modules[0], API, state)
+        _link_units_below(state)
+        _own_modules(state)
+        install_hooks(state)
+        states.append(state)
+    return states[::-1]
+
+
+def _fill(
+    state: _FSDPState, target: Target, ranks: RankLayout, device: torch.device
+) -> None:
+    options = target.plan.options
+    state.modules = target.modules
+    state.fqn = target.plan.fqn
+    state.options = options
+    state.ranks, state.device = ranks, device
+    state.reshard_after_forward = options.reshard_after_forward
+    groups = ranks.for_strategy(options.strategy)
+    state.handle = build_handle(target, groups=groups, device=device)
+
+
+def _link_units_below(state: _FSDPState) -> None:
+    """Tell the outermost units below that they have a unit above them now.
+
+    The link is weak: a unit does not keep its parent alive.
+    """
+    for module in state.modules:
+        for _, _, other in walk_states(module):
+            if other is not state and other.parent is None:
+                other._parent = weakref.ref(state)
+                state.handle.has_nested = True
+
+
+def _own_modules(state: _FSDPState) -> None:
+    """Enter the unit's modules into the owner map; inner units are in it already."""
+    stack: list[nn.Module] = list(state.modules)
+    while stack:
+        module = stack.pop()
+        owner = OWNERS.get(module)
+        if owner is None or module in state.modules:
+            OWNERS.set(module, state)
+            stack.extend(child for child in module._modules.values() if child is not None)

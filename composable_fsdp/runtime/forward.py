@@ -1,0 +1,174 @@
+"""Forward of a unit: functions on its state, called by the hooks of its modules.
+
+::
+
+    pre_forward    begin the iteration if outermost, unshard, alias the inputs
+    post_forward   hook the outputs, reshard unless backward wants the weights kept
+
+A recomputed forward (activation checkpointing) runs inside backward: it finds or makes the
+unit full, is not part of the execution order, and leaves resharding to backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.handle import NO_TASK
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.backward import Call, current_task, pre_backward
+from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.recover import begin_iteration, recover
+from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
+from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.state import Tape, _FSDPState
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def pre_forward(
+    state: _FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """Make the unit full before its forward, and alias the inputs that need gradients.
+
+    Returns the arguments if one of them was replaced.
+
+    Collective: the unit's all-gather, unless it is full.
+    Raises: PhaseError, inside ``unshard_params``.
+    """
+    context = state.context or ensure_root(state)
+    if context.summoned is not None:
+        raise PhaseError(
+            f"Forward of fully sharded module {state.name} was called inside unshard_params "
+            f"of {context.summoned.name}, where the parameters are yours to change. Call it "
+            "after the block."
+        )
+    recomputing = current_task() != NO_TASK
+    if context.outermost is None and not recomputing:
+        begin_iteration(context, state)
+    handle = state.handle
+    if not handle.gathered or handle.retiring:
+        unshard(context, handle)
+    if not handle.is_full or handle.ready is not None:
+        wait_unsharded(handle)
+    if len(state.modules) > 1 and not state.remaining:
+        state.remaining.update(map(id, state.modules))
+    if not recomputing:
+        handle.phase = Phase.FORWARD
+    elif handle.task != NO_TASK:
+        # Its pre-backward has run: the hooks of the first forward serve.
+        handle.calls.append(None)
+        return None
+    if not torch.is_grad_enabled():
+        handle.calls.append(None)
+        return None
+    # A recomputed forward is a graph of its own, with counts of its own.
+    call = Call(state, Tape() if recomputing else context.tape)
+    handle.calls.append(call)
+    return _alias_inputs(call, args, kwargs)
+
+
+def _alias_inputs(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """Replace each input that needs a gradient by an alias whose node tells when it has it.
+
+    The alias is of this call alone: a hook on the input itself would wait for all its users.
+    """
+    nodes: list[Any] = []
+
+    def alias(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        view = tensor.view_as(tensor)
+        node = view.grad_fn
+        assert node is not None
+        node.register_hook(call.input_done)
+        nodes.append(node)
+        return view
+
+    if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
+        new_args: tuple[Any, ...] = (alias(args[0]),)
+        new_kwargs = kwargs
+    else:
+        new_args = tuple([map_tensors(value, alias) for value in args])
+        new_kwargs = {key: map_tensors(value, alias) for key, value in kwargs.items()}
+    if not nodes:
+        return None
+    call.aliases = tuple(nodes)
+    return new_args, new_kwargs
+
+
+def post_forward(
+    state: _FSDPState, module: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    """Hook the outputs for backward, then reshard unless the weights stay for it.
+
+    Also called, with ``None``, when the forward raised. Sends nothing.
+    """
+    context, handle = state.context, state.handle
+    if context is None or context.summoned is not None:
+        return  # the pre-forward refused
+    recomputing = current_task() != NO_TASK
+    if output is None and sys.exc_info()[0] is not None and not recomputing:
+        _after_raise(state)
+        return
+    call = handle.calls.pop() if handle.calls else None
+    awaited = call is not None and _hook_outputs(call, output, record=not recomputing)
+    if recomputing:
+        return
+    state.remaining.discard(id(module))
+    ended = context.outermost is state and not handle.calls
+    if ended:
+        context.outermost = None
+    if handle.calls or state.remaining:
+        return
+    handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
+    keep = state._is_root or not state.reshard_after_forward
+    if not (awaited and keep):
+        reshard(context, handle)
+
+
+def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
+    """Have backward make the unit full when it reaches an output; False if it never will."""
+    aliases, call.aliases = call.aliases, ()
+    if type(output) is Tensor:
+        node = output.grad_fn
+        nodes = [] if node is None else [node]
+    else:
+        found = {id(n): n for t in tensors_in(output) if (n := t.grad_fn) is not None}
+        nodes = list(found.values())
+    if not nodes:
+        return False
+    if len(aliases) > 1:
+        # A node whose hook held itself would keep its graph alive.
+        aliases = tuple(a for a in aliases if all(a is not node for node in nodes))
+    hook = partial(pre_backward, call, aliases if len(aliases) > 1 else ())
+    for node in nodes:
+        node.register_prehook(hook)
+    handle = call.state.handle
+    if record:
+        call.index = call.tape.order.record(handle)
+    if aliases or handle.has_nested:
+        calls = call.tape.open_calls
+        calls[handle] = calls.get(handle, 0) + 1
+    return True
+
+
+def _after_raise(state: _FSDPState) -> None:
+    context, handle = state.context, state.handle
+    assert context is not None
+    if handle.calls:
+        call = handle.calls.pop()
+        if call is not None:
+            call.aliases = ()
+    if context.outermost is state and not handle.calls:
+        recover(context, drop_gradients=False)
+    elif not handle.calls:
+        state.remaining.clear()
+        reshard(context, handle)

@@ -1,0 +1,38 @@
+"""Attaching the functions of ``forward`` and ``backward`` to modules and leaves, once.
+
+Forward hooks are taken out of torch.compile's sight as a whole, so that a compiled block
+stays one graph (``torch._disable_dynamo`` is lazy: unlike ``torch.compiler.disable`` it does
+not import dynamo; checked on torch 2.13).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from composable_fsdp.runtime.backward import make_arrival
+from composable_fsdp.runtime.forward import post_forward, pre_forward
+from composable_fsdp.tree.state import _FSDPState
+
+_pre_forward = torch._disable_dynamo(pre_forward)
+_post_forward = torch._disable_dynamo(post_forward)
+
+
+def install_hooks(state: _FSDPState) -> None:
+    """Arm the unit: hooks on its modules' forward and on its full leaves' gradients."""
+    for module in state.modules:
+        # First in, last out: user hooks on the unit's module see full parameters.
+        module.register_forward_pre_hook(
+            partial(_pre_forward, state), prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(partial(_post_forward, state), always_call=True)
+    nodes = []
+    for region in state.handle.trainable:
+        for index, leaf in enumerate(region.full_leaves):
+            # A leaf keeps its node only weakly: the handle does, so that the node we ask
+            # the engine about is the node it runs.
+            nodes.append(get_gradient_edge(leaf).node)
+            leaf.register_post_accumulate_grad_hook(make_arrival(state, region, index))
+    state.handle.accumulators = tuple(nodes)

@@ -1,0 +1,213 @@
+"""From gradients in the reduce buffers to ``.grad`` of the sharded leaves.
+
+One reduction is in flight at a time: the next one first finishes it. On CPU that waits for
+the ``Work``. On CUDA the reduce stream does all of it and only the memory is left::
+
+    compute  [.. k+1 ..]--event  [.. k ..]  [wait done(k+1): free its buffer] [.. k-1 ..]
+    reduce              [reduce-scatter k+1, divide, add]--event done(k+1)
+
+So at most two reduce buffers are alive, and the buffer, which the compute stream allocated,
+is freed behind the wait of that stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.device import Waitable
+from composable_fsdp.flat import storage, views
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
+from composable_fsdp.tree.state import Reduction, RuntimeContext
+
+
+def prepare_reduce(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Give the unit's reduce buffers memory, if they have none to write to.
+
+    Allocated on the current stream, which is that of backward. Sends nothing.
+    """
+    if handle.reduce_is_allocated:
+        return
+    if context.reducing is not None and context.reducing.handle is handle:
+        finish_reduction(context)
+    views.allocate_reduce(handle)
+
+
+def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Average the arrived gradients over ranks and give each leaf its part.
+
+    Reads the reduce buffers ``(padded_numel,)``; the sharded leaves' ``.grad`` become views
+    of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that did not
+    arrive on this rank count as zeros and leave ``.grad`` as it was.
+
+    Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard group,
+    then one all-reduce per region over the replicate group; those of one rank are left out.
+    """
+    finish_reduction(context)
+    _zero_what_is_missing(handle)
+    arrived = tuple(bytes(region.arrived) for region in handle.trainable)
+    views.forget_arrived(handle)
+    handle.reduce_is_allocated = False
+    for region in handle.trainable:
+        _choose_target(region, rows=handle.rows)
+    reduction = Reduction(handle, [], arrived)
+    streams = context.streams
+    if streams is None:
+        reduction.works = _issue(handle, async_op=True)
+        context.reducing = reduction
+        if not reduction.works:
+            finish_reduction(context)
+        return
+    streams.reduce.wait_stream(torch.cuda.current_stream(handle.device))
+    with torch.cuda.stream(streams.reduce):
+        _issue(handle, async_op=False)
+        _settle(reduction)
+        assert handle.reduce_event is not None
+        handle.reduce_event.record(streams.reduce)
+    context.reducing = reduction
+
+
+def finish_reduction(context: RuntimeContext) -> None:
+    """Wait for the reduction in flight, if any, and free its buffers. Sends nothing.
+
+    On CPU also divides, adds, and sets ``.grad``; on CUDA the reduce stream has done so.
+    """
+    reduction = context.reducing
+    if reduction is None:
+        return
+    context.reducing = None
+    handle = reduction.handle
+    if context.streams is None:
+        for work in reduction.works:
+            work.wait()
+        if handle.groups.replicate is not None and handle.groups.shard is not None:
+            _replicate(handle)
+        _settle(reduction)
+    else:
+        assert handle.reduce_event is not None
+        handle.reduce_event.wait()
+    views.free_reduce(handle)
+
+
+def _zero_what_is_missing(handle: FlatParamHandle) -> None:
+    """Zero the padding and the slots of gradients that did not arrive, in one call."""
+    missing: list[Tensor] = []
+    for region in handle.trainable:
+        missing.extend(region.gaps)
+        if 0 in region.arrived:
+            missing.extend(
+                view
+                for view, hit in zip(region.reduce_views, region.arrived, strict=True)
+                if not hit and view.numel()
+            )
+    if missing:
+        torch._foreach_zero_(missing)
+
+
+def _choose_target(region: FlatParameter, *, rows: bool) -> None:
+    """Decide where the sums go: straight into ``grad_shard`` if no leaf has a gradient."""
+    assert region.reduce_buffer is not None
+    if region.grad_shard is None:
+        make_grad_shard(region, rows=rows)
+        assert region.grad_shard is not None
+        fresh = all(leaf.grad is None for leaf in region.leaves)
+        if not fresh:
+            region.grad_shard.zero_()
+    else:
+        fresh = True
+        for leaf in region.leaves:
+            if leaf.grad is not None:
+                fresh = False
+                break
+    assert region.grad_shard is not None
+    dtype = region.reduce_buffer.dtype
+    if fresh and dtype == region.grad_shard.dtype:
+        region.temporary = None
+    else:
+        region.temporary = storage.new_buffer(
+            region.layout.shard_numel, dtype, region.shard.device
+        )
+
+
+def _target(region: FlatParameter) -> Tensor:
+    target = region.temporary if region.temporary is not None else region.grad_shard
+    assert target is not None
+    return target
+
+
+def _issue(handle: FlatParamHandle, *, async_op: bool) -> list[Waitable]:
+    """Send the reductions; without a group, copy. Returns what to wait for."""
+    groups = handle.groups
+    works: list[torch.distributed.Work | None] = []
+    average = handle.device.type == "cuda"
+    for regions in handle.reduce_groups:
+        buffers = [r.reduce_buffer for r in regions if r.reduce_buffer is not None]
+        targets = [_target(r) for r in regions]
+        if groups.shard is not None:
+            works.append(
+                collectives.reduce_scatter_flat(
+                    targets, buffers, groups.shard, average=average, async_op=async_op
+                )
+            )
+            if groups.replicate is not None and not async_op:
+                _replicate(handle, regions)
+            continue
+        for target, buffer in zip(targets, buffers, strict=True):
+            target.copy_(buffer)
+            if groups.replicate is not None:
+                works.append(
+                    collectives.all_reduce(
+                        target, groups.replicate, average=average, async_op=async_op
+                    )
+                )
+    return [work for work in works if work is not None]
+
+
+def _replicate(
+    handle: FlatParamHandle, regions: Sequence[FlatParameter] | None = None
+) -> None:
+    """Add the replicas' sums: one all-reduce per region, after the reduce-scatter."""
+    group = handle.groups.replicate
+    assert group is not None
+    chosen = regions or [r for group_ in handle.reduce_groups for r in group_]
+    average = handle.device.type == "cuda"
+    for region in chosen:
+        collectives.all_reduce(_target(region), group, average=average)
+
+
+def _settle(reduction: Reduction) -> None:
+    """Divide, add to earlier gradients, and set ``.grad`` of the leaves that got one."""
+    handle = reduction.handle
+    divisor = 1 if handle.device.type == "cuda" else handle.groups.world_size
+    for region, arrived in zip(handle.trainable, reduction.arrived, strict=True):
+        target = _target(region)
+        if divisor > 1 and target.numel():
+            target.div_(divisor)
+        if region.temporary is not None:
+            _add(region, region.temporary)
+            region.temporary = None
+        for leaf, view, hit in zip(
+            region.leaves, region.grad_views, arrived, strict=True
+        ):
+            if hit:
+                leaf.grad = view
+
+
+def _add(region: FlatParameter, sums: Tensor) -> None:
+    """Add ``sums`` to the gradients that leaves have; slots of the others start from zero."""
+    assert region.grad_shard is not None
+    stale = []
+    for leaf, view in zip(region.leaves, region.grad_views, strict=True):
+        if leaf.grad is None:
+            stale.append(view)
+        elif leaf.grad is not view:
+            # Set by the user: from here on it lives in the flat gradient.
+            view.copy_(leaf.grad)
+            leaf.grad = view
+    if stale:
+        torch._foreach_zero_(stale)
+    region.grad_shard.add_(sums)

@@ -1,0 +1,148 @@
+"""Making a unit's parameters full, and sharded again.
+
+``unshard`` issues, ``wait_unsharded`` orders compute behind it and shows the full leaves,
+``reshard`` hides them and gives the memory back. On CUDA the memory of full buffers belongs
+to the gather stream::
+
+    gather   [wait free(k-2)] [all-gather k]---event k
+    compute                  [ ... k-1 ... ]  [wait event k] [ ... k ... ]--event free(k)
+
+``reshard`` frees nothing on CUDA at once: it records when compute is through. The next
+``unshard`` makes the gather stream wait for the oldest such event and frees then, so the
+block is reused only behind its last reader, at most one resharded unit is kept beside the
+one in use, and the CPU never waits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.device import Streams
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat import views
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.tree.state import RuntimeContext
+
+RETIRING_LIMIT = 1
+"""Resharded units whose memory may wait for the GPU, with ``limit_all_gathers``."""
+
+RETIRING_UNLIMITED = 4
+"""The same without it: more overlap on small units, more memory."""
+
+
+def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Issue what makes the full parameters present on every rank of the shard group.
+
+    For each region, reads ``shard`` ``(shard_numel,)`` and fills ``full``
+    ``(padded_numel,)`` in rank order, cast to the compute dtype. Does not wait:
+    ``wait_unsharded`` comes before compute.
+
+    Collective: one all-gather (regions coalesced) over the shard group, all of whose ranks
+    must call; none if the group has one rank.
+    Raises: PhaseError, if the unit is full or on its way already.
+    """
+    if handle.gathered and not handle.retiring:
+        raise PhaseError(
+            f"unshard expects fully sharded module {handle.name} to be sharded; it is full "
+            "already. Ask handle.gathered first."
+        )
+    if not handle.needs_gather:
+        handle.gathered = True
+    elif context.streams is None:
+        views.allocate_full(handle)
+        handle.ready = _gather(handle, async_op=True)
+    else:
+        _unshard_on_stream(context, context.streams, handle)
+
+
+def _gather(
+    handle: FlatParamHandle, *, async_op: bool
+) -> torch.distributed.Work | None:
+    full, shards = handle.gather_lists
+    for region in handle.regions:
+        if region.is_cut and region.full.dtype != region.shard.dtype:
+            region.own_slice.copy_(region.shard)
+    group = handle.groups.shard
+    if group is None:
+        return None
+    return collectives.all_gather_flat(full, shards, group, async_op=async_op)
+
+
+def _unshard_on_stream(
+    context: RuntimeContext, streams: Streams, handle: FlatParamHandle
+) -> None:
+    retire(context, keep=_limit(handle))
+    with torch.cuda.stream(streams.gather):
+        if handle.retiring:
+            # Resharded a moment ago and not freed: its block is written again, so the
+            # gather has to wait for the readers it still has.
+            context.retiring.remove(handle)
+            handle.retiring = False
+            assert handle.free_event is not None
+            handle.free_event.wait()
+        else:
+            views.allocate_full(handle)
+        _gather(handle, async_op=False)
+        assert handle.gather_event is not None
+        handle.gather_event.record(streams.gather)
+    handle.ready = handle.gather_event
+
+
+def _limit(handle: FlatParamHandle) -> int:
+    limited = handle.plan.options.limit_all_gathers
+    return RETIRING_LIMIT if limited else RETIRING_UNLIMITED
+
+
+def retire(context: RuntimeContext, *, keep: int) -> None:
+    """Free resharded units until ``keep`` are left, oldest first. CUDA only; sends nothing.
+
+    Legal at any time: the gather stream waits for the last reader, and whatever it
+    allocates from the block comes after that wait.
+    """
+    streams = context.streams
+    if streams is None or len(context.retiring) <= keep:
+        return
+    with torch.cuda.stream(streams.gather):
+        while len(context.retiring) > keep:
+            handle = context.retiring.popleft()
+            handle.retiring = False
+            assert handle.free_event is not None
+            handle.free_event.wait()
+            views.free_full(handle)
+
+
+def wait_unsharded(handle: FlatParamHandle) -> None:
+    """Order compute behind the all-gather and put the full leaves into the modules.
+
+    On CPU this waits for the collective; on CUDA the current stream does. Sends nothing.
+    """
+    if handle.ready is not None:
+        handle.ready.wait()
+        handle.ready = None
+    if not handle.is_full:
+        views.use_full(handle)
+
+
+def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Put the sharded leaves back and give up the full parameters. Sends nothing.
+
+    Does nothing to a unit that is sharded already.
+    """
+    if handle.ready is not None:
+        # Prefetched and never used: its collective still writes into the memory.
+        handle.ready.wait()
+        handle.ready = None
+    if handle.is_full:
+        views.use_sharded(handle)
+    if not handle.gathered or handle.retiring:
+        return
+    if not handle.needs_gather:
+        handle.gathered = False
+    elif context.streams is None:
+        views.free_full(handle)
+    else:
+        assert handle.free_event is not None
+        handle.free_event.record(torch.cuda.current_stream(handle.device))
+        handle.retiring = True
+        context.retiring.append(handle)

@@ -1,0 +1,182 @@
+"""Full state dicts through ``module.state_dict()`` and ``module.load_state_dict()``.
+
+Hooks sit on the fully sharded modules, so the calls work on any module that holds one, with
+the keys of the plain model. Saving replaces each shard by the whole parameter after torch
+has filled in the subtree; loading replaces each whole value by this rank's part before
+torch copies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.flat.handle import FlatParamHandle, ParamInfo
+from composable_fsdp.naming import WRAPPED_MODULE, shown, strip_wrapper
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.state_dict.full import gather_unit, part_of
+from composable_fsdp.tree.state import _FSDPState
+
+
+def install_state_dict_hooks(state: _FSDPState) -> None:
+    """Make the unit's modules give and take full parameters. Called once, at build."""
+    for module in state.modules:
+        module._register_state_dict_hook(partial(_save, state))
+        module.register_load_state_dict_pre_hook(_Load(state))
+
+
+def _infos(state: _FSDPState, module: nn.Module) -> list[ParamInfo]:
+    """The unit's parameters below ``module``; all of them unless the unit is a list."""
+    infos = list(state.handle.infos)
+    if len(state.modules) == 1:
+        return infos
+    inside = set(map(id, module.modules()))
+    return [info for info in infos if id(info.module) in inside]
+
+
+def _save(
+    state: _FSDPState,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+) -> None:
+    """Put full values, on this rank's device, under the unit's names.
+
+    Collective: one all-gather over the shard group; all its ranks must call
+    ``state_dict()``. None inside ``unshard_params``.
+    Raises: PhaseError, inside forward or backward.
+    """
+    handle = state.handle
+    if handle.phase is Phase.SUMMON and handle.is_full:
+        values = {
+            slot.fqn: leaf.detach().clone()
+            for region in handle.regions
+            for slot, leaf in zip(
+                region.layout.parameters, region.full_leaves, strict=True
+            )
+        }
+    else:
+        require_idle(state, "state_dict")
+        values = gather_unit(handle)
+    for info in _infos(state, module):
+        # Names of one tied parameter share one tensor, as in the plain model's state dict.
+        for name in _names(handle, info):
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = values[info.primary]
+
+
+def _names(handle: FlatParamHandle, info: ParamInfo) -> tuple[str, ...]:
+    """All names of the parameter at ``info``: a module on two paths names it twice."""
+    for region in handle.plan.regions:
+        for slot in region.parameters:
+            if slot.fqn == info.primary:
+                return slot.fqns
+    return (info.fqn,)
+
+
+class _Load:
+    """The load hook of one unit: this rank's part in the place of each full value."""
+
+    def __init__(self, state: _FSDPState) -> None:
+        self.state = state
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Write the shards, and leave torch nothing to copy that would not fit.
+
+        Every rank passes the same full values; sends nothing.
+        Raises: PhaseError, inside forward or backward.
+        """
+        handle = self.state.handle
+        if handle.phase is Phase.SUMMON and handle.is_full:
+            return  # the modules show full parameters: torch copies them itself
+        require_idle(self.state, "load_state_dict")
+        chosen = {info.primary for info in _infos(self.state, module)}
+        for region in handle.regions:
+            for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
+                if slot.fqn not in chosen:
+                    continue
+                for name in slot.fqns:
+                    key = prefix + name
+                    value = state_dict.get(key)
+                    if not isinstance(value, Tensor):
+                        continue
+                    if value.shape == (1,) and slot.shape == ():
+                        value = value[0]
+                    if tuple(value.shape) != slot.shape:
+                        error_msgs.append(_shape_text(key, value, slot.shape))
+                    else:
+                        with torch.no_grad():
+                            leaf.copy_(part_of(region, slot, value, like=leaf))
+                    # The leaf itself: copying it is nothing, and assign=True keeps it.
+                    state_dict[key] = leaf
+
+
+def _shape_text(key: str, value: Tensor, expected: tuple[int, ...]) -> str:
+    return (
+        f"{shown(strip_wrapper(key))}: expected the full parameter of shape {expected}, got "
+        f"{tuple(value.shape)}. Load a state dict of the plain model's shapes, on every rank."
+    )
+
+
+def install_wrapper_hooks(wrapper: nn.Module) -> None:
+    """Keep the wrapper's component out of the keys that it gives, takes and reports."""
+    wrapper._register_state_dict_hook(_strip_keys)
+    wrapper.register_load_state_dict_pre_hook(_add_component)
+    wrapper.register_load_state_dict_post_hook(_strip_reports)
+
+
+def _strip_keys(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+) -> None:
+    inner = f"{prefix}{WRAPPED_MODULE}"
+    # Everything below was added last, so re-inserting keeps the order.
+    _rename(state_dict, lambda key: key.startswith(inner + "."), inner + ".", prefix)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        metadata[prefix[:-1]] = metadata.pop(inner, metadata.get(prefix[:-1]))
+        _rename(metadata, lambda key: key.startswith(inner + "."), inner + ".", prefix)
+
+
+def _rename(
+    table: dict[str, Any], chosen: Callable[[str], bool], old: str, new: str
+) -> None:
+    for key in [key for key in table if chosen(key)]:
+        table[new + key[len(old) :]] = table.pop(key)
+
+
+def _add_component(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    inner = f"{prefix}{WRAPPED_MODULE}."
+    _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
+
+
+def _strip_reports(module: nn.Module, incompatible_keys: Any) -> None:
+    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
+        keys[:] = [strip_wrapper(key) for key in keys]

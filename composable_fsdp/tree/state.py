@@ -1,0 +1,202 @@
+"""The state of one fully sharded module, the root's extra data, and what a tree shares.
+
+``fully_shard`` makes an ``_FSDPState`` per unit. Lazy initialization, at the first forward
+or the first question that needs it, turns the outermost one into a ``_RootFSDPState`` and
+gives every state below the same ``RuntimeContext``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from torch import nn
+
+from composable_fsdp.comm.device import Streams, Waitable
+from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.compose.registry import OwnerMap
+from composable_fsdp.errors import NotRootError
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.naming import shown
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tree.order import ExecutionOrder
+
+
+_ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
+
+
+class Tape:
+    """What one forward through the root leaves for its backward.
+
+    ``order``: uses of units that will see a backward. ``open_calls``: per unit, forwards
+    whose inputs still wait for their gradient. Kept alive by the autograd graph alone, so
+    a forward without a backward leaves nothing behind.
+    """
+
+    __slots__ = ("open_calls", "order")
+
+    def __init__(self) -> None:
+        self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
+        self.open_calls: dict[FlatParamHandle, int] = {}
+
+
+class RuntimeContext:
+    """What all units below one root share while they run."""
+
+    __slots__ = (
+        "handles",
+        "lists",
+        "outermost",
+        "reducing",
+        "retiring",
+        "root",
+        "streams",
+        "summoned",
+        "tape",
+        "tasks",
+    )
+
+    def __init__(self, root: _RootFSDPState, device: torch.device) -> None:
+        self.root = weakref.ref(root)
+        self.handles: tuple[FlatParamHandle, ...] = ()
+        self.lists: tuple[_FSDPState, ...] = ()
+        """Units of several modules."""
+        self.streams: Streams | None = None
+        self.tape = Tape()
+        self.outermost: _FSDPState | None = None
+        """The unit whose forward began the iteration, while it runs."""
+        self.tasks: dict[int, list[_FSDPState]] = {}
+        """Per live graph task, the units whose backward it runs, in order of arrival."""
+        self.retiring: deque[FlatParamHandle] = deque()
+        """Units resharded on the CPU whose memory the GPU may still read; oldest first."""
+        self.reducing: Reduction | None = None
+        """The reduction that was issued last and not finished."""
+        self.summoned: _FSDPState | None = None
+        """The unit on which ``unshard_params`` was called, while its block runs."""
+
+
+class Reduction:
+    """A reduction on its way: whose, what to wait for, and which gradients it carries.
+
+    ``arrived`` is per trainable region and parameter; see ``FlatParameter.arrived``.
+    """
+
+    __slots__ = ("arrived", "handle", "works")
+
+    def __init__(
+        self,
+        handle: FlatParamHandle,
+        works: list[Waitable],
+        arrived: tuple[bytes, ...],
+    ) -> None:
+        self.handle, self.works, self.arrived = handle, works, arrived
+
+
+class _FSDPState:
+    """The state of one fully sharded module. Attached by ``fully_shard``.
+
+    ``_is_root`` is ``None`` until lazy initialization. Root-only data asked of another
+    state raises ``NotRootError``, which is an ``AttributeError``: ``hasattr`` says False.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_is_root",
+        "_parent",
+        "_root_handles",
+        "_root_states",
+        "context",
+        "device",
+        "fqn",
+        "handle",
+        "modules",
+        "options",
+        "ranks",
+        "remaining",
+        "reshard_after_forward",
+        "settings",
+        "sync_gradients",
+    )
+
+    handle: FlatParamHandle
+    options: UnitOptions
+    ranks: RankLayout
+    device: torch.device
+    settings: dict[str, object]
+    """What the caller passed, to compare a repeated application with."""
+
+    def __init__(self) -> None:
+        self.fqn = ""
+        self.modules: tuple[nn.Module, ...] = ()
+        self._is_root: bool | None = None
+        self._parent: weakref.ref[_FSDPState] | None = None
+        self._root_states: tuple[_FSDPState, ...] = ()
+        self._root_handles: tuple[FlatParamHandle, ...] = ()
+        self.context: RuntimeContext | None = None
+        self.sync_gradients = True
+        self.reshard_after_forward = True
+        self.remaining: set[int] = set()
+        """Of a list unit: modules that have not run in this forward."""
+        self.settings = {}
+
+    @property
+    def parent(self) -> _FSDPState | None:
+        """The nearest unit above, ``None`` for an outermost one."""
+        return self._parent() if self._parent is not None else None
+
+    @property
+    def module(self) -> nn.Module:
+        """The fully sharded module (of a list, the first)."""
+        return self.modules[0]
+
+    @property
+    def name(self) -> str:
+        """How messages call the unit."""
+        return shown(self.fqn)
+
+    def __getattr__(self, name: str) -> object:
+        # Only reached for what is not there.
+        if name in _ROOT_ONLY:
+            raise NotRootError(
+                f"{name} is kept on the root only; unit {self.name} is "
+                f"{'below a root' if self._is_root is False else 'not initialised'}. Ask the "
+                "state of the outermost fully sharded module after the first forward."
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+    def __repr__(self) -> str:
+        kind = {True: "root", False: "below a root", None: "not initialised"}
+        return f"{type(self).__name__}(unit {self.name}, {kind[self._is_root]})"
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"The state of fully sharded module {self.name} cannot be pickled: it names "
+            "process groups of this run. Save module.state_dict() instead."
+        )
+
+
+class _RootFSDPState(_FSDPState):
+    """The state of a root: it alone has the caches, in ``.modules()`` order."""
+
+    __slots__ = ()
+
+    @property
+    def _all_fsdp_states(self) -> tuple[_FSDPState, ...]:
+        return self._root_states
+
+    @property
+    def _all_handles(self) -> tuple[FlatParamHandle, ...]:
+        return self._root_handles
+
+
+OWNERS: OwnerMap[_FSDPState] = OwnerMap()
+"""Every submodule's nearest owner, weak on both sides."""
+
+
+def _get_module_fsdp_state(module: nn.Module) -> _FSDPState | None:
+    """Return the state of the unit that ``module`` belongs to; ``None`` if to none.
+
+    Works for any submodule, not only the fully sharded one. Only reads.
+    """
+    return OWNERS.get(module)

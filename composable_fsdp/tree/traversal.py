@@ -1,0 +1,68 @@
+"""Finding states and handles in a module tree: pure functions, in ``.modules()`` order.
+
+Left to right, depth first, iterative, each module once. Subtrees of incompatible APIs
+(``replicate``, DDP) are not entered. Nothing here initialises, changes or sends anything.
+
+Idioms, for any ``module``:
+
+* all states: ``_get_fsdp_states(module)``
+* all root states: ``_get_fsdp_root_states(module)``
+* all handles: ``_get_fsdp_handles(module)``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from composable_fsdp.compose.registry import get_state, incompatible_api
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.naming import WRAPPED_MODULE, join
+from composable_fsdp.planning.planner import API
+from composable_fsdp.tree.state import _FSDPState
+
+
+def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]]:
+    """Yield each state once, with the first module that carries it and that module's name."""
+    seen_modules: set[int] = set()
+    seen_states: set[int] = set()
+    stack = [("", module)]
+    while stack:
+        fqn, current = stack.pop()
+        if id(current) in seen_modules:
+            continue
+        seen_modules.add(id(current))
+        if incompatible_api(current) is not None:
+            continue
+        state = get_state(current, API)
+        if isinstance(state, _FSDPState) and id(state) not in seen_states:
+            seen_states.add(id(state))
+            yield fqn, current, state
+        for name, child in reversed(current._modules.items()):
+            if child is not None:
+                path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+                stack.append((path, child))
+
+
+def _get_fsdp_states_with_modules(
+    module: nn.Module,
+) -> tuple[list[_FSDPState], list[nn.Module]]:
+    """Return the states below ``module`` and, aligned, their fully sharded modules."""
+    found = [(state, owner) for _, owner, state in walk_states(module)]
+    return [state for state, _ in found], [owner for _, owner in found]
+
+
+def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
+    """Return the states in the tree of ``module``, itself included, without duplicates."""
+    return _get_fsdp_states_with_modules(module)[0]
+
+
+def _get_fsdp_root_states(module: nn.Module) -> list[_FSDPState]:
+    """Return the states in the tree of ``module`` that no other unit holds."""
+    return [state for state in _get_fsdp_states(module) if state.parent is None]
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
+    """Return the handles in the tree of ``module``, in the order of their units."""
+    return [state.handle for state in _get_fsdp_states(module)]

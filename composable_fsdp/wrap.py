@@ -1,0 +1,32 @@
+"""Policies and wrapping under the names of ``torch.distributed.fsdp.wrap``."""
+
+from __future__ import annotations
+
+from composable_fsdp.planning.callables import (
+    _or_policy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from composable_fsdp.planning.policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    Policy,
+    SizePolicy,
+)
+from composable_fsdp.planning.wrapping import enable_wrap, wrap
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "Policy",
+    "SizePolicy",
+    "_or_policy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]

@@ -1,0 +1,212 @@
+"""Rules on what source files use: torch's parts, collectives, doors, sizes.
+
+Like ``import_graph``, every rule returns messages, and an empty list is a pass.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.import_graph import DOORS, FORBIDDEN, PACKAGE, Module, imports
+
+COLLECTIVES_HOME = f"{PACKAGE}.comm.collectives"
+GROUP_MAKERS_HOME = (f"{PACKAGE}.comm.groups", f"{PACKAGE}.testing")
+"""Modules, and packages with all they hold, that may make process groups."""
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+_COLLECTIVE_STARTS = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "batch_isend_irecv",
+    "broadcast",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce_scatter",
+    "scatter",
+    "send",
+)
+_COLLECTIVE_NAMES = frozenset({"barrier", "reduce"})
+_GROUP_MAKERS = ("new_group", "new_subgroups", "split_group")
+
+# Methods of a process group. The object cannot be resolved from syntax, so these are
+# only the names that nothing else bears.
+_GROUP_METHODS = frozenset(
+    {
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce",
+        "allreduce_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+
+
+def aliases(module: Module) -> dict[str, str]:
+    """Map each name that an import binds in ``module`` to its dotted origin."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                bound[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return bound
+
+
+def uses(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield ``(line, dotted name)`` for each name or attribute chain from an import."""
+    bound = aliases(module)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name | ast.Attribute) and (name := _dotted(node)):
+            first, _, rest = name.partition(".")
+            if first in bound:
+                yield node.lineno, f"{bound[first]}.{rest}" if rest else bound[first]
+
+
+def _dotted(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return None
+
+
+def forbidden_uses(modules: dict[str, Module]) -> list[str]:
+    """Imports and attribute chains that reach into torch's own FSDP or DDP."""
+    found: dict[str, None] = {}
+    for module in modules.values():
+        named = [(edge.line, edge.target) for edge in imports(module)]
+        for line, name in [*named, *uses(module)]:
+            for banned in FORBIDDEN:
+                if name == banned or name.startswith(f"{banned}."):
+                    found[f"{module.at(line)} -> {banned}: this is a rewrite"] = None
+    return list(found)
+
+
+def collective_uses(modules: dict[str, Module]) -> list[str]:
+    """Uses of torch.distributed's collectives outside their one home."""
+    found: dict[str, None] = {}
+    for module in modules.values():
+        if module.name == COLLECTIVES_HOME:
+            continue
+        for line, name in [*uses(module), *_group_method_calls(module)]:
+            if _is_collective(name) or name in _GROUP_METHODS:
+                found[f"{module.at(line)} -> {name}: only {COLLECTIVES_HOME}"] = None
+    return list(found)
+
+
+def group_makers(modules: dict[str, Module]) -> list[str]:
+    """Places that make process groups outside their homes."""
+    return [
+        f"{module.at(line)} -> {name}: only {' and '.join(GROUP_MAKERS_HOME)}"
+        for module in modules.values()
+        if not f"{module.name}.".startswith(tuple(f"{h}." for h in GROUP_MAKERS_HOME))
+        for line, name in uses(module)
+        if _from_distributed(name) and name.rpartition(".")[2].startswith(_GROUP_MAKERS)
+    ]
+
+
+def _from_distributed(name: str) -> bool:
+    return name.startswith("torch.distributed.")
+
+
+def _is_collective(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return _from_distributed(name) and (
+        last in _COLLECTIVE_NAMES or last.startswith(_COLLECTIVE_STARTS)
+    )
+
+
+def _group_method_calls(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield method calls whose object no import explains, as a group's would be."""
+    bound = aliases(module)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = _dotted(node.func.value) or ""
+            if name.partition(".")[0] not in bound:
+                yield node.lineno, node.func.attr
+
+
+def door_logic(modules: dict[str, Module]) -> list[str]:
+    """Statements in doors that do anything but pass names on."""
+    return [
+        f"{module.at(statement.lineno)}: a door holds imports, __all__ and a docstring"
+        for module in modules.values()
+        if module.part in DOORS
+        for statement in _beyond_names(module)
+    ]
+
+
+def _beyond_names(module: Module) -> list[ast.stmt]:
+    rest = [node for node in module.tree.body if not _passes_names(node)]
+    if module.part == "__main__" and len(rest) == 1 and _one_call(rest[0]):
+        return []
+    return rest
+
+
+def _passes_names(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets] == ["__all__"]
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _one_call(node: ast.stmt) -> bool:
+    """``main()``, or ``raise SystemExit(main())``, or these under ``if __name__``."""
+    if isinstance(node, ast.If):
+        return len(node.body) == 1 and not node.orelse and _one_call(node.body[0])
+    if not isinstance(node, ast.Expr | ast.Raise):
+        return False
+    called = [ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return len([name for name in called if name not in {"sys.exit", "SystemExit"}]) == 1
+
+
+def sizes(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
+    """Return (report, violations) of the sizes of files and functions."""
+    lines = {m.name: len(m.path.read_text().splitlines()) for m in modules.values()}
+    functions = [
+        (
+            node.end_lineno - node.lineno + 1,
+            f"{module.at(node.lineno)} {node.name}",
+            node,
+        )
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+    ]
+    longest_files = sorted(lines.items(), key=lambda item: -item[1])[:10]
+    longest = sorted(functions, key=lambda item: -item[0])[:10]
+    report = [
+        f"{len(lines)} files, {sum(lines.values())} lines, {len(functions)} functions",
+        *(f"{count:5} lines  {name}" for name, count in longest_files),
+        *(f"{count:5} lines  {place}" for count, place, _ in longest),
+    ]
+    broken = [
+        f"{name}: {count} lines, more than {MAX_FILE_LINES}"
+        for name, count in lines.items()
+        if count > MAX_FILE_LINES
+    ] + [
+        f"{place}: {count} lines, more than {MAX_FUNCTION_LINES}, and no docstring"
+        for count, place, node in functions
+        if count > MAX_FUNCTION_LINES and ast.get_docstring(node) is None
+    ]
+    return report, broken

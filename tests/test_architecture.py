@@ -1,0 +1,283 @@
+"""The house of ``docs/design.md``, held against the source as it is.
+
+The rules stand in ``tests/import_graph.py`` and ``tests/source_rules.py``. Each is
+tried twice: on this package, where it must find nothing, and on a small tree that
+breaks it, so that no rule can pass because it looks at nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import composable_fsdp
+from tests import import_graph, source_rules
+from tests.import_graph import Module
+
+ROOT = Path(composable_fsdp.__file__).parent
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import composable_fsdp.api
+import composable_fsdp
+EXTRAS = {"accelerate", "lightning", "matplotlib", "rich", "transformers"}
+for found in pkgutil.walk_packages(composable_fsdp.__path__, "composable_fsdp."):
+    if found.name.endswith(".__main__"):
+        continue  # runs the command line
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        print("needs an extra:", found.name, error.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def package() -> dict[str, Module]:
+    return import_graph.read_package(ROOT)
+
+
+def fake_package(root: Path, files: dict[str, str]) -> dict[str, Module]:
+    """Write a ``composable_fsdp`` below ``root`` from ``{"flat/handle": source}``."""
+    for name, text in {"__init__": "", **files}.items():
+        path = root / import_graph.PACKAGE / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return import_graph.read_package(root / import_graph.PACKAGE)
+
+
+def test_the_source_is_read_at_all(package: dict[str, Module]) -> None:
+    """The graph holds the package's modules and edges, so the rules have work to do."""
+    edges = import_graph.inner_edges(package)
+
+    assert {"composable_fsdp.errors", "composable_fsdp.planning.layout"} <= set(package)
+    assert ("composable_fsdp.planning.plan", "composable_fsdp.naming") in {
+        (edge.module.name, edge.target) for edge in edges
+    }
+
+
+def test_imports_only_point_to_lower_layers(package: dict[str, Module]) -> None:
+    """No module imports from a layer above its own, a tip or a door."""
+    assert import_graph.layer_violations(package) == []
+
+
+@pytest.mark.req("S1-20")
+def test_no_two_modules_import_each_other(package: dict[str, Module]) -> None:
+    """The import graph has no cycle; lazy and type-only imports count."""
+    assert import_graph.cycles(package) == []
+
+
+def test_torchs_own_fsdp_and_ddp_are_not_used(package: dict[str, Module]) -> None:
+    """Nothing of the three packages that this one rewrites is imported or reached."""
+    assert source_rules.forbidden_uses(package) == []
+
+
+def test_collectives_are_called_from_one_module(package: dict[str, Module]) -> None:
+    """Only ``comm/collectives.py`` names a collective, so it can record them all."""
+    assert source_rules.collective_uses(package) == []
+
+
+def test_process_groups_are_made_in_one_module(package: dict[str, Module]) -> None:
+    """Only ``comm/groups.py`` and the test worlds make process groups."""
+    assert source_rules.group_makers(package) == []
+
+
+def test_doors_hold_no_logic(package: dict[str, Module]) -> None:
+    """Doors import and list names; the command line's door calls one function."""
+    assert source_rules.door_logic(package) == []
+
+
+def test_files_and_functions_stay_small(package: dict[str, Module]) -> None:
+    """No file exceeds 400 lines, no function 80 without a docstring."""
+    report, broken = source_rules.sizes(package)
+    print("\n".join(report))
+
+    assert broken == []
+
+
+@pytest.mark.req("S1-20", "S1-41")
+def test_the_api_can_be_imported_first_and_then_everything() -> None:
+    """A fresh interpreter that starts at ``api`` meets no circular import."""
+    if importlib.util.find_spec("composable_fsdp.api") is None:
+        pytest.skip("composable_fsdp/api.py is not written yet")
+
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+Rule = Callable[[dict[str, Module]], list[str]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "file", "text", "message"),
+    [
+        pytest.param(
+            import_graph.layer_violations,
+            "flat/handle",
+            "import torch\nfrom composable_fsdp.runtime.hooks import arm",
+            "composable_fsdp/flat/handle.py:2 -> composable_fsdp.runtime.hooks: "
+            "'runtime' stands above 'flat'; imports only point down",
+            id="upwards",
+        ),
+        pytest.param(
+            import_graph.layer_violations,
+            "flat/handle",
+            "def f():\n    from ..runtime import hooks",
+            "composable_fsdp/flat/handle.py:2 -> composable_fsdp.runtime.hooks: "
+            "'runtime' stands above 'flat'; imports only point down",
+            id="upwards-relative-inside-a-function",
+        ),
+        pytest.param(
+            import_graph.layer_violations,
+            "flat/handle",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+            "    import composable_fsdp.tree",
+            "composable_fsdp/flat/handle.py:3 -> composable_fsdp.tree: "
+            "'tree' stands above 'flat'; imports only point down",
+            id="upwards-type-only",
+        ),
+        pytest.param(
+            import_graph.layer_violations,
+            "entries/wrapper",
+            "from composable_fsdp import fully_shard",
+            "composable_fsdp/entries/wrapper.py:1 -> composable_fsdp: "
+            "a door; import from where the name is made",
+            id="through-a-door",
+        ),
+        pytest.param(
+            import_graph.layer_violations,
+            "inspection/report",
+            "import composable_fsdp.testing.models",
+            "composable_fsdp/inspection/report.py:1 -> composable_fsdp.testing.models: "
+            "only doors import 'testing'",
+            id="between-tips",
+        ),
+        pytest.param(
+            import_graph.layer_violations,
+            "misc",
+            "",
+            "composable_fsdp/misc.py:1: 'misc' stands in no layer of LAYERS or DOORS",
+            id="unknown-part",
+        ),
+        pytest.param(
+            source_rules.forbidden_uses,
+            "errors",
+            "from torch.distributed import fsdp",
+            "composable_fsdp/errors.py:1 -> torch.distributed.fsdp: this is a rewrite",
+            id="torch-fsdp-as-a-name",
+        ),
+        pytest.param(
+            source_rules.forbidden_uses,
+            "errors",
+            "from torch import nn\nx = nn.parallel.DistributedDataParallel",
+            "composable_fsdp/errors.py:2 -> torch.nn.parallel: this is a rewrite",
+            id="torch-ddp-as-an-attribute",
+        ),
+        pytest.param(
+            source_rules.collective_uses,
+            "runtime/reduce",
+            "import torch.distributed as dist\ndist.all_reduce(x)",
+            "composable_fsdp/runtime/reduce.py:2 -> torch.distributed.all_reduce: "
+            "only composable_fsdp.comm.collectives",
+            id="collective",
+        ),
+        pytest.param(
+            source_rules.collective_uses,
+            "runtime/reduce",
+            "from torch.distributed import barrier as wait\nwait()",
+            "composable_fsdp/runtime/reduce.py:2 -> torch.distributed.barrier: "
+            "only composable_fsdp.comm.collectives",
+            id="collective-under-another-name",
+        ),
+        pytest.param(
+            source_rules.collective_uses,
+            "runtime/reduce",
+            "def f(group):\n    group._allgather_base(a, b)",
+            "composable_fsdp/runtime/reduce.py:2 -> _allgather_base: "
+            "only composable_fsdp.comm.collectives",
+            id="collective-as-a-group-method",
+        ),
+        pytest.param(
+            source_rules.group_makers,
+            "tree/root",
+            "import torch.distributed as dist\ngroup = dist.new_group([0])",
+            "composable_fsdp/tree/root.py:2 -> torch.distributed.new_group: "
+            "only composable_fsdp.comm.groups and composable_fsdp.testing",
+            id="group",
+        ),
+        pytest.param(
+            source_rules.door_logic,
+            "wrap",
+            '"""Names."""\nfrom composable_fsdp.errors import FSDPError\nlimit = 3',
+            "composable_fsdp/wrap.py:3: a door holds imports, __all__ and a docstring",
+            id="logic-in-a-door",
+        ),
+    ],
+)
+def test_a_broken_rule_is_found(
+    tmp_path: Path, rule: Rule, file: str, text: str, message: str
+) -> None:
+    """Each rule names the place and the reason in a package that breaks it once."""
+    around = {"runtime/hooks": "", "tree/__init__": "", "testing/models": ""}
+    package = fake_package(tmp_path, {**around, file: text})
+
+    assert rule(package) == [message]
+
+
+def test_a_cycle_is_found_and_printed(tmp_path: Path) -> None:
+    """Two modules of one folder that import each other are named in a row."""
+    package = fake_package(
+        tmp_path,
+        {
+            "flat/a": "def f():\n    from composable_fsdp.flat.b import g",
+            "flat/b": "from . import a",
+        },
+    )
+
+    assert import_graph.cycles(package) == [
+        "composable_fsdp.flat.a -> composable_fsdp.flat.b -> composable_fsdp.flat.a"
+    ]
+
+
+def test_long_files_and_long_undocumented_functions_are_found(tmp_path: Path) -> None:
+    """Sizes above the limits are reported; a docstring excuses a long function only."""
+    body = "    x = 1\n" * source_rules.MAX_FUNCTION_LINES
+    package = fake_package(
+        tmp_path,
+        {
+            "errors": "x = 1\n" * (source_rules.MAX_FILE_LINES + 1),
+            "config": f"def bare():\n{body}",
+            "naming": f'def told():\n    """Why."""\n{body}',
+        },
+    )
+
+    _, broken = source_rules.sizes(package)
+
+    assert broken == [
+        "composable_fsdp.errors: 401 lines, more than 400",
+        "composable_fsdp/config.py:1 bare: 81 lines, more than 80, and no docstring",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["main()", "raise SystemExit(main())", 'if __name__ == "__main__":\n    main()'],
+)
+def test_the_command_lines_door_may_call_one_function(
+    tmp_path: Path, text: str
+) -> None:
+    """``__main__`` may hold one call and nothing else."""
+    allowed = fake_package(tmp_path / "one", {"__main__": text})
+    refused = fake_package(tmp_path / "two", {"__main__": f"{text}\nother()"})
+
+    assert source_rules.door_logic(allowed) == []
+    assert source_rules.door_logic(refused) != []

@@ -1,0 +1,64 @@
+"""Markers name rows that exist in ``docs/requirements.md``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+ROW = re.compile(r"^\| ([A-Z]\d?-\d\d) \| \S", re.MULTILINE)
+FOLDERS = ("tests", "property_tests")
+
+
+def rows(text: str) -> list[str]:
+    """Ids in the first column of the tables in ``text``, in order."""
+    return ROW.findall(text)
+
+
+def marked(text: str) -> list[str]:
+    """Arguments of ``...req(...)`` calls in Python source; literals as their value."""
+    return [
+        str(arg.value) if isinstance(arg, ast.Constant) else ast.unparse(arg)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "req"
+        for arg in node.args
+    ]
+
+
+@pytest.fixture
+def listed() -> list[str]:
+    return rows((REPOSITORY / "docs" / "requirements.md").read_text())
+
+
+def test_every_marked_row_stands_in_the_list(listed: list[str]) -> None:
+    """No test claims to prove a row that the documentation does not carry."""
+    unknown = [
+        f"{path.relative_to(REPOSITORY)}: {row}"
+        for folder in FOLDERS
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        for row in marked(path.read_text())
+        if row not in listed
+    ]
+
+    assert unknown == []
+
+
+def test_no_row_is_listed_twice(listed: list[str]) -> None:
+    """Each id stands once, and the list is not empty."""
+    assert listed
+    assert sorted(listed) == sorted(set(listed))
+
+
+def test_markers_and_rows_are_read_from_text() -> None:
+    """The two readers find ids, also where a marker's argument is no literal."""
+    source = 'import pytest\n@pytest.mark.req("S1-07", other)\ndef test_x(): ...\n'
+
+    assert marked(source) == ["S1-07", "other"]
+    assert rows("| id | what |\n| --- | --- |\n| S1-07 | text |\n| D-2 | no |\n") == [
+        "S1-07"
+    ]
