@@ -90,7 +90,9 @@ def clip_grad_norm_(
     return total
 
 
-def _parameters(module_or_params: nn.Module | Iterable[Tensor] | Tensor) -> list[Tensor]:
+def _parameters(
+    module_or_params: nn.Module | Iterable[Tensor] | Tensor,
+) -> list[Tensor]:
     if isinstance(module_or_params, nn.Module):
         return list(module_or_params.parameters())
     if isinstance(module_or_params, Tensor):

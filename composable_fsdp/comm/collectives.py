@@ -23,19 +23,21 @@ from torch import Tensor
 
 from composable_fsdp.errors import FSDPError
 
-_all_gather: Callable[..., Any] = getattr(
-    dist, "all_gather_single", None
-) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(
-    dist, "reduce_scatter_single", None
-) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 _GROUP = dist.ProcessGroup
-_all_gather_coalesced: Callable[..., Any] = getattr(
-    _GROUP, "all_gather_single_coalesced", None
-) or _GROUP.allgather_into_tensor_coalesced
-_reduce_scatter_coalesced: Callable[..., Any] = getattr(
-    _GROUP, "reduce_scatter_single_coalesced", None
-) or _GROUP.reduce_scatter_tensor_coalesced
+_all_gather_coalesced: Callable[..., Any] = (
+    getattr(_GROUP, "all_gather_single_coalesced", None)
+    or _GROUP.allgather_into_tensor_coalesced
+)
+_reduce_scatter_coalesced: Callable[..., Any] = (
+    getattr(_GROUP, "reduce_scatter_single_coalesced", None)
+    or _GROUP.reduce_scatter_tensor_coalesced
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,5 +61,3 @@ class Streams:
 def make_streams(device: torch.device) -> Streams | None:
     """Return side streams for a CUDA device, ``None`` for any other."""
     return Streams(device) if device.type == "cuda" else None
-
-

@@ -107,7 +107,9 @@ def resolve_ranks(
             "composable_fsdp.plan(module, world_size=...) needs neither."
         )
     if process_group is not None and device_mesh is not None:
-        raise PlanError("Pass process_group or device_mesh, not both: each names the ranks.")
+        raise PlanError(
+            "Pass process_group or device_mesh, not both: each names the ranks."
+        )
     if device_mesh is not None:
         return _from_mesh(device_mesh, strategy)
     if isinstance(process_group, (tuple, list)):

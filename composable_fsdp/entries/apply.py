@@ -152,7 +152,11 @@ def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
         for layout, parameters in zip(
             target.plan.regions, target.parameters, strict=True
         ):
-            meta = [s.fqn for s, p in zip(layout.parameters, parameters, strict=True) if p.is_meta]
+            meta = [
+                s.fqn
+                for s, p in zip(layout.parameters, parameters, strict=True)
+                if p.is_meta
+            ]
             if meta and len(meta) < len(parameters):
                 raise PlanError(
                     f"Unit {shown(target.plan.fqn)} has parameters on meta ({', '.join(meta)}) "
@@ -179,5 +183,3 @@ def _broadcast(
                 collectives.broadcast(data, group)
         if data.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(data)
-
-

@@ -153,9 +153,7 @@ class FullyShardedDataParallel(nn.Module):
 
         ``root_only`` keeps those that no other unit holds. Sends nothing.
         """
-        owners = {
-            id(owner): state for _, owner, state in walk_states(module)
-        }
+        owners = {id(owner): state for _, owner, state in walk_states(module)}
         return [
             each
             for each in module.modules()

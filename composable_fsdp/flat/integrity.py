@@ -37,7 +37,9 @@ def require_leaves(handle: FlatParamHandle) -> None:
 
 def _repair(handle: FlatParamHandle) -> None:
     names = {}
-    for info, (parameters, key, leaf, _) in zip(handle.infos, handle.swaps, strict=True):
+    for info, (parameters, key, leaf, _) in zip(
+        handle.infos, handle.swaps, strict=True
+    ):
         fqn = join(handle.full_fqn, info.fqn)
         names[id(leaf)] = fqn
         current = parameters.get(key)

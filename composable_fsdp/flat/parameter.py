@@ -121,7 +121,9 @@ def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> No
             shard[at : at + stop - start].copy_(source)
 
 
-def shard_view(region: FlatParameter, base: Tensor, slot: ParameterSlot, *, rows: bool) -> Tensor:
+def shard_view(
+    region: FlatParameter, base: Tensor, slot: ParameterSlot, *, rows: bool
+) -> Tensor:
     """View of this rank's part of ``slot`` in a ``(shard_numel,)`` buffer, in leaf shape."""
     layout = region.layout
     start, stop = layout.interval(slot, region.rank)

@@ -107,7 +107,9 @@ def _param_groups(
 ) -> list[dict[str, Any]]:
     """The saved options of each of the optimizer's groups, found by parameter names."""
     home = {
-        name: i for i, group in enumerate(saved["param_groups"]) for name in group["params"]
+        name: i
+        for i, group in enumerate(saved["param_groups"])
+        for name in group["params"]
     }
     result, start = [], 0
     for g, members in enumerate(groups):

@@ -30,7 +30,9 @@ class Named:
         return self.slot.shape if self.slot else tuple(self.parameter.shape)
 
 
-def name_parameters(model: nn.Module, optim: torch.optim.Optimizer) -> list[list[Named]]:
+def name_parameters(
+    model: nn.Module, optim: torch.optim.Optimizer
+) -> list[list[Named]]:
     """Name the parameters of each of the optimizer's groups, as ``model`` calls them.
 
     Units must be sharded. Only reads.

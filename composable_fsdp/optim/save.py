@@ -46,7 +46,9 @@ def optim_state_dict(
     groups = name_parameters(model, optim)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     members = [named for group_members in groups for named in group_members]
-    states: list[dict[str, Any]] = [given["state"].get(i, {}) for i in range(len(members))]
+    states: list[dict[str, Any]] = [
+        given["state"].get(i, {}) for i in range(len(members))
+    ]
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
         _require_element_wise(named, values)
@@ -123,9 +125,14 @@ def _gather(
     """Gather the tensors of one unit, one state name after the other."""
     handle = members[indices[0]].handle
     assert handle is not None
-    names = sorted({k for i in indices for k, v in states[i].items() if not _is_scalar(v)})
+    names = sorted(
+        {k for i in indices for k, v in states[i].items() if not _is_scalar(v)}
+    )
     for name in names:
-        shards = [_empty_shard(handle, r, members, states, indices, name) for r in range(len(handle.regions))]
+        shards = [
+            _empty_shard(handle, r, members, states, indices, name)
+            for r in range(len(handle.regions))
+        ]
         for i in indices:
             value = states[i].get(name)
             region, slot = members[i].region, members[i].slot
@@ -157,6 +164,8 @@ def _empty_shard(
     for i in indices:
         value = states[i].get(name)
         if members[i].region is region and isinstance(value, Tensor) and value.ndim:
-            buffer = storage.new_buffer(region.layout.shard_numel, value.dtype, handle.device)
+            buffer = storage.new_buffer(
+                region.layout.shard_numel, value.dtype, handle.device
+            )
             return buffer.zero_()
     return storage.new_buffer(0, region.layout.dtype, handle.device)

@@ -163,7 +163,9 @@ def plan_regions(
         groups.setdefault((spec.dtype, spec.trainable), []).append(spec)
     regions: list[RegionLayout] = []
     for (dtype, trainable), members in groups.items():
-        key = tuple((spec.numel, spec.block if world_size > 1 else 1) for spec in members)
+        key = tuple(
+            (spec.numel, spec.block if world_size > 1 else 1) for spec in members
+        )
         for chosen in _partition(key, dtype.itemsize, world_size, launch_bytes):
             packing = _pack(tuple(key[i] for i in chosen), dtype.itemsize, world_size)
             slots = [
@@ -245,9 +247,7 @@ _Cost = Callable[[Sequence[int]], int]
 _Merge = Callable[[Iterable[Sequence[int]]], tuple[int, ...]]
 
 
-def _exact(
-    sets: list[list[int]], cost: _Cost, merged: _Merge
-) -> list[tuple[int, ...]]:
+def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int, ...]]:
     """Cheapest set partition, by dynamic programming over subsets of classes."""
     full = (1 << len(sets)) - 1
     groups = {

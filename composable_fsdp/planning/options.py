@@ -85,7 +85,9 @@ def by_name(kind: type[E], value: object, *, argument: str) -> E:
     )
 
 
-def override(root: UnitOptions, overrides: Mapping[str, Any], *, fqn: str) -> UnitOptions:
+def override(
+    root: UnitOptions, overrides: Mapping[str, Any], *, fqn: str
+) -> UnitOptions:
     """Return ``root`` with the keys a policy gave for module ``fqn`` replaced.
 
     Raises: PlanError, for an unknown key or a value that must be equal in the whole tree.

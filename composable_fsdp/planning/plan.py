@@ -61,7 +61,9 @@ class UnitPlan:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of reduced gradients that each rank keeps."""
-        return sum(r.shard_numel * r.dtype.itemsize for r in self.regions if r.trainable)
+        return sum(
+            r.shard_numel * r.dtype.itemsize for r in self.regions if r.trainable
+        )
 
     @property
     def full_bytes(self) -> int:
@@ -185,5 +187,3 @@ def padding_notes(unit: UnitPlan, rows_of: dict[str, int]) -> list[str]:
                     "inside rows and avoids it."
                 )
     return notes
-
-

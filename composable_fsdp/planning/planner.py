@@ -93,7 +93,9 @@ class _Unit:
     fqn: str
     modules: tuple[nn.Module, ...]
     options: UnitOptions
-    parameters: list[tuple[nn.Parameter, list[_Occurrence]]] = field(default_factory=list)
+    parameters: list[tuple[nn.Parameter, list[_Occurrence]]] = field(
+        default_factory=list
+    )
 
 
 def plan_modules(
@@ -273,9 +275,7 @@ def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
     return request.world_size, 1
 
 
-def _target(
-    index: int, unit: _Unit, request: PlanRequest, notes: list[str]
-) -> Target:
+def _target(index: int, unit: _Unit, request: PlanRequest, notes: list[str]) -> Target:
     shard_world_size, replicas = _group_sizes(unit.options, request)
     by_fqn: dict[str, tuple[nn.Parameter, tuple[Place, ...]]] = {}
     specs = []
@@ -283,7 +283,9 @@ def _target(
         # A module met along two paths holds the parameter once and names it twice.
         named = [Place(o.module, o.name, _relative(o, index)) for o in places]
         names = tuple(dict.fromkeys(place.fqn for place in named))
-        held = tuple({(id(p.module), p.name): p for p in reversed(named)}.values())[::-1]
+        held = tuple({(id(p.module), p.name): p for p in reversed(named)}.values())[
+            ::-1
+        ]
         shape = tuple(parameter.shape)
         rows = unit.options.block is Block.ROW
         specs.append(
@@ -310,7 +312,9 @@ def _target(
         shard_world_size=shard_world_size,
         replicas=replicas,
     )
-    rows_of = {s.fqns[0]: s.shape[0] for s in specs if len(s.shape) >= 2 and s.block > 1}
+    rows_of = {
+        s.fqns[0]: s.shape[0] for s in specs if len(s.shape) >= 2 and s.block > 1
+    }
     notes.extend(padding_notes(plan, rows_of))
     return Target(
         plan,
@@ -357,7 +361,9 @@ def plan(
     40
     """
     if not isinstance(world_size, int) or world_size < 1:
-        raise PlanError(f"world_size expects a positive number of ranks, got {world_size!r}.")
+        raise PlanError(
+            f"world_size expects a positive number of ranks, got {world_size!r}."
+        )
     request = PlanRequest(
         options=UnitOptions(strategy=strategy, block=block),
         world_size=world_size,

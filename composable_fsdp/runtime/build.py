@@ -75,4 +75,6 @@ def _own_modules(state: _FSDPState) -> None:
         owner = OWNERS.get(module)
         if owner is None or module in state.modules:
             OWNERS.set(module, state)
-            stack.extend(child for child in module._modules.values() if child is not None)
+            stack.extend(
+                child for child in module._modules.values() if child is not None
+            )

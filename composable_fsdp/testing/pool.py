@@ -102,7 +102,6 @@ class RankPool:
                 _send(rank, job)
             results = self._results(what, timeout, patience, check=not retire)
         except BaseException:
-            self.close()
             raise
         if retire or self._calls is None:
             self.close()
