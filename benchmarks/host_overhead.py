@@ -114,8 +114,8 @@ def _run_counts(variants: Sequence[Variant], options: argparse.Namespace) -> Rec
     )
     _table(
         f"Exact counts per unit and step over plain ({options.units} units): calls "
-        "Python can see, operators dispatched (collectives apart)",
-        ("", "calls fwd+bwd", "calls step", "ops fwd+bwd", "ops step"),
+        "Python can see, operators dispatched (without collectives), collectives",
+        ("", "calls fwd+bwd", "calls step", "ops fwd+bwd", "ops step", "collectives"),
         [(_label(name), *_fixed(asdict(row), 1)) for name, row in found.items()],
     )
     _ratios(

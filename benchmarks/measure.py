@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.null_group import null_world
+from benchmarks.null_group import is_collective, null_world
 from benchmarks.variants import TinyModel, Trainee, Variant
 
 STEPS_PER_TURN = 3
@@ -54,6 +55,7 @@ class Counts:
     calls_step: float
     ops_forward_backward: float
     ops_step: float
+    collectives_step: float
 
 
 @dataclass(frozen=True)
@@ -218,24 +220,23 @@ def _over(
 
 
 def _count(trainee: Trainee, units: int) -> Counts:
-    calls = [
-        _calls_in(half) for half in (trainee.forward_backward, trainee.clip_and_update)
-    ]
-    ops = [
-        _ops_in(half) for half in (trainee.forward_backward, trainee.clip_and_update)
-    ]
-    return Counts(
-        calls[0] / units, sum(calls) / units, ops[0] / units, sum(ops) / units
-    )
+    halves = (trainee.forward_backward, trainee.clip_and_update)
+    (calls, sent), (more_calls, more_sent) = (_calls_in(half) for half in halves)
+    ops, more_ops = (_ops_in(half) for half in halves)
+    totals = (calls, calls + more_calls, ops, ops + more_ops, sent + more_sent)
+    return Counts(*(total / units for total in totals))
 
 
-def _calls_in(function: Callable[[], None]) -> int:
-    """Calls that Python can see: of Python functions and of C functions from Python."""
-    seen = {"call": 0, "c_call": 0}
+def _calls_in(function: Callable[[], None]) -> tuple[int, int]:
+    """Calls that Python can see, of Python and of C functions; and collectives."""
+    calls = collectives = 0
 
-    def count(frame: object, event: str, argument: object) -> None:
-        if event in seen:
-            seen[event] += 1
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls, collectives
+        if event in ("call", "c_call"):
+            calls += 1
+        if event == "call" and is_collective(frame):
+            collectives += 1
 
     gc.collect()
     gc.disable()
@@ -245,7 +246,7 @@ def _calls_in(function: Callable[[], None]) -> int:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return sum(seen.values())
+    return calls, collectives
 
 
 def _ops_in(function: Callable[[], None]) -> int:

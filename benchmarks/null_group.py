@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -121,6 +122,14 @@ class NullGroup(dist.ProcessGroup):
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> NullGroup:
     return NullGroup(rank, size)
+
+
+def is_collective(frame: FrameType) -> bool:
+    """Whether a just entered ``frame`` is a call of a group's method from outside."""
+    caller = frame.f_back
+    return frame.f_code.co_filename == __file__ and (
+        caller is None or caller.f_code.co_filename != __file__
+    )
 
 
 @contextmanager

@@ -155,6 +155,18 @@ def writes_to_what_it_gets(
     return {m: root_kwargs for m in root.modules() if isinstance(m, Node)}
 
 
+class WritesAsAnObject:
+    """The same hostility from a policy object."""
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> Targets:
+        return writes_to_what_it_gets(root_module, ignored_modules, root_kwargs)
+
+
 POLICIES: dict[str, object] = {
     "class": ModuleWrapPolicy({Node}),
     "custom": CustomPolicy(lambda m: isinstance(m, Node) and {"precision": "own"}),
@@ -163,6 +175,7 @@ POLICIES: dict[str, object] = {
     "always": always_wrap_policy,
     "two passes": two_pass,
     "writes": writes_to_what_it_gets,
+    "writes as an object": WritesAsAnObject(),
     "torch's": fsdp1.ModuleWrapPolicy({Node}),
 }
 

@@ -153,9 +153,9 @@ def incompatible_api(module: nn.Module) -> str | None:
 
     That is ``replicate``, ours or torch's, or torch's DDP; None if there is none.
     """
-    if has_api(module, "replicate"):
+    if REGISTRY_KEY in module.__dict__ and has_api(module, "replicate"):
         return "replicate"
-    name = _torch_class(module)
+    name = _torch_class(type(module))
     if name in _TORCH_REPLICATES:
         return _TORCH_REPLICATES[name]
     return "torch's replicate" if "replicate" in _torch_registry(module) else None
@@ -163,7 +163,7 @@ def incompatible_api(module: nn.Module) -> str | None:
 
 def foreign_fsdp(module: nn.Module) -> str | None:
     """Name torch's FSDP1 or FSDP2 if it was applied to ``module`` itself, else None."""
-    name = _torch_class(module)
+    name = _torch_class(type(module))
     if name:
         return _TORCH_SHARDS.get(name)
     if "fully_shard" in _torch_registry(module):
@@ -171,11 +171,21 @@ def foreign_fsdp(module: nn.Module) -> str | None:
     return None
 
 
-def _torch_class(module: nn.Module) -> str:
+# Weak, because torch makes a class for each class it meets.
+_classes: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+
+
+def _torch_class(kind: type[nn.Module]) -> str:
     """Return the first of the class names above along the MRO, or an empty string."""
-    # The first one counts: ReplicateModule derives from FSDPModule. Not cached by type:
-    # torch makes a class per class it meets, and a cache would keep them all.
-    for base in type(module).__mro__:
+    known = _classes.get(kind)
+    if known is None:
+        known = _classes[kind] = _find_torch_class(kind)
+    return known
+
+
+def _find_torch_class(kind: type[nn.Module]) -> str:
+    # The first one counts: ReplicateModule derives from FSDPModule.
+    for base in kind.__mro__:
         name = base.__name__
         known = name in _TORCH_REPLICATES or name in _TORCH_SHARDS
         # Ours has the name of torch's FSDP1.
@@ -186,6 +196,8 @@ def _torch_class(module: nn.Module) -> str:
 
 def _torch_registry(module: nn.Module) -> Mapping[str, object]:
     """Return torch's own registry of ``module``, empty if there is none."""
-    key = getattr(sys.modules.get(_TORCH_CONTRACT), "REGISTRY_KEY", None)
-    registry = module.__dict__.get(key) if key else None
+    contract = sys.modules.get(_TORCH_CONTRACT)
+    if contract is None:
+        return _NOTHING
+    registry = module.__dict__.get(getattr(contract, "REGISTRY_KEY", None))
     return registry if isinstance(registry, dict) else _NOTHING

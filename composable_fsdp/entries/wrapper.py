@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -30,7 +31,6 @@ from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning.planner import API
-from composable_fsdp.compose.registry import get_state
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.state_dict.hooks import install_wrapper_hooks
 from composable_fsdp.tree.state import _FSDPState

@@ -20,11 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
-from composable_fsdp.planning.layout import (
-    ParameterSlot,
-    RegionLayout,
-    sharded_shape,
-)
+from composable_fsdp.planning.layout import RegionLayout, sharded_shape
 
 
 class FlatParameter:
@@ -111,36 +107,40 @@ def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> No
     shard, layout = region.shard, region.layout
     if shard.is_meta:
         return
-    # Padding is zero, so that a norm or a checksum of the whole shard means something.
-    shard.zero_()
-    for slot, parameter in zip(layout.parameters, parameters, strict=True):
-        start, stop = layout.interval(slot, region.rank)
+    parts = layout.parts(region.rank)
+    if sum(stop - start for start, stop, _ in parts) < layout.shard_numel:
+        # Padding is zero, so that a norm or a checksum of the whole shard means something.
+        shard.zero_()
+    for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
         if stop > start:
-            at = layout.shard_offset(slot, region.rank)
             source = parameter.detach().reshape(-1)[start:stop]
             shard[at : at + stop - start].copy_(source)
 
 
-def shard_view(
-    region: FlatParameter, base: Tensor, slot: ParameterSlot, *, rows: bool
-) -> Tensor:
-    """View of this rank's part of ``slot`` in a ``(shard_numel,)`` buffer, in leaf shape."""
+def shard_views(region: FlatParameter, base: Tensor, *, rows: bool) -> list[Tensor]:
+    """Views of this rank's parts in a ``(shard_numel,)`` buffer, in leaf shapes."""
     layout = region.layout
-    start, stop = layout.interval(slot, region.rank)
-    at = layout.shard_offset(slot, region.rank)
-    shape = sharded_shape(
-        slot.shape, stop - start, rows=rows, world_size=layout.world_size
-    )
-    return base[at : at + stop - start].view(shape)
+    views = []
+    for slot, (start, stop, at) in zip(
+        layout.parameters, layout.parts(region.rank), strict=True
+    ):
+        numel = stop - start
+        shape = sharded_shape(
+            slot.shape, numel, rows=rows, world_size=layout.world_size
+        )
+        part = base[at : at + numel]
+        views.append(part if shape == (numel,) else part.view(shape))
+    return views
 
 
 def _make_sharded_leaves(
     region: FlatParameter, parameters: Sequence[nn.Parameter], *, rows: bool
 ) -> None:
-    for slot, parameter in zip(region.layout.parameters, parameters, strict=True):
+    views = shard_views(region, region.shard, rows=rows)
+    for parameter, view in zip(parameters, views, strict=True):
         # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
         parameter.grad = None
-        parameter.data = shard_view(region, region.shard, slot, rows=rows)
+        parameter.data = view
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
 
@@ -155,23 +155,34 @@ def _make_full(
         region.full = region.shard
     start = region.rank * layout.shard_numel
     region.own_slice = region.full[start : start + layout.shard_numel]
+    views, _ = full_views(layout, region.full)
     region.full_leaves = tuple(
-        _full_leaf(region.full, slot, leaf)
-        for slot, leaf in zip(layout.parameters, region.leaves, strict=True)
+        _full_leaf(view, leaf) for view, leaf in zip(views, region.leaves, strict=True)
     )
     if region.is_cut:
         # A view can only be made of memory that is there; it outlives the memory.
         storage.free(region.full)
 
 
-def _full_leaf(full: Tensor, slot: ParameterSlot, leaf: nn.Parameter) -> nn.Parameter:
-    """A parameter that views ``full`` and shares the original's attributes."""
-    data = full[slot.offset : slot.offset + slot.numel].view(slot.shape).data
-    made: nn.Parameter
-    if type(leaf) is nn.Parameter:
-        made = nn.Parameter(data, requires_grad=leaf.requires_grad)
-    else:
-        made = torch.Tensor._make_subclass(type(leaf), data, leaf.requires_grad)
+def full_views(
+    layout: RegionLayout, buffer: Tensor
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Views of a ``(padded_numel,)`` buffer: each parameter in its shape, and the padding."""
+    sizes, parameters, gaps = layout.cuts
+    pieces = buffer.split_with_sizes(sizes)
+    views = []
+    for slot, i in zip(layout.parameters, parameters, strict=True):
+        piece = pieces[i]
+        views.append(piece if len(slot.shape) == 1 else piece.view(slot.shape))
+    return views, tuple(pieces[i] for i in gaps)
+
+
+def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
+    """A parameter that views ``full`` and shares the original's attributes.
+
+    ``.data`` gives it a version counter of its own.
+    """
+    made = torch.Tensor._make_subclass(type(leaf), view.data, leaf.requires_grad)
     # One dict for both: what a user sets on the parameter is seen in forward, and back.
     made.__dict__ = leaf.__dict__
     return made
@@ -187,11 +198,8 @@ def _make_gradients(
         return
     buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, device)
     region.reduce_buffer = buffer
-    region.reduce_views = tuple(
-        buffer[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        for slot in layout.parameters
-    )
-    region.gaps = tuple(buffer[start:stop] for start, stop in layout.gaps())
+    views, region.gaps = full_views(layout, buffer)
+    region.reduce_views = tuple(views)
     storage.free(buffer)
 
 
@@ -205,7 +213,4 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
         region.layout.shard_numel, region.layout.dtype, region.shard.device
     )
     with torch.inference_mode(False), torch.no_grad():
-        region.grad_views = tuple(
-            shard_view(region, region.grad_shard, slot, rows=rows)
-            for slot in region.layout.parameters
-        )
+        region.grad_views = tuple(shard_views(region, region.grad_shard, rows=rows))

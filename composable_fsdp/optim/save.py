@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CheckpointError, DesyncError

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import gcd, prod
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +38,7 @@ EXACT_CLASSES = 8
 """Up to this many block classes the partition is optimal; above, classes are merged greedily."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterSpec:
+class ParameterSpec(NamedTuple):
     """What a layout needs to know of one parameter.
 
     ``fqns`` are its names from the unit's module, the first owner's first; more than one
@@ -72,12 +73,24 @@ class ParameterSlot:
         return self.fqns[0]
 
 
-@dataclass(frozen=True, slots=True)
+class Cuts(NamedTuple):
+    """Sizes of consecutive pieces of a buffer, and which pieces are what.
+
+    ``parameters[i]`` is the piece of parameter *i*; ``gaps`` are the pieces of padding.
+    """
+
+    sizes: tuple[int, ...]
+    parameters: tuple[int, ...]
+    gaps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RegionLayout:
     """One flat buffer: ``numel`` elements of parameters, ``padded_numel`` in all.
 
     ``padded_numel == shard_numel * world_size``; rank *r* owns
     ``[r * shard_numel, (r + 1) * shard_numel)``. ``parameters`` are in memory order.
+    Units of equal shapes share one layout, so what is derived from it is computed once.
     """
 
     dtype: torch.dtype
@@ -100,16 +113,43 @@ class RegionLayout:
         start, stop = self.interval(slot, rank)
         return slot.offset + start - rank * self.shard_numel if stop > start else 0
 
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Intervals of the buffer that hold padding, in memory order."""
-        found, end = [], 0
+    @cached_property
+    def cuts(self) -> Cuts:
+        """How to cut the buffer into parameters and padding in one operation."""
+        sizes: list[int] = []
+        parameters: list[int] = []
+        gaps: list[int] = []
+        end = 0
         for slot in self.parameters:
             if slot.offset > end:
-                found.append((end, slot.offset))
+                gaps.append(len(sizes))
+                sizes.append(slot.offset - end)
+            parameters.append(len(sizes))
+            sizes.append(slot.numel)
             end = slot.offset + slot.numel
         if self.padded_numel > end:
-            found.append((end, self.padded_numel))
-        return tuple(found)
+            gaps.append(len(sizes))
+            sizes.append(self.padded_numel - end)
+        return Cuts(tuple(sizes), tuple(parameters), tuple(gaps))
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Intervals of the buffer that hold padding, in memory order."""
+        sizes, ends = self.cuts.sizes, list(accumulate(self.cuts.sizes))
+        return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
+
+    def parts(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Per parameter, what ``rank`` owns of it: ``(start, stop, offset in the shard)``."""
+        known = self._parts.get(rank)
+        if known is None:
+            known = self._parts[rank] = tuple(
+                (*self.interval(slot, rank), self.shard_offset(slot, rank))
+                for slot in self.parameters
+            )
+        return known
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        return {}
 
     @property
     def nbytes(self) -> int:
@@ -158,6 +198,13 @@ def plan_regions(
     optimal for that cost up to ``EXACT_CLASSES`` classes). Regions come in the order of
     their first parameter.
     """
+    return _plan_regions(tuple(specs), world_size, launch_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _plan_regions(
+    specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
+) -> tuple[RegionLayout, ...]:
     groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
     for spec in specs:
         groups.setdefault((spec.dtype, spec.trainable), []).append(spec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor, nn
 
 from composable_fsdp.runtime.backward import make_arrival
 from composable_fsdp.runtime.forward import post_forward, pre_forward
@@ -33,6 +33,14 @@ def install_hooks(state: _FSDPState) -> None:
         for index, leaf in enumerate(region.full_leaves):
             # A leaf keeps its node only weakly: the handle does, so that the node we ask
             # the engine about is the node it runs.
-            nodes.append(get_gradient_edge(leaf).node)
+            nodes.append(_accumulator(leaf))
             leaf.register_post_accumulate_grad_hook(make_arrival(state, region, index))
     state.handle.accumulators = tuple(nodes)
+
+
+def _accumulator(leaf: nn.Parameter) -> object:
+    """The node that accumulates into ``leaf``, by way of any node that feeds it."""
+    with torch.enable_grad():
+        alias: Tensor = leaf.view_as(leaf)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]

@@ -102,6 +102,7 @@ class RankPool:
                 _send(rank, job)
             results = self._results(what, timeout, patience, check=not retire)
         except BaseException:
+            self.close()
             raise
         if retire or self._calls is None:
             self.close()

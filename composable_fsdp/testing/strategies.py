@@ -99,20 +99,29 @@ def module_recipes(
     """
     if unknown := set(features) - FEATURES:
         raise ValueError(f"features expects some of {sorted(FEATURES)}, got {unknown}.")
-    nodes = _nodes(st.just(()), features)
+    below: st.SearchStrategy[tuple[ModuleRecipe, ...]] = st.just(())
     for _ in range(max_depth):
-        nodes = _nodes(st.lists(nodes, max_size=max_children).map(tuple), features)
-    return nodes
+        node = _nodes(below, features, is_root=False)
+        # Alone, the first branch would leave half of all models without a child.
+        below = st.one_of(
+            st.lists(node, max_size=max_children),
+            st.lists(node, min_size=min(2, max_children), max_size=max_children),
+        ).map(tuple)
+    return _nodes(below, features, is_root=True)
 
 
 def _nodes(
-    children: st.SearchStrategy[tuple[ModuleRecipe, ...]], features: Collection[str]
+    children: st.SearchStrategy[tuple[ModuleRecipe, ...]],
+    features: Collection[str],
+    *,
+    is_root: bool,
 ) -> st.SearchStrategy[ModuleRecipe]:
     """Draw a module whose children come from ``children``."""
     kinds = ["linear", "mlp", "plain"]
     kinds += ["scalar", "tiny", "zero"] if "odd_shapes" in features else []
-    kinds += ["again"] if "shared" in features else []
-    kinds += ["list", "dict"] if "containers" in features else []
+    if not is_root:
+        kinds += ["again"] if "shared" in features else []
+        kinds += ["list", "dict"] if "containers" in features else []
     dtypes = ["float32", "bfloat16", "float64"]
 
     def flag(feature: str) -> st.SearchStrategy[bool]:
@@ -153,5 +162,8 @@ def model_recipes(
     paths = recipe.shardable_paths()
     if not paths:
         return recipe
-    chosen = draw(st.lists(st.sampled_from(paths), unique=True))
+    path = st.sampled_from(paths)
+    few = st.lists(path, unique=True)
+    many = st.lists(path, unique=True, min_size=(len(paths) + 1) // 2)
+    chosen = draw(st.one_of(few, many))
     return replace(recipe, sharded=tuple(sorted(chosen, key=paths.index)))

@@ -22,7 +22,6 @@ from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.order import ExecutionOrder
 
-
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 

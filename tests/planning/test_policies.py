@@ -220,6 +220,16 @@ def test_a_module_with_two_parents_is_one_unit() -> None:
     assert asked.count(shared) == 1
 
 
+@pytest.mark.req("S0-04")
+def test_a_shared_unit_counts_as_taken_under_each_of_its_parents() -> None:
+    """The second parent keeps only what the shared unit does not hold."""
+    shared = nn.Linear(2, 2, bias=False)
+    second = nn.Sequential(shared, nn.Linear(2, 1, bias=False))
+    model = nn.Sequential(nn.Sequential(shared), second)
+
+    assert list(units_of(SizePolicy(4), model)) == ["0.0"]
+
+
 def test_the_root_is_left_to_the_caller() -> None:
     """A policy that names the root adds no unit for it."""
     assert list(units_of(CustomPolicy(lambda m: True), nn.Linear(2, 2))) == []

@@ -42,6 +42,11 @@ def own_rank(world: World, offset: int = 0) -> int:
     return world.rank + offset
 
 
+def own_rank_with_zero_last(world: World) -> int:
+    time.sleep(0.2 if world.rank == 0 else 0.0)
+    return world.rank
+
+
 def summed(world: World, value: float) -> float:
     total = torch.full((3,), value * (world.rank + 1), device=world.device)
     dist.all_reduce(total, group=world.group)
@@ -143,6 +148,7 @@ def test_results_come_in_rank_order_over_a_real_group(ranks: Ranks) -> None:
     pool = ranks(2)
 
     assert pool.run(own_rank, 10) == [10, 11]
+    assert pool.run(own_rank_with_zero_last) == [0, 1]
     assert pool.run(summed, 2.0) == [6.0, 6.0]
 
 
@@ -395,7 +401,11 @@ def test_ranks_die_with_their_parent(tmp_path: os.PathLike[str]) -> None:
     script = os.path.join(tmp_path, "parent.py")
     with open(script, "w") as file:
         file.write(PARENT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TMPDIR": str(tmp_path),
+    }
     command = [sys.executable, script]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, env=environment, text=True
