@@ -85,9 +85,9 @@ def apply(
     """
     for module in modules:
         _refuse_owned(module)
-        _refuse_started(module)
     ranks = application.ranks
     plan, targets = plan_modules(modules, _request(application))
+    _refuse_started(modules[0], targets)
     for target in targets:
         ranks.for_strategy(target.plan.options.strategy)
     parameters = [p for t in targets for region in t.parameters for p in region]
@@ -137,14 +137,17 @@ def _refuse_owned(module: nn.Module) -> None:
         )
 
 
-def _refuse_started(module: nn.Module) -> None:
-    for fqn, owner, state in walk_states(module):
-        if state._is_root is not None:
-            raise CompositionError(
-                f"fully_shard was called on a {type(module).__name__} whose unit {shown(fqn)} "
-                f"({type(owner).__name__}) has already run as its own root. Apply fully_shard "
-                "to the whole model before its first forward."
-            )
+def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
+    for target in targets:
+        for state in target.units_below:
+            if isinstance(state, _FSDPState) and state._is_root is not None:
+                fqn = next((n for n, _, s in walk_states(module) if s is state), "")
+                raise CompositionError(
+                    f"fully_shard was called on a {type(module).__name__} whose unit "
+                    f"{shown(fqn)} ({type(state.module).__name__}) has already run as its "
+                    "own root. Apply fully_shard to the whole model before its first "
+                    "forward."
+                )
 
 
 def _refuse_mixed_meta(targets: Sequence[Target]) -> None:

@@ -7,8 +7,7 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,7 @@ NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParamInfo:
+class ParamInfo(NamedTuple):
     """One place of a parameter: ``module._parameters[name]``, called ``fqn`` from the unit.
 
     ``primary`` is the first owner's name; equal to ``fqn`` unless the parameter is shared.

@@ -68,6 +68,9 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
 
 def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse different parameters that share memory: sharding would separate them silently."""
+    storages = {parameter.untyped_storage()._cdata for _, parameter in named}
+    if len(storages) == len(named):
+        return
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, parameter in named:
         if parameter.numel() == 0:

@@ -171,18 +171,22 @@ def _region_text(region: RegionLayout) -> str:
     return f"{kind}{frozen} x{len(region.parameters)}"
 
 
-def padding_notes(unit: UnitPlan, rows_of: dict[str, int]) -> list[str]:
-    """Say where row blocks make padding larger than the parameters themselves need."""
+def padding_notes(unit: UnitPlan) -> list[str]:
+    """Say where row blocks pad a region to more than twice its parameters."""
     notes = []
     for region in unit.regions:
-        if region.numel and region.padded_numel > 2 * region.numel:
-            few = [s.fqn for s in region.parameters if rows_of.get(s.fqn, 0)]
-            few = [n for n in few if rows_of[n] < unit.shard_world_size]
-            if few:
-                notes.append(
-                    f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than the "
-                    f"{unit.shard_world_size} ranks, so padding is "
-                    f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT cuts "
-                    "inside rows and avoids it."
-                )
+        if region.padded_numel <= 2 * region.numel or not region.numel:
+            continue
+        few = [
+            slot.fqn
+            for slot in region.parameters
+            if slot.block > 1 and slot.shape[0] < unit.shard_world_size
+        ]
+        if few:
+            notes.append(
+                f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than "
+                f"the {unit.shard_world_size} ranks, so padding is "
+                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT cuts "
+                "inside rows and avoids it."
+            )
     return notes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -26,7 +26,6 @@ from composable_fsdp.planning.checks import (
 )
 from composable_fsdp.planning.layout import (
     ParameterSpec,
-    RegionLayout,
     plan_regions,
     row_block,
 )
@@ -38,8 +37,7 @@ API = "fully_shard"
 """Name under which the registry holds the states of this package."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a parameter is held: ``module._parameters[name]``, called ``fqn`` from the unit."""
 
     module: nn.Module
@@ -55,6 +53,10 @@ class Target:
     modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     places: tuple[tuple[tuple[Place, ...], ...], ...]
+    parent: int
+    """Index of the unit above; of the first target, itself."""
+    units_below: tuple[object, ...]
+    """States of earlier applications whose nearest unit above is this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,7 @@ Chain = tuple[tuple[int, int], ...]
 """Units from the root down to the nearest: (index, length of the name of its module)."""
 
 
-@dataclass(slots=True)
-class _Occurrence:
+class _Occurrence(NamedTuple):
     chain: Chain
     fqn: str
     module: nn.Module
@@ -93,9 +94,11 @@ class _Unit:
     fqn: str
     modules: tuple[nn.Module, ...]
     options: UnitOptions
+    parent: int = 0
     parameters: list[tuple[nn.Parameter, list[_Occurrence]]] = field(
         default_factory=list
     )
+    units_below: list[object] = field(default_factory=list)
 
 
 def plan_modules(
@@ -178,8 +181,8 @@ def _walk(
     request: PlanRequest,
 ) -> tuple[list[_Unit], _Found]:
     """Visit every path from left to right; shared modules are met once per path."""
-    root = _Unit("", tuple(modules), request.options)
-    units, index_of = [root], {id(module): 0 for module in modules}
+    units = [_Unit("", tuple(modules), request.options)]
+    index_of = {id(module): 0 for module in modules}
     found: _Found = {}
     stack: list[tuple[nn.Module, str, Chain]] = [(m, "", ()) for m in reversed(modules)]
     while stack:
@@ -188,28 +191,46 @@ def _walk(
         if index is None and module in overrides:
             index = index_of[id(module)] = len(units)
             options = override(request.options, overrides[module], fqn=fqn)
-            units.append(_Unit(fqn, (module,), options))
+            units.append(_Unit(fqn, (module,), options, chain[-1][0]))
         if index is not None:
             # A name is relative to the unit's module: its path is that many characters.
             chain = (*chain, (index, len(fqn)))
-        refuse_module(module, fqn)
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in request.ignored_parameters:
-                continue
-            where = join(fqn, name)
-            _refuse_owned(parameter, where, request)
-            refuse_parameter(parameter, where)
-            _, places = found.setdefault(id(parameter), (parameter, []))
-            places.append(_Occurrence(chain, where, module, name))
+        _note_parameters(module, fqn, chain, found, request)
         for name, child in reversed(module._modules.items()):
-            if child is None or child in request.ignored_modules:
+            if child is None:
                 continue
             path = fqn if name == WRAPPED_MODULE else join(fqn, name)
             if foreign := foreign_fsdp(child):
                 raise CompositionError(_foreign_text(path, foreign))
-            if not _is_boundary(child):
+            below = get_state(child, API)
+            if below is not None and id(child) not in index_of:
+                units[chain[-1][0]].units_below.append(below)
+            elif child not in request.ignored_modules and not incompatible_api(child):
                 stack.append((child, path, chain))
     return units, found
+
+
+def _note_parameters(
+    module: nn.Module,
+    fqn: str,
+    chain: Chain,
+    found: _Found,
+    request: PlanRequest,
+) -> None:
+    """Add the module's own parameters, and refuse those that cannot be sharded."""
+    refuse_module(module, fqn)
+    for name, parameter in module._parameters.items():
+        if parameter is None or id(parameter) in request.ignored_parameters:
+            continue
+        where = join(fqn, name)
+        _refuse_owned(parameter, where, request)
+        refuse_parameter(parameter, where)
+        place = _Occurrence(chain, where, module, name)
+        known = found.get(id(parameter))
+        if known is None:
+            found[id(parameter)] = (parameter, [place])
+        else:
+            known[1].append(place)
 
 
 def _refuse_owned(parameter: nn.Parameter, where: str, request: PlanRequest) -> None:
@@ -227,6 +248,8 @@ def _unit_of(
     places: list[_Occurrence], units: list[_Unit], request: PlanRequest
 ) -> int:
     """Index of the unit that takes a parameter: the nearest above all its places."""
+    if len(places) == 1:
+        return places[0].chain[-1][0]
     nearest = {place.chain[-1][0] for place in places}
     if len(nearest) == 1:
         return nearest.pop()
@@ -277,62 +300,68 @@ def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
 
 def _target(index: int, unit: _Unit, request: PlanRequest, notes: list[str]) -> Target:
     shard_world_size, replicas = _group_sizes(unit.options, request)
-    by_fqn: dict[str, tuple[nn.Parameter, tuple[Place, ...]]] = {}
+    rows = unit.options.block is Block.ROW
+    held: dict[str, tuple[nn.Parameter, tuple[Place, ...]]] = {}
     specs = []
-    for parameter, places in unit.parameters:
-        # A module met along two paths holds the parameter once and names it twice.
-        named = [Place(o.module, o.name, _relative(o, index)) for o in places]
-        names = tuple(dict.fromkeys(place.fqn for place in named))
-        held = tuple({(id(p.module), p.name): p for p in reversed(named)}.values())[
-            ::-1
-        ]
-        shape = tuple(parameter.shape)
-        rows = unit.options.block is Block.ROW
-        specs.append(
-            ParameterSpec(
-                names,
-                shape,
-                parameter.dtype,
-                parameter.requires_grad,
-                row_block(shape) if rows else 1,
-            )
-        )
-        if names[0] in by_fqn:
+    for parameter, occurrences in unit.parameters:
+        names, places = _places(occurrences, index)
+        if names[0] in held:
             raise PlanError(
-                f"Two parameters of one unit are called {shown(names[0])}: a list of modules "
-                "names parameters from each module. Rename one, or shard the modules apart."
+                f"Two parameters of one unit are called {shown(names[0])}: a list of "
+                "modules names parameters from each module. Rename one, or shard the "
+                "modules apart."
             )
-        by_fqn[names[0]] = (parameter, held)
-    regions = plan_regions(specs, world_size=shard_world_size)
+        held[names[0]] = (parameter, places)
+        shape = tuple(parameter.shape)
+        block = row_block(shape) if rows else 1
+        specs.append(
+            ParameterSpec(names, shape, parameter.dtype, parameter.requires_grad, block)
+        )
     plan = UnitPlan(
         fqn=unit.fqn,
         class_name=type(unit.modules[0]).__name__,
-        regions=regions,
+        regions=plan_regions(specs, world_size=shard_world_size),
         options=unit.options,
         shard_world_size=shard_world_size,
         replicas=replicas,
     )
-    rows_of = {
-        s.fqns[0]: s.shape[0] for s in specs if len(s.shape) >= 2 and s.block > 1
-    }
-    notes.extend(padding_notes(plan, rows_of))
+    notes.extend(padding_notes(plan))
+    slots = [[held[slot.fqn] for slot in r.parameters] for r in plan.regions]
     return Target(
         plan,
         unit.modules,
-        _by_region(regions, {name: p for name, (p, _) in by_fqn.items()}),
-        _by_region(regions, {name: held for name, (_, held) in by_fqn.items()}),
+        tuple(tuple(parameter for parameter, _ in region) for region in slots),
+        tuple(tuple(places for _, places in region) for region in slots),
+        unit.parent,
+        tuple(unit.units_below),
     )
 
 
+def _places(
+    occurrences: list[_Occurrence], index: int
+) -> tuple[tuple[str, ...], tuple[Place, ...]]:
+    """All names of a parameter from its unit, and the places that hold it.
+
+    A module that is met along two paths holds the parameter once and names it twice.
+    """
+    if len(occurrences) == 1:
+        o = occurrences[0]
+        fqn = _relative(o, index)
+        return (fqn,), (Place(o.module, o.name, fqn),)
+    names: dict[str, None] = {}
+    places: dict[tuple[int, str], Place] = {}
+    for o in occurrences:
+        fqn = _relative(o, index)
+        names[fqn] = None
+        places.setdefault((id(o.module), o.name), Place(o.module, o.name, fqn))
+    return tuple(names), tuple(places.values())
+
+
 def _relative(place: _Occurrence, index: int) -> str:
-    length = next(n for i, n in place.chain if i == index)
-    return place.fqn[length:].removeprefix(".") if length else place.fqn
-
-
-def _by_region(
-    regions: Sequence[RegionLayout], values: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(values[s.fqn] for s in r.parameters) for r in regions)
+    for unit, length in reversed(place.chain):
+        if unit == index:
+            return place.fqn[length + 1 :] if length else place.fqn
+    raise AssertionError(f"{place.fqn} is not below unit {index}")
 
 
 def plan(

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.compose.registry import set_state
+from composable_fsdp.compose.registry import incompatible_api, set_state
 from composable_fsdp.flat.handle import build_handle
 from composable_fsdp.planning.planner import API, Target
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState
-from composable_fsdp.tree.traversal import walk_states
 
 
 def build_units(
@@ -29,17 +28,26 @@ def build_units(
     ``root_state`` is the one that the registry made for the first target; the others are
     made and registered here. All checks are done; sends nothing.
     """
-    states: list[_FSDPState] = []
-    for target in reversed(targets):
-        state = root_state if target is targets[0] else _FSDPState()
+    states = [root_state, *(_FSDPState() for _ in targets[1:])]
+    for target, state in reversed(list(zip(targets, states, strict=True))):
         _fill(state, target, ranks, device)
         if state is not root_state:
             set_state(target.modules[0], API, state)
-        _link_units_below(state)
+            _link(state, states[target.parent])
+        for below in target.units_below:
+            if isinstance(below, _FSDPState) and below.parent is None:
+                _link(below, state)
+            state.handle.has_nested = True
         _own_modules(state)
         install_hooks(state)
-        states.append(state)
-    return states[::-1]
+    for target in targets[1:]:
+        states[target.parent].handle.has_nested = True
+    return states
+
+
+def _link(child: _FSDPState, parent: _FSDPState) -> None:
+    """Tell a unit which unit holds it. Weakly: it does not keep its parent alive."""
+    child._parent = weakref.ref(parent)
 
 
 def _fill(
@@ -53,18 +61,6 @@ def _fill(
     state.reshard_after_forward = options.reshard_after_forward
     groups = ranks.for_strategy(options.strategy)
     state.handle = build_handle(target, groups=groups, device=device)
-
-
-def _link_units_below(state: _FSDPState) -> None:
-    """Tell the outermost units below that they have a unit above them now.
-
-    The link is weak: a unit does not keep its parent alive.
-    """
-    for module in state.modules:
-        for _, _, other in walk_states(module):
-            if other is not state and other.parent is None:
-                other._parent = weakref.ref(state)
-                state.handle.has_nested = True
 
 
 def _own_modules(state: _FSDPState) -> None:

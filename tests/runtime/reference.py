@@ -1,0 +1,203 @@
+"""What the runtime is measured against, and the ways to apply it.
+
+The reference is the plain model: each rank's gradients are computed on it one after the
+other, averaged, and given to the same optimizer. `train` does the same on a sharded model
+with this rank's input only, so losses and state dicts can be compared element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    CustomPolicy,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
+from composable_fsdp.planning.wrapping import post_order_apply
+from composable_fsdp.testing.models import TinyGPT, module_at
+
+PATHS = ("composable", "wrapper")
+STYLES = ("manual", "auto", "hybrid")
+STRATEGIES = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+
+Input = Callable[[int, int], Tensor]
+"""The input of (step, rank)."""
+Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Clip = Callable[[nn.Module], Tensor]
+
+
+def apply_units(
+    model: nn.Module,
+    units: Sequence[str],
+    *,
+    path: str = "composable",
+    style: str = "manual",
+    **options: Any,
+) -> nn.Module:
+    """Make the modules at ``units`` and ``model`` itself fully sharded modules.
+
+    ``manual``: one call per unit, inner ones first. ``auto``: one call with a policy.
+    ``hybrid``: by policy on every other unit first, then by policy on the root.
+    """
+    chosen = [module_at(model, unit) for unit in units]
+    early = {"manual": chosen, "auto": [], "hybrid": chosen[::2]}[style]
+    policy = CustomPolicy(lambda module: any(module is each for each in chosen))
+    if style != "manual":
+        options["policy" if path == "composable" else "auto_wrap_policy"] = policy
+    if path == "wrapper" and "strategy" in options:
+        options["sharding_strategy"] = options.pop("strategy")
+
+    def one(module: nn.Module, _: object = None) -> nn.Module:
+        if path == "composable":
+            return fully_shard(module, **options)
+        return FullyShardedDataParallel(module, **options)
+
+    post_order_apply(model, {module: {} for module in early}, one)
+    return one(model)
+
+
+def gpt_units(model: TinyGPT) -> list[str]:
+    """Every block of a ``TinyGPT``."""
+    return [f"blocks.{i}" for i in range(len(model.blocks))]
+
+
+def gpt_input(step: int, rank: int) -> Tensor:
+    """Token ids ``(2, 5)`` of (step, rank)."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 17, (2, 5), generator=generator)
+
+
+def wide_input(width: int) -> Input:
+    """Inputs ``(2, width)`` of (step, rank)."""
+
+    def make(step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(2, width, generator=generator)
+
+    return make
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """A scalar that depends on every output."""
+    loss: Tensor = model(x).float().square().mean()
+    return loss
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with a large step, so that a wrong gradient shows soon."""
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def averaged_gradients(model: nn.Module, inputs: Sequence[Tensor]) -> list[float]:
+    """Leave in ``.grad`` the mean of the gradients of ``inputs``; the losses, in order."""
+    losses = []
+    sums: dict[nn.Parameter, Tensor] = {}
+    for x in inputs:
+        model.zero_grad()
+        loss = loss_of(model, x)
+        losses.append(loss.item())
+        if loss.requires_grad:
+            loss.backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                sums[p] = sums[p] + p.grad if p in sums else p.grad.clone()
+    for p in model.parameters():
+        p.grad = sums[p] / len(inputs) if p in sums else None
+    return losses
+
+
+def train_reference(
+    model: nn.Module,
+    world_size: int,
+    make_input: Input,
+    optimize: Optimize,
+    *,
+    steps: int = 3,
+    clip: Clip | None = None,
+) -> list[list[float]]:
+    """Train the plain ``model`` on the inputs of all ranks; losses by step and rank."""
+    optimizer = optimize(model.parameters())
+    losses = []
+    for step in range(steps):
+        inputs = [make_input(step, rank) for rank in range(world_size)]
+        losses.append(averaged_gradients(model, inputs))
+        if clip is not None:
+            clip(model)
+        optimizer.step()
+    return losses
+
+
+def train(
+    model: nn.Module,
+    rank: int,
+    make_input: Input,
+    optimize: Optimize,
+    *,
+    steps: int = 3,
+    clip: Clip | None = None,
+) -> list[float]:
+    """Train ``model`` on the inputs of ``rank``; its losses by step."""
+    optimizer = optimize(model.parameters())
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, make_input(step, rank))
+        losses.append(loss.item())
+        if loss.requires_grad:
+            loss.backward()
+        if clip is not None:
+            clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def differences(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """Per name, the largest difference where the two are not bitwise equal.
+
+    The dicts must have the same names in the same order.
+    """
+    assert list(ours) == list(reference)
+    return {
+        name: (value.double() - reference[name].double()).abs().max().item()
+        for name, value in ours.items()
+        if not torch.equal(value, reference[name])
+    }
+
+
+def assert_same_training(
+    model: nn.Module,
+    reference: nn.Module,
+    losses: Sequence[float],
+    expected: Sequence[float],
+    *,
+    tolerance: float = 0.0,
+) -> None:
+    """State dicts and losses are equal, bit by bit unless there is a ``tolerance``.
+
+    Collective: those of ``state_dict()``.
+    """
+    found = differences(model.state_dict(), reference.state_dict())
+    apart = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+
+    assert all(value <= tolerance for value in found.values()), found
+    assert all(value <= tolerance for value in apart), (losses, expected)
+
+
+def tolerance_at(world_size: int) -> float:
+    """Sums of two are commutative; of more, their order is the backend's."""
+    return 0.0 if world_size <= 2 else 1e-5
