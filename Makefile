@@ -33,7 +33,7 @@ test-gpu: ## run the CUDA tests with the system's python3
 	$(PYTHON) -m pytest -o addopts= --strict-markers --import-mode=importlib -m gpu tests/gpu
 
 bench: $(DEV) ## host time per unit and step, as ratios against the peers
-	OMP_NUM_THREADS=1 $(PY) benchmarks/host_overhead.py
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.host_overhead
 
 docs: $(DOCS) ## build the documentation; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -23,6 +23,12 @@ from composable_fsdp.errors import (
 )
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
+from composable_fsdp.planning.callables import (
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import plan
 from composable_fsdp.planning.policies import (
@@ -49,12 +55,16 @@ __all__ = [
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
+    "always_wrap_policy",
     "clip_grad_norm_",
     "contract",
     "fully_shard",
+    "lambda_auto_wrap_policy",
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
     "unshard_params",
 ]

@@ -18,6 +18,7 @@ from torch import nn
 from composable_fsdp import CustomPolicy, FullyShardedDataParallel, plan
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.naming import join, strip_wrapper
+from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.testing.models import build, legal_units, module_at
 from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
 from composable_fsdp.testing.strategies import FEATURES, model_recipes
@@ -37,6 +38,13 @@ Order = list[tuple[str, tuple[str, ...]]]
 """Per handle: the name of its unit, and the names of its parameters, from the root."""
 
 WORLD_SIZES = (1, 2, 3, 4)
+
+# A mark sits on a module, so on every place of it: marks and repeated modules are drawn
+# apart, which keeps what is expected simple.
+UNMARKED = FEATURES - {"replicate"}
+MARKED = FEATURES - {"shared", "tied"}
+TREES = model_recipes(3, 3, UNMARKED) | model_recipes(3, 3, MARKED)
+
 SUB1_SUB2 = ModelRecipe(
     ModuleRecipe(
         "linear",
@@ -148,8 +156,11 @@ def check_orders(recipe: ModelRecipe) -> Order:
     """All paths and styles have the expected order; returns it."""
     expected = expected_order(recipe, sharded_units(recipe))
     first: Order = []
+    settings: list[UnitOptions] = []
     for how, model, order in all_orders(recipe):
-        first = first or order
+        options = [h.plan.options for h in _get_fsdp_handles(model)]
+        first, settings = first or order, settings or options
+        assert options == settings, how
         assert order == first, how
         assert [name for name, _ in order] == expected.units, how
         assert {name: set(fqns) for name, fqns in order} == expected.parameters, how
@@ -175,7 +186,7 @@ def check_on_ranks(world: World, recipes: list[ModelRecipe]) -> None:
 @pytest.mark.req("S1-17", "S1-18", "S1-22", "S1-23", "S1-26", "S1-28", "S0-09")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @examples(10)
-@given(recipes=batches(model_recipes(2, 2, FEATURES - {"replicate"})))
+@given(recipes=batches(model_recipes(2, 2, UNMARKED)))
 @example(recipes=[SUB1_SUB2])
 def test_handle_order_is_that_of_modules_on_live_ranks(
     ranks: RankCount, world_size: int, recipes: list[ModelRecipe]
@@ -187,7 +198,7 @@ def test_handle_order_is_that_of_modules_on_live_ranks(
 @pytest.mark.req("S1-16", "S1-19")
 @pytest.mark.parametrize("world_size", [1, 3])
 @examples(5)
-@given(recipes=batches(model_recipes(2, 2, FEATURES - {"shared", "tied"})))
+@given(recipes=batches(model_recipes(2, 2, MARKED)))
 def test_replicate_subtrees_are_left_out_on_live_ranks(
     ranks: RankCount, world_size: int, recipes: list[ModelRecipe]
 ) -> None:
@@ -197,7 +208,7 @@ def test_replicate_subtrees_are_left_out_on_live_ranks(
 
 @pytest.mark.req("S1-16", "S1-17", "S1-18", "S1-19", "S1-23", "S0-09")
 @examples(200)
-@given(recipe=model_recipes(3, 3, FEATURES - {"shared", "tied"}))
+@given(recipe=TREES)
 @example(recipe=SUB1_SUB2)
 def test_handle_order_is_that_of_modules_in_every_fake_world(
     recipe: ModelRecipe,
@@ -213,7 +224,7 @@ def test_handle_order_is_that_of_modules_in_every_fake_world(
 
 @pytest.mark.req("S1-17", "S1-18")
 @examples(200)
-@given(recipe=model_recipes(3, 3))
+@given(recipe=TREES)
 def test_a_plan_lists_units_in_the_order_of_modules(recipe: ModelRecipe) -> None:
     """Planning alone, at any number of ranks, has the order of the plain ``.modules()``."""
     units = sharded_units(recipe)

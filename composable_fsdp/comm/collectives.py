@@ -29,14 +29,12 @@ _all_gather: Callable[..., Any] = (
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-_GROUP = dist.ProcessGroup
-_all_gather_coalesced: Callable[..., Any] = (
-    getattr(_GROUP, "all_gather_single_coalesced", None)
-    or _GROUP.allgather_into_tensor_coalesced
+_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+_ALL_GATHER_COALESCED = (
+    "all_gather_single_coalesced" if _SINGLE else "allgather_into_tensor_coalesced"
 )
-_reduce_scatter_coalesced: Callable[..., Any] = (
-    getattr(_GROUP, "reduce_scatter_single_coalesced", None)
-    or _GROUP.reduce_scatter_tensor_coalesced
+_REDUCE_SCATTER_COALESCED = (
+    "reduce_scatter_single_coalesced" if _SINGLE else "reduce_scatter_tensor_coalesced"
 )
 
 
@@ -116,7 +114,9 @@ def all_gather_flat(
         return work
     options = dist.AllgatherOptions()
     options.asyncOp = async_op
-    return _finish(_all_gather_coalesced(group, full, shard, options), async_op)
+    return _finish(
+        getattr(group, _ALL_GATHER_COALESCED)(full, shard, options), async_op
+    )
 
 
 def reduce_scatter_flat(
@@ -145,7 +145,9 @@ def reduce_scatter_flat(
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
-    return _finish(_reduce_scatter_coalesced(group, shard, full, options), async_op)
+    return _finish(
+        getattr(group, _REDUCE_SCATTER_COALESCED)(shard, full, options), async_op
+    )
 
 
 def all_reduce(

@@ -17,10 +17,10 @@ from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_rank
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join, shown
+from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import (
-    PlanRequest,
     Target,
     check_tied,
     expand_ignored,

@@ -30,7 +30,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
-from composable_fsdp.planning.planner import API
+from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.state_dict.hooks import install_wrapper_hooks
 from composable_fsdp.tree.state import _FSDPState

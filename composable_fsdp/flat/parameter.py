@@ -213,4 +213,6 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
         region.layout.shard_numel, region.layout.dtype, region.shard.device
     )
     with torch.inference_mode(False), torch.no_grad():
+        # Sums are added to it as a whole: padding has to start from zero.
+        region.grad_shard.zero_()
         region.grad_views = tuple(shard_views(region, region.grad_shard, rows=rows))

@@ -98,7 +98,8 @@ def _require_equal_names(
     for indices in by_handle.values():
         for i in indices:
             handle = members[i].handle
-            assert handle is not None and handle.groups.shard is not None
+            assert handle is not None
+            assert handle.groups.shard is not None
             keys = sorted(k for k, v in states[i].items() if not _is_scalar(v))
             entry = (members[i].fqn, keys)
             by_group.setdefault(handle.groups.shard, []).append(entry)

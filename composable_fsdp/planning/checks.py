@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import shown
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+from composable_fsdp.planning import walk
 
 
 def refuse_container(module: object) -> None:
@@ -21,7 +20,7 @@ def refuse_container(module: object) -> None:
         raise TypeError(
             f"fully_shard expects a module or a list of modules, got {type(module).__name__}."
         )
-    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+    if walk.is_container(module):
         raise CompositionError(
             f"fully_shard got a {type(module).__name__}, which has no forward, so nothing "
             "would ever unshard it. Apply fully_shard to its elements, or pass them as a "

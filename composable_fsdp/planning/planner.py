@@ -1,48 +1,27 @@
-"""From a module tree and options to a frozen plan; every check happens here, before a tensor moves.
-
-One walk from left to right gives each parameter to the nearest unit above it. Subtrees that
-another application of ``fully_shard`` or an incompatible API holds are not entered. A
-parameter that is found under two units would be gathered by one and used by both, so it is
-refused, or promoted to the lowest unit above all its places.
-"""
+"""From a module tree and options to a frozen plan; every check happens before a tensor moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from composable_fsdp.compose.registry import foreign_fsdp, get_state, incompatible_api
 from composable_fsdp.config import Block, ShardingStrategy
-from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import WRAPPED_MODULE, join, shown
-from composable_fsdp.planning.checks import (
-    refuse_container,
-    refuse_module,
-    refuse_overlapping_storage,
-    refuse_parameter,
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import shown
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.assign import (
+    Occurrence,
+    Place,
+    PlanRequest,
+    Unit,
+    assign_units,
 )
-from composable_fsdp.planning.layout import (
-    ParameterSpec,
-    plan_regions,
-    row_block,
-)
-from composable_fsdp.planning.options import UnitOptions, as_keywords, override
+from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan, UnitPlan, padding_notes
-from composable_fsdp.planning.policies import evaluate_policy
-
-API = "fully_shard"
-"""Name under which the registry holds the states of this package."""
-
-
-class Place(NamedTuple):
-    """Where a parameter is held: ``module._parameters[name]``, called ``fqn`` from the unit."""
-
-    module: nn.Module
-    name: str
-    fqn: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,48 +38,6 @@ class Target:
     """States of earlier applications whose nearest unit above is this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """Everything a plan depends on besides the tree.
-
-    ``owner_of`` tells which unit of an earlier application holds a parameter, if any.
-    ``shard_world_size`` and ``replicas`` apply to the hybrid strategies.
-    """
-
-    options: UnitOptions
-    world_size: int
-    shard_world_size: int = 0
-    replicas: int = 1
-    policy: object = None
-    ignored_modules: frozenset[nn.Module] = frozenset()
-    ignored_parameters: frozenset[int] = frozenset()
-    tied_params: str = "error"
-    owner_of: Callable[[nn.Parameter], str | None] = lambda parameter: None
-
-
-Chain = tuple[tuple[int, int], ...]
-"""Units from the root down to the nearest: (index, length of the name of its module)."""
-
-
-class _Occurrence(NamedTuple):
-    chain: Chain
-    fqn: str
-    module: nn.Module
-    name: str
-
-
-@dataclass(slots=True)
-class _Unit:
-    fqn: str
-    modules: tuple[nn.Module, ...]
-    options: UnitOptions
-    parent: int = 0
-    parameters: list[tuple[nn.Parameter, list[_Occurrence]]] = field(
-        default_factory=list
-    )
-    units_below: list[object] = field(default_factory=list)
-
-
 def plan_modules(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> tuple[ShardingPlan, tuple[Target, ...]]:
@@ -110,180 +47,13 @@ def plan_modules(
 
     Raises: PlanError or CompositionError, naming module, parameter and the way out.
     """
-    for module in modules:
-        _check_root(module)
-    overrides = _evaluate(modules, request)
-    units, occurrences = _walk(modules, overrides, request)
-    refuse_overlapping_storage([(o[0].fqn, p) for p, o in occurrences.values()])
-    for parameter, places in occurrences.values():
-        index = _unit_of(places, units, request)
-        units[index].parameters.append((parameter, places))
+    units = assign_units(modules, request)
     notes: list[str] = []
     targets = tuple(_target(i, unit, request, notes) for i, unit in enumerate(units))
     plan = ShardingPlan(
         tuple(t.plan for t in targets), request.world_size, tuple(notes)
     )
     return plan, targets
-
-
-def _check_root(module: nn.Module) -> None:
-    refuse_container(module)
-    if foreign := foreign_fsdp(module):
-        raise CompositionError(_foreign_text("", foreign))
-    if api := incompatible_api(module):
-        raise CompositionError(
-            f"fully_shard got a {type(module).__name__} that {api} already manages; the two "
-            "keep parameters in different places. Apply one of them to this module."
-        )
-
-
-def _foreign_text(fqn: str, foreign: str) -> str:
-    return (
-        f"Module {shown(fqn)} is sharded by {foreign}; this package would shard its pieces "
-        "again. Use one of the two for the whole model: remove the other call, or replace it "
-        "by composable_fsdp's (docs: names of FSDP1 and FSDP2 beside ours)."
-    )
-
-
-def _evaluate(
-    modules: Sequence[nn.Module], request: PlanRequest
-) -> Mapping[nn.Module, Mapping[str, Any]]:
-    if request.policy is None:
-        return {}
-    if len(modules) != 1:
-        raise PlanError(
-            f"A policy looks for units below one module; got a list of {len(modules)}. Apply "
-            "fully_shard with the policy to each module, or pass the list without a policy."
-        )
-    boundaries = frozenset(
-        m for m in modules[0].modules() if m is not modules[0] and _is_boundary(m)
-    )
-    return evaluate_policy(
-        request.policy,
-        modules[0],
-        ignored_modules=request.ignored_modules,
-        ignored_params=request.ignored_parameters,
-        boundaries=boundaries,
-        root_kwargs=as_keywords(request.options),
-    )
-
-
-def _is_boundary(module: nn.Module) -> bool:
-    return get_state(module, API) is not None or incompatible_api(module) is not None
-
-
-_Found = dict[int, tuple[nn.Parameter, list[_Occurrence]]]
-
-
-def _walk(
-    modules: Sequence[nn.Module],
-    overrides: Mapping[nn.Module, Mapping[str, Any]],
-    request: PlanRequest,
-) -> tuple[list[_Unit], _Found]:
-    """Visit every path from left to right; shared modules are met once per path."""
-    units = [_Unit("", tuple(modules), request.options)]
-    index_of = {id(module): 0 for module in modules}
-    found: _Found = {}
-    stack: list[tuple[nn.Module, str, Chain]] = [(m, "", ()) for m in reversed(modules)]
-    while stack:
-        module, fqn, chain = stack.pop()
-        index = index_of.get(id(module))
-        if index is None and module in overrides:
-            index = index_of[id(module)] = len(units)
-            options = override(request.options, overrides[module], fqn=fqn)
-            units.append(_Unit(fqn, (module,), options, chain[-1][0]))
-        if index is not None:
-            # A name is relative to the unit's module: its path is that many characters.
-            chain = (*chain, (index, len(fqn)))
-        _note_parameters(module, fqn, chain, found, request)
-        for name, child in reversed(module._modules.items()):
-            if child is None:
-                continue
-            path = fqn if name == WRAPPED_MODULE else join(fqn, name)
-            if foreign := foreign_fsdp(child):
-                raise CompositionError(_foreign_text(path, foreign))
-            below = get_state(child, API)
-            if below is not None and id(child) not in index_of:
-                units[chain[-1][0]].units_below.append(below)
-            elif child not in request.ignored_modules and not incompatible_api(child):
-                stack.append((child, path, chain))
-    return units, found
-
-
-def _note_parameters(
-    module: nn.Module,
-    fqn: str,
-    chain: Chain,
-    found: _Found,
-    request: PlanRequest,
-) -> None:
-    """Add the module's own parameters, and refuse those that cannot be sharded."""
-    refuse_module(module, fqn)
-    for name, parameter in module._parameters.items():
-        if parameter is None or id(parameter) in request.ignored_parameters:
-            continue
-        where = join(fqn, name)
-        _refuse_owned(parameter, where, request)
-        refuse_parameter(parameter, where)
-        place = _Occurrence(chain, where, module, name)
-        known = found.get(id(parameter))
-        if known is None:
-            found[id(parameter)] = (parameter, [place])
-        else:
-            known[1].append(place)
-
-
-def _refuse_owned(parameter: nn.Parameter, where: str, request: PlanRequest) -> None:
-    owner = request.owner_of(parameter)
-    if owner is not None:
-        raise PlanError(
-            f"Parameter {shown(where)} is tied to {owner}, which another fully_shard call "
-            "already manages: one unit would gather it and both would use it. Apply "
-            "fully_shard to the lowest module that holds both places, instead of to the "
-            "inner one."
-        )
-
-
-def _unit_of(
-    places: list[_Occurrence], units: list[_Unit], request: PlanRequest
-) -> int:
-    """Index of the unit that takes a parameter: the nearest above all its places."""
-    if len(places) == 1:
-        return places[0].chain[-1][0]
-    nearest = {place.chain[-1][0] for place in places}
-    if len(nearest) == 1:
-        return nearest.pop()
-    common = 0
-    for steps in zip(*(place.chain for place in places), strict=False):
-        if len({index for index, _ in steps}) > 1:
-            break
-        common = steps[0][0]
-    if request.tied_params == "promote":
-        return common
-    first = places[0]
-    other = next(p for p in places if p.chain[-1][0] != first.chain[-1][0])
-    ancestor = lowest_common_ancestor([place.fqn for place in places])
-    raise PlanError(
-        f"Parameter {shown(first.fqn)} of unit {shown(units[first.chain[-1][0]].fqn)} is the same "
-        f"object as {shown(other.fqn)} of unit {shown(units[other.chain[-1][0]].fqn)}: one unit "
-        "would gather it and both would use it. Their lowest common ancestor is "
-        f"{shown(ancestor)}: shard that module as one unit and leave the two out of the policy, "
-        "or pass tied_params='promote' to keep the parameter in the unit that holds both."
-    )
-
-
-def lowest_common_ancestor(fqns: Sequence[str]) -> str:
-    """Name of the deepest module that holds all the parameters named.
-
-    >>> lowest_common_ancestor(["enc.emb.weight", "enc.head.weight"])
-    'enc'
-    """
-    shared: list[str] = []
-    for parts in zip(*(fqn.split(".")[:-1] for fqn in fqns), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
 
 
 def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
@@ -298,7 +68,7 @@ def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
     return request.world_size, 1
 
 
-def _target(index: int, unit: _Unit, request: PlanRequest, notes: list[str]) -> Target:
+def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
     shard_world_size, replicas = _group_sizes(unit.options, request)
     rows = unit.options.block is Block.ROW
     held: dict[str, tuple[nn.Parameter, tuple[Place, ...]]] = {}
@@ -338,7 +108,7 @@ def _target(index: int, unit: _Unit, request: PlanRequest, notes: list[str]) -> 
 
 
 def _places(
-    occurrences: list[_Occurrence], index: int
+    occurrences: list[Occurrence], index: int
 ) -> tuple[tuple[str, ...], tuple[Place, ...]]:
     """All names of a parameter from its unit, and the places that hold it.
 
@@ -357,7 +127,7 @@ def _places(
     return tuple(names), tuple(places.values())
 
 
-def _relative(place: _Occurrence, index: int) -> str:
+def _relative(place: Occurrence, index: int) -> str:
     for unit, length in reversed(place.chain):
         if unit == index:
             return place.fqn[length + 1 :] if length else place.fqn
@@ -416,7 +186,7 @@ def expand_ignored(
                 f"ignored_modules expects modules, got {type(module).__name__}; pass "
                 "parameters as ignored_states."
             )
-    return frozenset(child for module in given for child in module.modules())
+    return walk.subtrees(given)
 
 
 def ignored_parameters(ignored_states: Sequence[Any] | None) -> frozenset[int]:

@@ -129,37 +129,39 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     state.handle.task = task
 
 
-def make_arrival(
-    state: _FSDPState, region: FlatParameter, index: int
-) -> Callable[[Tensor], None]:
-    """Return the post-accumulate hook of one full leaf.
+def make_arrivals(
+    state: _FSDPState, region: FlatParameter
+) -> list[Callable[[Tensor], None]]:
+    """Return the post-accumulate hooks of the region's full leaves.
 
-    It moves the gradient into the leaf's view of the reduce buffer: the first arrival
-    copies, later ones of the same reduction add.
+    Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
+    arrival copies, later ones of the same reduction add.
     """
-    handle = state.handle
-    view, arrived = region.reduce_views[index], region.arrived
+    handle, arrived = state.handle, region.arrived
 
-    def arrive(leaf: Tensor) -> None:
-        gradient = leaf.grad
-        leaf.grad = None
-        assert gradient is not None
-        if torch.is_grad_enabled():
-            gradient = gradient.detach()
-        if not handle.reduce_is_allocated:
-            _late(state, handle)
-        if arrived[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            arrived[index] = 1
-        # Of another graph task (a checkpoint inside the unit): only accumulated.
-        if handle.task == current_task():
-            handle.pending -= 1
-            if handle.pending == 0:
-                _gradients_complete(state, handle)
+    def make(index: int, view: Tensor) -> Callable[[Tensor], None]:
+        def arrive(leaf: Tensor) -> None:
+            gradient = leaf.grad
+            leaf.grad = None
+            assert gradient is not None
+            if torch.is_grad_enabled():
+                gradient = gradient.detach()
+            if not handle.reduce_is_allocated:
+                _late(state, handle)
+            if arrived[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+                arrived[index] = 1
+            # Of another graph task (a checkpoint inside the unit): only accumulated.
+            if handle.task == current_task():
+                handle.pending -= 1
+                if handle.pending == 0:
+                    _gradients_complete(state, handle)
 
-    return arrive
+        return arrive
+
+    return [make(index, view) for index, view in enumerate(region.reduce_views)]
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.compose.registry import incompatible_api, set_state
+from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.handle import build_handle
-from composable_fsdp.planning.planner import API, Target
+from composable_fsdp.planning.assign import API
+from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 

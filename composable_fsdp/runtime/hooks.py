@@ -8,16 +8,18 @@ not import dynamo; checked on torch 2.13).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.runtime.backward import make_arrival
+from composable_fsdp.runtime.backward import make_arrivals
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree.state import _FSDPState
 
-_pre_forward = torch._disable_dynamo(pre_forward)
-_post_forward = torch._disable_dynamo(post_forward)
+_disable_dynamo: Any = vars(torch)["_disable_dynamo"]
+_pre_forward = _disable_dynamo(pre_forward)
+_post_forward = _disable_dynamo(post_forward)
 
 
 def install_hooks(state: _FSDPState) -> None:
@@ -30,11 +32,12 @@ def install_hooks(state: _FSDPState) -> None:
         module.register_forward_hook(partial(_post_forward, state), always_call=True)
     nodes = []
     for region in state.handle.trainable:
-        for index, leaf in enumerate(region.full_leaves):
+        arrivals = make_arrivals(state, region)
+        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
             # A leaf keeps its node only weakly: the handle does, so that the node we ask
             # the engine about is the node it runs.
             nodes.append(_accumulator(leaf))
-            leaf.register_post_accumulate_grad_hook(make_arrival(state, region, index))
+            leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
     state.handle.accumulators = tuple(nodes)
 
 

@@ -109,25 +109,18 @@ def _zero_what_is_missing(handle: FlatParamHandle) -> None:
 
 
 def _choose_target(region: FlatParameter, *, rows: bool) -> None:
-    """Decide where the sums go: straight into ``grad_shard`` if no leaf has a gradient."""
+    """Decide where the sums go: into ``grad_shard`` itself if no leaf has a gradient."""
     assert region.reduce_buffer is not None
     if region.grad_shard is None:
         make_grad_shard(region, rows=rows)
-        assert region.grad_shard is not None
-        fresh = all(leaf.grad is None for leaf in region.leaves)
-        if not fresh:
-            region.grad_shard.zero_()
-    else:
-        fresh = True
-        for leaf in region.leaves:
-            if leaf.grad is not None:
-                fresh = False
-                break
-    assert region.grad_shard is not None
     dtype = region.reduce_buffer.dtype
-    if fresh and dtype == region.grad_shard.dtype:
-        region.temporary = None
-    else:
+    direct = dtype == region.layout.dtype
+    for leaf in region.leaves:
+        if leaf.grad is not None:
+            direct = False
+            break
+    region.temporary = None
+    if not direct:
         region.temporary = storage.new_buffer(
             region.layout.shard_numel, dtype, region.shard.device
         )

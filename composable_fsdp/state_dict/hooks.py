@@ -26,8 +26,9 @@ from composable_fsdp.tree.state import _FSDPState
 def install_state_dict_hooks(state: _FSDPState) -> None:
     """Make the unit's modules give and take full parameters. Called once, at build."""
     for module in state.modules:
-        module._register_state_dict_hook(partial(_save, state))
-        module.register_load_state_dict_pre_hook(_Load(state))
+        hooks: Any = module  # torch has no types for these
+        hooks._register_state_dict_hook(partial(_save, state))
+        hooks.register_load_state_dict_pre_hook(_Load(state))
 
 
 def _infos(state: _FSDPState, module: nn.Module) -> list[ParamInfo]:
@@ -136,9 +137,10 @@ def _shape_text(key: str, value: Tensor, expected: tuple[int, ...]) -> str:
 
 def install_wrapper_hooks(wrapper: nn.Module) -> None:
     """Keep the wrapper's component out of the keys that it gives, takes and reports."""
-    wrapper._register_state_dict_hook(_strip_keys)
-    wrapper.register_load_state_dict_pre_hook(_add_component)
-    wrapper.register_load_state_dict_post_hook(_strip_reports)
+    hooks: Any = wrapper  # torch has no types for these
+    hooks._register_state_dict_hook(_strip_keys)
+    hooks.register_load_state_dict_pre_hook(_add_component)
+    hooks.register_load_state_dict_post_hook(_strip_reports)
 
 
 def _strip_keys(

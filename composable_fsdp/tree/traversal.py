@@ -19,7 +19,7 @@ from torch import nn
 from composable_fsdp.compose.registry import get_state, incompatible_api
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import WRAPPED_MODULE, join
-from composable_fsdp.planning.planner import API
+from composable_fsdp.planning.assign import API
 from composable_fsdp.tree.state import _FSDPState
 
 

@@ -1,0 +1,279 @@
+"""Laws of the flat layout: coverage, equal aligned shards, whole blocks, least cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from math import lcm
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from composable_fsdp.planning.layout import (
+    EXACT_CLASSES,
+    SHARD_ALIGNMENT,
+    ParameterSpec,
+    RegionLayout,
+    plan_regions,
+    row_block,
+    sharded_shape,
+)
+from composable_fsdp.testing.strategies import shapes, world_sizes
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.uint8,
+    torch.complex128,
+)
+Layouts = tuple[RegionLayout, ...]
+
+
+@st.composite
+def units(draw: st.DrawFn, max_size: int = 8) -> list[ParameterSpec]:
+    """Parameters of one unit: any shape and dtype, whole rows or single elements."""
+    one = st.tuples(
+        shapes(max_dims=3, max_side=9), st.sampled_from(DTYPES), st.booleans()
+    )
+    rows = draw(st.booleans())
+    return [
+        ParameterSpec(
+            (f"p{i}",), shape, dtype, trainable, row_block(shape) if rows else 1
+        )
+        for i, (shape, dtype, trainable) in enumerate(
+            draw(st.lists(one, max_size=max_size))
+        )
+    ]
+
+
+@st.composite
+def classed_units(
+    draw: st.DrawFn, min_classes: int, max_classes: int, max_block: int = 40
+) -> list[ParameterSpec]:
+    """Matrices of one dtype whose widths are so many different blocks."""
+    widths = draw(
+        st.lists(
+            st.integers(1, max_block),
+            unique=True,
+            min_size=min_classes,
+            max_size=max_classes,
+        )
+    )
+    more = draw(st.lists(st.sampled_from(widths), max_size=3))
+    return [
+        ParameterSpec((f"p{i}",), (rows, w), torch.float32, True, w)
+        for i, w in enumerate([*widths, *more])
+        for rows in [draw(st.integers(1, 30))]
+    ]
+
+
+def lawful(regions: Layouts, specs: list[ParameterSpec], world_size: int) -> None:
+    """Everything that holds for any layout of ``specs``."""
+    names = [slot.fqn for region in regions for slot in region.parameters]
+    assert sorted(names) == sorted(spec.fqns[0] for spec in specs)
+    for region in regions:
+        itemsize = region.dtype.itemsize
+        assert region.shard_numel * world_size == region.padded_numel
+        assert region.shard_numel * itemsize % SHARD_ALIGNMENT == 0
+        assert region.numel == sum(slot.numel for slot in region.parameters)
+        spans = [(s.offset, s.offset + s.numel) for s in region.parameters]
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        assert not spans or spans[-1][1] <= region.padded_numel
+        assert all(start * itemsize % SHARD_ALIGNMENT == 0 for start, _ in spans)
+
+
+@pytest.mark.req("D-05")
+@given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
+@example([], 3)
+def test_shards_are_equal_and_aligned_and_parameters_apart(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """Shards have one size, a multiple of 16 bytes; full leaves start at such, in order."""
+    lawful(plan_regions(specs, world_size=world_size), specs, world_size)
+
+
+@pytest.mark.req("X-28")
+@given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
+@example([ParameterSpec(("p",), (), torch.float32, True, 1)], 1024)
+@example([ParameterSpec(("p",), (0, 3), torch.float32, True, 3)], 2)
+def test_every_element_lies_in_exactly_one_shard(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """The ranks' parts of a parameter follow each other; what is left over is padding."""
+    for region in plan_regions(specs, world_size=world_size):
+        held: Counter[int] = Counter()
+        for slot in region.parameters:
+            end = 0
+            for rank in range(world_size):
+                start, stop = region.interval(slot, rank)
+                if stop > start:
+                    assert start == end
+                    end = stop
+                    at = rank * region.shard_numel + region.shard_offset(slot, rank)
+                    assert at == slot.offset + start
+                    held.update(range(at, at + stop - start))
+            assert end == slot.numel
+        gaps = [i for start, stop in region.gaps() for i in range(start, stop)]
+
+        assert set(held.values()) <= {1}
+        assert sorted([*held, *gaps]) == list(range(region.padded_numel))
+
+
+@pytest.mark.req("U-14")
+@given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
+def test_no_shard_boundary_cuts_a_block(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """Each rank's part of a parameter is a whole number of its blocks."""
+    blocks = {spec.fqns[0]: spec.block for spec in specs}
+    for region in plan_regions(specs, world_size=world_size):
+        for slot in region.parameters:
+            for rank in range(world_size):
+                start, stop = region.interval(slot, rank)
+
+                # Alone a rank holds everything, and an empty part cuts nothing.
+                if world_size > 1 and stop > start:
+                    assert start % blocks[slot.fqn] == 0
+                    assert stop % blocks[slot.fqn] == 0
+
+
+@pytest.mark.req("B-25")
+@given(specs=units(), world_size=st.integers(2, 64))
+def test_every_part_can_be_seen_as_rows(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """With row blocks, a sharded leaf of two dims or more has the trailing dims."""
+    specs = [s for s in specs if s.block == row_block(s.shape)]
+    for region in plan_regions(specs, world_size=world_size):
+        for slot in region.parameters:
+            rows = 0
+            for rank in range(world_size):
+                start, stop = region.interval(slot, rank)
+                got = sharded_shape(
+                    slot.shape, stop - start, rows=True, world_size=world_size
+                )
+                if len(slot.shape) >= 2:
+                    assert got[1:] == slot.shape[1:]
+                assert torch.Size(got).numel() == stop - start
+                rows += got[0]
+            if len(slot.shape) >= 2 and slot.numel:
+                assert rows == slot.shape[0]
+
+
+@given(specs=units(), world_size=world_sizes())
+def test_pieces_of_the_buffer_add_up(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """The one cut of the buffer gives each parameter its own interval."""
+    for region in plan_regions(specs, world_size=world_size):
+        sizes, parameters, gaps = region.cuts
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+
+        assert sum(sizes) == region.padded_numel
+        assert sorted([*parameters, *gaps]) == list(range(len(sizes)))
+        assert [(starts[i], sizes[i]) for i in parameters] == [
+            (slot.offset, slot.numel) for slot in region.parameters
+        ]
+
+
+# ---- the choice of regions ----------------------------------------------------------
+
+
+def set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to split ``items`` into groups."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for smaller in set_partitions(rest):
+        yield [[first], *smaller]
+        for i, group in enumerate(smaller):
+            yield [*smaller[:i], [first, *group], *smaller[i + 1 :]]
+
+
+def packed_bytes(
+    specs: list[ParameterSpec], world_size: int, align: int = 4
+) -> int:
+    """Bytes of one region, by the rule of the documentation, written anew.
+
+    Wide blocks first, each at a multiple of its block and of 16 bytes; a shard is a
+    multiple of all blocks.
+    """
+    end, grid = 0, align
+    for spec in sorted(specs, key=lambda spec: -spec.block):
+        step = lcm(spec.block, align)
+        end = -(-end // step) * step + spec.numel
+        grid = lcm(grid, spec.block)
+    return -(-end // (world_size * grid)) * grid * world_size * 4
+
+
+@given(
+    specs=classed_units(2, 5),
+    world_size=st.one_of(st.integers(2, 8), st.integers(2, 1024)),
+    launch_bytes=st.sampled_from([0, 64, 1024, 64 * 1024]),
+)
+def test_no_partition_of_the_block_classes_is_cheaper(
+    specs: list[ParameterSpec], world_size: int, launch_bytes: int
+) -> None:
+    """Padding bytes plus launches equal the least over all set partitions."""
+    useful = sum(spec.numel for spec in specs) * 4
+    blocks = sorted({spec.block for spec in specs})
+
+    regions = plan_regions(specs, world_size=world_size, launch_bytes=launch_bytes)
+    cost = sum(r.nbytes for r in regions) - useful + launch_bytes * len(regions)
+    cheapest = min(
+        sum(
+            packed_bytes([s for s in specs if s.block in group], world_size)
+            + launch_bytes
+            for group in groups
+        )
+        - useful
+        for groups in set_partitions(blocks)
+    )
+
+    assert cost == cheapest
+
+
+@given(
+    specs=classed_units(EXACT_CLASSES + 1, EXACT_CLASSES + 3),
+    world_size=st.one_of(st.integers(2, 8), st.integers(2, 1024)),
+)
+def test_many_block_classes_are_laid_out_lawfully_and_no_worse_than_apart(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """Beyond the exact search the laws hold, and no class costs more than alone."""
+    assume(len({spec.block for spec in specs}) > EXACT_CLASSES)
+    useful = sum(spec.numel for spec in specs) * 4
+    launch = 1024
+
+    regions = plan_regions(specs, world_size=world_size, launch_bytes=launch)
+    cost = sum(r.nbytes for r in regions) + launch * len(regions)
+    apart = sum(
+        packed_bytes([s for s in specs if s.block == block], world_size) + launch
+        for block in {spec.block for spec in specs}
+    )
+
+    lawful(regions, specs, world_size)
+    assert useful < cost <= apart
+    for region in regions:
+        for slot in region.parameters:
+            assert region.shard_numel % slot.block == 0
+
+
+@given(specs=units(), world_size=world_sizes())
+def test_a_region_holds_one_dtype_and_one_kind(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """Dtype and trainability of a region are those of each of its parameters."""
+    kind = {spec.fqns[0]: (spec.dtype, spec.trainable) for spec in specs}
+
+    regions = plan_regions(specs, world_size=world_size)
+
+    for region in regions:
+        assert {kind[slot.fqn] for slot in region.parameters} == {
+            (region.dtype, region.trainable)
+        }

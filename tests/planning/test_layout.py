@@ -1,0 +1,193 @@
+"""Layouts: the drawing in the module, known models, and the odd shapes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+
+from composable_fsdp.planning.layout import (
+    EXACT_CLASSES,
+    ParameterSpec,
+    RegionLayout,
+    plan_regions,
+    row_block,
+    sharded_shape,
+)
+
+Shapes = dict[str, tuple[int, ...]]
+WIDE = 10**15
+"""A launch so dear that all block classes share one region."""
+
+LLAMA_3_8B_BLOCK: Shapes = {
+    "q": (4096, 4096),
+    "k": (1024, 4096),
+    "v": (1024, 4096),
+    "o": (4096, 4096),
+    "gate": (14336, 4096),
+    "up": (14336, 4096),
+    "down": (4096, 14336),
+    "norm_1": (4096,),
+    "norm_2": (4096,),
+}
+
+
+def specs_of(
+    shapes: Shapes,
+    dtype: torch.dtype = torch.float32,
+    *,
+    frozen: frozenset[str] = frozenset(),
+) -> list[ParameterSpec]:
+    return [
+        ParameterSpec((name,), shape, dtype, name not in frozen, row_block(shape))
+        for name, shape in shapes.items()
+    ]
+
+
+def padding(regions: tuple[RegionLayout, ...]) -> float:
+    """Padding as a share of the parameters."""
+    return sum(r.padded_numel for r in regions) / sum(r.numel for r in regions) - 1
+
+
+def owned(region: RegionLayout, rank: int) -> dict[str, tuple[int, int]]:
+    """What a rank holds, by name."""
+    spans = {slot.fqn: region.interval(slot, rank) for slot in region.parameters}
+    return {name: span for name, span in spans.items() if span[0] < span[1]}
+
+
+def test_the_drawing_in_the_module_is_what_is_planned() -> None:
+    """Four ranks hold rows 0-1, rows 2-3, row 4 with half the bias, and the rest."""
+    (region,) = plan_regions(specs_of({"weight": (5, 4), "bias": (8,)}), world_size=4)
+
+    assert (region.numel, region.padded_numel, region.shard_numel) == (28, 32, 8)
+    assert [owned(region, rank) for rank in range(4)] == [
+        {"weight": (0, 8)},
+        {"weight": (8, 16)},
+        {"weight": (16, 20), "bias": (0, 4)},
+        {"bias": (4, 8)},
+    ]
+    assert region.gaps() == ((28, 32),)
+
+
+@pytest.mark.req("U-14")
+@pytest.mark.parametrize(
+    ("world_size", "one_grid"), [(64, 0.0012), (256, 0.0096), (1024, 0.0769)]
+)
+def test_a_llama_block_keeps_whole_rows_without_padding(
+    world_size: int, one_grid: float
+) -> None:
+    """Rows of two widths: regions of their own need none, where one grid pays up to 8 %."""
+    specs = specs_of(LLAMA_3_8B_BLOCK, torch.bfloat16)
+
+    regions = plan_regions(specs, world_size=world_size)
+    merged = plan_regions(specs, world_size=world_size, launch_bytes=WIDE)
+
+    assert [region.block for region in regions] == [4096, 14336, 8]
+    assert padding(regions) == 0
+    assert len(merged) == 1
+    assert padding(merged) == pytest.approx(one_grid, rel=0.02)
+
+
+def test_a_few_ranks_share_one_region_to_save_launches() -> None:
+    """At 8 ranks 48 KiB of padding are cheaper than two more launches."""
+    (region,) = plan_regions(
+        specs_of(LLAMA_3_8B_BLOCK, torch.bfloat16), world_size=8
+    )
+
+    assert region.block == 28672
+    assert (region.padded_numel - region.numel) * 2 < 64 * 1024
+
+
+def test_one_rank_has_one_region_and_no_block() -> None:
+    """Alone a rank cuts nothing, so nothing asks for whole rows."""
+    (region,) = plan_regions(
+        specs_of({"a": (5, 7), "b": (3, 11), "c": ()}), world_size=1
+    )
+
+    assert region.block == 4
+    assert region.padded_numel - region.numel < 3 * 4 + 4
+
+
+@pytest.mark.req("D-08", "D-09")
+def test_dtypes_and_frozen_parameters_get_regions_of_their_own() -> None:
+    """A region holds one dtype, all trainable or all frozen, first come first."""
+    shapes: Shapes = {"weight": (8, 4), "lora": (4,)}
+    specs = specs_of(shapes, frozen=frozenset({"weight"}))
+    specs += specs_of({"norm": (4,)}, torch.bfloat16)
+
+    regions = plan_regions(specs, world_size=2)
+
+    assert [
+        (r.dtype, r.trainable, [s.fqn for s in r.parameters]) for r in regions
+    ] == [
+        (torch.float32, False, ["weight"]),
+        (torch.float32, True, ["lora"]),
+        (torch.bfloat16, True, ["norm"]),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (3, 0), (1, 1, 1)])
+@pytest.mark.parametrize("world_size", [1, 2, 7])
+def test_odd_shapes_are_held_once(shape: tuple[int, ...], world_size: int) -> None:
+    """Scalars, single elements and empty parameters are laid out like the others."""
+    (region,) = plan_regions(specs_of({"odd": shape}), world_size=world_size)
+    (slot,) = region.parameters
+
+    sizes = [
+        stop - start
+        for start, stop in (region.interval(slot, r) for r in range(world_size))
+    ]
+
+    assert sum(sizes) == region.numel == prod(shape)
+    assert sizes.count(0) >= world_size - 1
+    assert region.padded_numel == (4 * world_size if region.numel else 0)
+
+
+def test_ranks_beyond_the_elements_hold_padding_only() -> None:
+    """Three elements over 16 ranks: one aligned shard is filled, 15 are empty."""
+    (region,) = plan_regions(specs_of({"bias": (3,)}), world_size=16)
+
+    assert [bool(owned(region, rank)) for rank in range(16)] == [True] + [False] * 15
+    assert region.shard_numel == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "numel", "rows", "world_size", "expected"),
+    [
+        ((1024, 4096), 8 * 4096, True, 128, (8, 4096)),
+        ((6, 2, 3), 12, True, 2, (2, 2, 3)),
+        ((6, 2, 3), 0, True, 2, (0, 2, 3)),
+        ((5, 0), 0, True, 2, (0, 0)),
+        ((5, 4), 10, False, 2, (10,)),
+        ((7,), 3, True, 2, (3,)),
+        ((), 1, True, 2, (1,)),
+        ((), 0, True, 2, (0,)),
+        ((), 1, True, 1, ()),
+        ((5, 4), 20, False, 1, (5, 4)),
+    ],
+)
+@pytest.mark.req("B-25")
+def test_a_sharded_matrix_keeps_its_trailing_dims(
+    shape: tuple[int, ...],
+    numel: int,
+    rows: bool,
+    world_size: int,
+    expected: tuple[int, ...],
+) -> None:
+    """Rows keep every dim but the first; elements and vectors are flat; alone, all stay."""
+    assert sharded_shape(shape, numel, rows=rows, world_size=world_size) == expected
+
+
+def test_many_block_classes_are_merged_where_that_saves() -> None:
+    """Above the exact limit the greedy way still joins classes that fit each other."""
+    count = EXACT_CLASSES + 1
+    shapes = {f"w{i}": (4, 4 * 2**i) for i in range(count)}
+
+    regions = plan_regions(specs_of(shapes), world_size=2)
+
+    assert sum(len(r.parameters) for r in regions) == count
+    assert len(regions) == 1
+    apart = plan_regions(specs_of(shapes), world_size=2, launch_bytes=-1)
+    assert len(apart) == count
+    assert padding(apart) == 0
