@@ -27,10 +27,10 @@ check: $(DEV) ## lint, format, types and the fast tests
 	$(PY) -m mypy --strict
 	$(PY) -m pytest -m "not slow"
 
-# For a machine that brings its own CUDA build of torch and nothing of ours: no .venv, no
-# installing, and none of the options that come from pytest's plugins.
+# For a machine that brings its own CUDA build of torch and pytest: no .venv, nothing
+# installed.
 test-gpu: ## run the CUDA tests with the system's python3
-	$(PYTHON) -m pytest -o addopts= --strict-markers --import-mode=importlib -m gpu tests/gpu
+	$(PYTHON) -m pytest -m gpu -rs
 
 bench: $(DEV) ## host time per unit and step, as ratios against the peers
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.host_overhead
@@ -40,7 +40,7 @@ docs: $(DOCS) ## build the documentation; a warning is an error
 	@echo "open docs/_build/html/index.html"
 
 long: $(DEV) ## the property tests with the long random profile
-	COMPOSABLE_FSDP_HYPOTHESIS=long $(PY) -m pytest property_tests --timeout=3600
+	PYTEST_TIMEOUT=3600 COMPOSABLE_FSDP_HYPOTHESIS=long $(PY) -m pytest property_tests
 
 clean: ## remove the environment, caches and built documentation
 	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,20 +1,38 @@
-"""What both test folders share: ranks, worlds of one process, Hypothesis profiles."""
+"""What both test folders share: ranks, worlds of one process, Hypothesis profiles.
+
+On a machine that brings only torch and pytest (``python -m pytest -m gpu``, nothing
+installed) just the GPU tests are collected.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from composable_fsdp.testing import world as worlds
 
-try:
+# Read by pytest-timeout where it is installed; an option of its own would be an error
+# where it is not.
+os.environ.setdefault("PYTEST_TIMEOUT", "120")
+
+collect_ignore_glob: list[str] = []
+if find_spec("hypothesis") is not None:
     from composable_fsdp.testing.strategies import register_profiles
-except ImportError:
-    pass
-else:
+
     register_profiles()
+else:
+    collect_ignore_glob = ["property_tests/*", "tests/[!g]*"]
+
+
+def pytest_report_header() -> str | None:
+    """Say aloud what a bare machine leaves out."""
+    if collect_ignore_glob:
+        return "hypothesis is not installed: only tests/gpu is collected"
+    return None
 
 # Two threads would change the order of sums, and ranks have one each.
 torch.set_num_threads(1)

@@ -66,11 +66,10 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 continue
-            # What is added to the residual stream starts smaller, the more often it is.
-            last = name.endswith(("mix.weight", "down.weight"))
-            std = 0.02 / math.sqrt(2 * LAYERS) if last else 0.02
-            if parameter.shape == (WIDTH, 4 * WIDTH) or "blocks" in name:
-                std *= 2
+            std = 0.02 if "blocks" not in name else parameter.shape[1] ** -0.5
+            if name.endswith(("mix.weight", "down.weight")):
+                # These are added to the residual stream, twice per block.
+                std /= math.sqrt(2 * LAYERS)
             parameter.normal_(std=std)
 
     def forward(self, x: Tensor) -> Tensor:

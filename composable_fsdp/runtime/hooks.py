@@ -25,7 +25,7 @@ _post_forward = _disable_dynamo(post_forward)
 def install_hooks(state: _FSDPState) -> None:
     """Arm the unit: hooks on its modules' forward and on its full leaves' gradients."""
     for module in state.modules:
-        # First in, last out: user hooks on the unit's module see full parameters.
+        # Ours comes first: pre-hooks of the user see full parameters.
         module.register_forward_pre_hook(
             partial(_pre_forward, state), prepend=True, with_kwargs=True
         )

@@ -1,0 +1,166 @@
+"""What the reader sees: progress while training, the loss curve, the table of bytes."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+MIB = 2**20
+
+
+@dataclass
+class Curve:
+    """Training loss of every step, and held-out losses as (step, loss)."""
+
+    train: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Progress(Protocol):
+    """Shows one more step; ``speed`` is tokens per second over all ranks."""
+
+    def __call__(self, loss: float, held_out: float | None, speed: float) -> None: ...
+
+
+@contextmanager
+def progress(steps: int, *, device: torch.device, shown: bool) -> Iterator[Progress]:
+    """A bar on a terminal that has rich, lines elsewhere, nothing if not ``shown``."""
+    if not shown:
+        yield lambda loss, held_out, speed: None
+        return
+    try:
+        if not sys.stdout.isatty():
+            raise ImportError
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        yield _Lines(steps, device)
+        return
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    # Drawing takes a share of a core that training could use.
+    with Bar(*columns, refresh_per_second=4) as bar:
+        task = bar.add_task("", total=steps, text="")
+        last = "-"
+
+        def show(loss: float, held_out: float | None, speed: float) -> None:
+            nonlocal last
+            last = last if held_out is None else f"{held_out:.3f}"
+            text = f"{_text(loss, speed, device)}  held out {last}"
+            bar.update(task, advance=1, text=text)
+
+        yield show
+
+
+class _Lines:
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.steps = steps
+        self.device = device
+        self.done = 0
+
+    def __call__(self, loss: float, held_out: float | None, speed: float) -> None:
+        self.done += 1
+        if held_out is None and self.done != 1:
+            return
+        more = "" if held_out is None else f"  held out {held_out:.3f}"
+        text = _text(loss, speed, self.device)
+        print(f"step {self.done:4d}/{self.steps}  {text}{more}", flush=True)
+
+
+def _text(loss: float, speed: float, device: torch.device) -> str:
+    return f"loss {loss:.3f}  {speed:6,.0f} tokens/s  {_memory(device)}"
+
+
+def _memory(device: torch.device) -> str:
+    """What rank 0 holds now: of the GPU, or of the machine's memory."""
+    if device.type == "cuda":
+        return f"{torch.cuda.memory_allocated(device) / MIB:,.0f} MiB on the GPU"
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux
+        return "memory unknown"
+    return f"{pages * os.sysconf('SC_PAGE_SIZE') / MIB:,.0f} MiB resident"
+
+
+def save_curve(curve: Curve, folder: Path, *, bigram: float, limit: float) -> str:
+    """Draw the curve, or write its numbers without matplotlib; return what was done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import matplotlib
+    except ImportError:
+        path = folder / "loss.csv"
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(("step", "train", "held_out"))
+            held_out = dict(curve.held_out)
+            for step, loss in enumerate(curve.train, start=1):
+                rows.writerow((step, loss, held_out.get(step, "")))
+        return f"loss curve: {path} (numbers; with matplotlib it would be a picture)"
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    steps = range(1, len(curve.train) + 1)
+    axes.plot(steps, curve.train, color="tab:blue", alpha=0.5, lw=1, label="training")
+    axes.plot(*zip(*curve.held_out, strict=True), "o-", color="tab:red", label="held out")
+    axes.axhline(bigram, color="gray", ls=":", label=f"bigram counts ({bigram:.2f})")
+    axes.axhline(limit, color="black", ls="--", lw=1, label=f"to beat ({limit:.1f})")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Sharded byte-level GPT")
+    axes.legend()
+    path = folder / "loss.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return f"loss curve: {path}"
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of one kind of memory on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def measured(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+        """Sum the storages behind this rank's tensors, each once, between the steps."""
+        parameters = list(model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return cls(_storage_bytes(parameters), _storage_bytes(gradients), _storage_bytes(states))
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
+
+
+def bytes_table(planned: Bytes, measured: Sequence[Bytes], whole: Bytes) -> str:
+    """Bytes as planned, as found on every rank, and of the same training unsharded."""
+    columns = [("planned", planned)]
+    columns += [(f"rank {rank}", each) for rank, each in enumerate(measured)]
+    columns += [("unsharded", whole)]
+    head = "".join(f"{name:>13}" for name, _ in columns)
+    lines = [f"{'bytes':<16}{head}"]
+    for row in ("parameters", "gradients", "optimizer"):
+        cells = "".join(f"{getattr(each, row):>13,}" for _, each in columns)
+        lines.append(f"{row:<16}{cells}")
+    return "\n".join(lines)
