@@ -85,7 +85,11 @@ def clip_grad_norm_(
         for flat in _gradients(handle, chosen, done):
             where.append(flat)
             gradients.append(flat)
-    total = _total_norm(plain, sharded, norm_type, device)
+    # Powers overflow half precision, and a rank that holds no element of a parameter has
+    # to send what the others send: so a dtype that the parameters alone decide.
+    wide = any(p.dtype == torch.float64 for p in parameters)
+    dtype = torch.float64 if wide else torch.float32
+    total = _total_norm(plain, sharded, norm_type, device, dtype)
     _scale(gradients, total, max_norm)
     return total
 
@@ -137,12 +141,13 @@ def _total_norm(
     sharded: dict[dist.ProcessGroup, list[Tensor]],
     norm_type: float,
     device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Norm over all ranks; what is equal on all ranks counts once."""
     infinite = norm_type == float("inf")
-    parts = [_power(plain, norm_type, device)]
+    parts = [_power(plain, norm_type, device, dtype)]
     for group, gradients in sharded.items():
-        part = _power(gradients, norm_type, device)
+        part = _power(gradients, norm_type, device, dtype)
         collectives.all_reduce(part, group, maximum=infinite)
         parts.append(part)
     stacked = torch.stack(parts)
@@ -151,12 +156,18 @@ def _total_norm(
     return stacked.sum() ** (1.0 / norm_type)
 
 
-def _power(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _power(
+    gradients: list[Tensor],
+    norm_type: float,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
     """Sum of ``|g| ** norm_type``, or the maximum of ``|g|`` for the infinity norm."""
     filled = [g for g in gradients if g.numel()]
     if not filled:
-        return torch.zeros((), device=device)
-    norm: Tensor = torch.nn.utils.get_total_norm(filled, norm_type)
+        return torch.zeros((), device=device, dtype=dtype)
+    norms = torch._foreach_norm(filled, norm_type, dtype)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == float("inf") else norm**norm_type
 
 

@@ -58,8 +58,14 @@ def unshard_params(
             "unshard_params(offload_to_cpu=..., with_grads=...) is not available in this version of "
             "composable_fsdp. Leave both out; copy what you need inside the block."
         )
+    tops = _tops(module, recurse=recurse)
+    # All of them first: units side by side share one tree.
+    contexts = {id(c): c for c in (require_idle(s, "unshard_params") for s in tops)}
     with ExitStack() as stack:
-        for state in _tops(module, recurse=recurse):
+        for state in tops:
+            context = ensure_root(state)
+            if id(context) in contexts:
+                stack.enter_context(_summon(contexts.pop(id(context)), state))
             stack.enter_context(
                 _unshard_params_recurse(
                     state.module,
@@ -70,6 +76,17 @@ def unshard_params(
                 )
             )
         yield
+
+
+@contextmanager
+def _summon(context: RuntimeContext, state: _FSDPState) -> Iterator[None]:
+    """Mark the tree: no forward, and no second block, until the end of this one."""
+    context.summoned = state
+    try:
+        yield
+    finally:
+        context.summoned = None
+        retire(context, keep=0)
 
 
 def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
@@ -110,21 +127,15 @@ def _unshard_params_recurse(
 
     Collective, Raises: as ``unshard_params``.
     """
-    context = require_idle(state, "unshard_params")
     states = _get_fsdp_states(module) if recurse else [state]
     with ExitStack() as stack:
-        context.summoned = state
-        stack.callback(_leave, context)
+        if ensure_root(state).summoned is None:
+            stack.enter_context(_summon(require_idle(state, "unshard_params"), state))
         for each in states:
             stack.enter_context(
                 _unshard_state(each, writeback=writeback, rank0_only=rank0_only)
             )
         yield
-
-
-def _leave(context: RuntimeContext) -> None:
-    context.summoned = None
-    retire(context, keep=0)
 
 
 @contextmanager
@@ -142,6 +153,8 @@ def _unshard_state(
         # The optimizer wrote the shards on the caller's stream.
         context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
     shows = not rank0_only or handle.groups.rank == 0
+    kept = [(r.shard, r.shard.clone()) for r in handle.regions if not r.is_cut]
+    written = False
     try:
         if rank0_only and handle.groups.shard is not None:
             _gather_to_first(handle)
@@ -153,9 +166,14 @@ def _unshard_state(
         if writeback:
             _require_shapes(handle, full=shows)
             _write_back(handle, rank0_only=rank0_only)
+            written = True
     finally:
         handle.phase = Phase.IDLE
         reshard(context, handle)
+        if not written:
+            # Where nothing is cut, the block wrote into the shard itself.
+            for shard, values in kept:
+                shard.copy_(values)
 
 
 def _gather_to_first(handle: FlatParamHandle) -> None:

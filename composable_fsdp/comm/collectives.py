@@ -1,8 +1,9 @@
 """The one seam to torch.distributed's collectives; every call can be recorded.
 
 Each function sends exactly one collective (regions issued together count as one) and
-checks sizes before it does. With ``async_op`` it returns a ``Work`` whose ``wait`` must be
-called before the result is read; otherwise the result is ordered on the current stream.
+checks sizes before it does. With ``async_op`` it returns a ``Work`` whose ``wait`` must
+be called before the result is read; otherwise the result is ordered on the current
+stream.
 
 Names checked on torch 2.11 and 2.13: 2.13 deprecates ``all_gather_into_tensor`` and
 ``reduce_scatter_tensor`` for names that 2.11 lacks, so the name is chosen here, once.
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# torch.distributed exports the options of the other collectives, not these.
+from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.errors import FSDPError
 
@@ -40,9 +44,10 @@ _REDUCE_SCATTER_COALESCED = (
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """One collective as this rank sent it: its kind and, per region, elements and dtype.
+    """One collective as this rank sent it: its kind, and elements and dtype per region.
 
-    ``numel`` is that of the whole buffer (``padded_numel``), ``world_size`` the group's.
+    ``numel`` is that of the whole buffer (``padded_numel``), ``world_size`` the
+    group's.
     """
 
     op: str
@@ -98,9 +103,10 @@ def all_gather_flat(
     *,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Fill each ``full`` ``(padded_numel,)`` with the ranks' ``shard`` ``(shard_numel,)``.
+    """Fill each ``full`` ``(padded_numel,)`` with the shards of all ranks.
 
-    Rank *r* fills slice *r*. ``shard`` may be that slice of ``full`` itself.
+    Rank *r* fills slice *r* with its ``shard`` ``(shard_numel,)``, which may be that
+    slice of ``full`` itself.
 
     Collective: one all-gather over ``group`` (several buffers are coalesced).
     """
@@ -112,7 +118,7 @@ def all_gather_flat(
             full[0], shard[0], group=group, async_op=async_op
         )
         return work
-    options = dist.AllgatherOptions()
+    options = AllgatherOptions()
     options.asyncOp = async_op
     return _finish(
         getattr(group, _ALL_GATHER_COALESCED)(full, shard, options), async_op
@@ -127,16 +133,18 @@ def reduce_scatter_flat(
     average: bool = False,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Sum (or average) each ``full`` ``(padded_numel,)`` over ranks; rank *r* keeps slice *r*.
+    """Sum (or average) each ``full`` ``(padded_numel,)`` over the ranks.
 
-    All buffers must have one dtype.
+    Rank *r* keeps slice *r* in ``shard`` ``(shard_numel,)``. All buffers must have one
+    dtype.
 
     Collective: one reduce-scatter over ``group`` (several buffers are coalesced).
     """
     if _recorder is not None:
         _require(full, shard, group.size())
         _note("reduce_scatter", full, group)
-    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    # The stubs of torch tell the constants from the class that has them.
+    op: Any = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     if len(full) == 1:
         work: dist.Work | None = _reduce_scatter(
             shard[0], full[0], op=op, group=group, async_op=async_op
@@ -163,9 +171,8 @@ def all_reduce(
     Collective: one all-reduce over ``group``.
     """
     _note("all_reduce", [tensor], group)
-    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-    if average:
-        op = dist.ReduceOp.AVG
+    total = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    op = dist.ReduceOp.MAX if maximum else total
     work: dist.Work | None = dist.all_reduce(
         tensor, op=op, group=group, async_op=async_op
     )
@@ -175,7 +182,7 @@ def all_reduce(
 def gather_flat(
     full: Tensor | None, shard: Tensor, group: dist.ProcessGroup, *, rank: int = 0
 ) -> None:
-    """Fill ``full`` ``(padded_numel,)`` on group rank ``rank`` with all ranks' ``shard``.
+    """Fill ``full`` ``(padded_numel,)`` on group rank ``rank`` with all ``shard``.
 
     The other ranks pass ``None`` and hold no more than their shard.
 
@@ -210,7 +217,8 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's picklable ``value``, in group rank order.
 
-    Collective: a gather of sizes and one of bytes over ``group``; not for the steady state.
+    Collective: a gather of sizes and one of bytes over ``group``; not for the steady
+    state.
     """
     if _recorder is not None:
         _recorder.append(CallRecord("all_gather_object", (), (), group.size()))

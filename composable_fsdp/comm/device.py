@@ -1,21 +1,27 @@
 """Streams and events on CUDA; nothing at all on CPU.
 
-Overlap comes from two side streams of our own: one gathers, one reduces. On CPU there are
-no streams: collectives are issued with ``async_op=True`` and their ``Work`` is waited for
-where CUDA waits for an event. Nothing here ever makes the CPU wait for the GPU.
+Overlap comes from two side streams of our own: one gathers, one reduces. On CPU there
+are no streams: collectives are issued with ``async_op=True`` and their ``Work`` is
+waited for where CUDA waits for an event. Nothing here ever makes the CPU wait for the
+GPU.
 
 Checked on torch 2.13 (CPU); the CUDA calls are the public ``torch.cuda`` ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+# torch does not annotate these constructors.
+_Event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+_Stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+
 
 class Waitable(Protocol):
-    """What an issued collective leaves behind: call ``wait`` before reading its result."""
+    """What an issued collective leaves: call ``wait`` before reading its result."""
 
     def wait(self) -> object:
         """Order everything after this call behind the collective."""
@@ -24,21 +30,23 @@ class Waitable(Protocol):
 class StreamEvent:
     """A CUDA event that is recorded on one stream and waited for by the current one.
 
-    Made once and recorded again each time: a wait refers to the latest record before it.
+    Made once and recorded again each time: a wait refers to the latest record before
+    it.
     """
 
-    __slots__ = ("event",)
+    __slots__ = ("device", "event")
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.event = _Event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
         """Mark the work that ``stream`` has been given so far."""
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Make the current stream wait for the marked work; the CPU goes on."""
-        torch.cuda.current_stream().wait_event(self.event)
+        """Make the device's current stream wait for the marked work; the CPU goes on."""
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class Streams:
@@ -53,8 +61,8 @@ class Streams:
     __slots__ = ("compute", "gather", "reduce")
 
     def __init__(self, device: torch.device) -> None:
-        self.gather = torch.cuda.Stream(device, priority=-1)
-        self.reduce = torch.cuda.Stream(device, priority=-1)
+        self.gather = _Stream(device, priority=-1)
+        self.reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
 
 

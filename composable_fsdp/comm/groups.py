@@ -19,7 +19,8 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 class Groups:
     """The process groups of one unit; ``None`` where a group would have one rank.
 
-    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's place.
+    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's
+    place.
     ``replicate``: ranks with equal shards, whose gradients are averaged.
     """
 
@@ -58,14 +59,15 @@ class RankLayout:
             shard, replicate = self.shard, self.replicate
             if strategy not in HYBRID:
                 raise PlanError(
-                    f"{strategy.name} takes one process group, got a shard group and a replicate "
-                    "group. Use HYBRID_SHARD, or pass one group."
+                    f"{strategy.name} takes one process group, got a shard group and a "
+                    "replicate group. Use HYBRID_SHARD, or pass one group."
                 )
             return _groups(shard, replicate)
         if strategy in HYBRID:
             raise PlanError(
-                f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or a tuple "
-                "(shard group, replicate group); got one group. Pass one of the two."
+                f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or a "
+                "tuple (shard group, replicate group); got one group. Pass one of the "
+                "two."
             )
         if strategy is ShardingStrategy.NO_SHARD:
             return _groups(None, self.shard)
@@ -102,8 +104,9 @@ def resolve_ranks(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise CompositionError(
-            "fully_shard needs a process group and torch.distributed is not initialised. Start "
-            "the script with torchrun and call torch.distributed.init_process_group() first; "
+            "fully_shard needs a process group and torch.distributed is not "
+            "initialised. Start the script with torchrun and call "
+            "torch.distributed.init_process_group() first; "
             "composable_fsdp.plan(module, world_size=...) needs neither."
         )
     if process_group is not None and device_mesh is not None:
@@ -131,7 +134,8 @@ def _member(group: object) -> dist.ProcessGroup:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group expects a torch.distributed.ProcessGroup, got {type(group).__name__}."
+            "process_group expects a torch.distributed.ProcessGroup, got "
+            f"{type(group).__name__}."
         )
     return group
 
@@ -144,17 +148,17 @@ def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> RankLayout:
     if mesh.ndim == 2 and mesh.mesh_dim_names:
         if strategy not in HYBRID:
             raise PlanError(
-                f"A 2-D device_mesh replicates over {mesh.mesh_dim_names[0]!r} and shards over "
-                f"{mesh.mesh_dim_names[1]!r}, which {strategy.name} does not do. Use "
-                "HYBRID_SHARD, or pass a 1-D mesh."
+                f"A 2-D device_mesh replicates over {mesh.mesh_dim_names[0]!r} and "
+                f"shards over {mesh.mesh_dim_names[1]!r}, which {strategy.name} does "
+                "not do. Use HYBRID_SHARD, or pass a 1-D mesh."
             )
         return RankLayout(
             _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
         )
     raise PlanError(
-        "device_mesh expects a 1-D mesh, or a 2-D mesh with mesh_dim_names (replicate, shard); "
-        f"got {mesh.ndim}-D{'' if mesh.mesh_dim_names else ' without names'}: {mesh}. Take a "
-        "sub-mesh by name, for example mesh['replicate', 'shard']."
+        "device_mesh expects a 1-D mesh, or a 2-D mesh with mesh_dim_names (replicate, "
+        f"shard); got {mesh.ndim}-D{'' if mesh.mesh_dim_names else ' without names'}: "
+        f"{mesh}. Take a sub-mesh by name, for example mesh['replicate', 'shard']."
     )
 
 
@@ -163,8 +167,9 @@ def resolve_device(
     ranks: RankLayout,
     parameters: Sequence[torch.Tensor],
 ) -> torch.device:
-    """Compute device: ``device_id``, else the mesh's, else cuda under NCCL, else the parameters'.
+    """Return the compute device, the first of these that is known.
 
+    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters.
     Parameters on meta stay there when nothing else says where to go.
     """
     if device_id is not None:
@@ -181,6 +186,7 @@ def resolve_device(
 
 
 def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
+    # Without an index it prints as its bare type, and means the current device.
+    if str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -199,5 +199,5 @@ def _torch_registry(module: nn.Module) -> Mapping[str, object]:
     contract = sys.modules.get(_TORCH_CONTRACT)
     if contract is None:
         return _NOTHING
-    registry = module.__dict__.get(getattr(contract, "REGISTRY_KEY", None))
+    registry = module.__dict__.get(getattr(contract, "REGISTRY_KEY", ""))
     return registry if isinstance(registry, dict) else _NOTHING

@@ -95,7 +95,13 @@ def apply(
     _refuse_mixed_meta(targets)
     if application.sync_module_states:
         _broadcast(modules, parameters, ranks)
-    states = build_units(targets, state, ranks=ranks, device=device)
+    states = build_units(
+        targets,
+        state,
+        ranks=ranks,
+        device=device,
+        ignored=application.ignored_modules,
+    )
     for each in states:
         install_state_dict_hooks(each)
     return plan
@@ -174,12 +180,13 @@ def _broadcast(
 ) -> None:
     """Give every rank the values of the group's first rank, buffers included."""
     buffers = {id(b): b for module in modules for b in module.buffers()}
-    for tensor in [*parameters, *buffers.values()]:
-        if tensor.is_meta:
-            raise PlanError(
-                "sync_module_states=True expects real values on rank 0, got a tensor on meta. "
-                "Initialise the model first, or leave sync_module_states out."
-            )
+    tensors = [*parameters, *buffers.values()]
+    if any(tensor.is_meta for tensor in tensors):
+        raise PlanError(
+            "sync_module_states=True expects real values, got a tensor on meta. "
+            "Initialise the model first, or leave sync_module_states out."
+        )
+    for tensor in tensors:
         data = tensor.detach().contiguous()
         for group in (ranks.shard, ranks.replicate):
             if group is not None and group.size() > 1:

@@ -57,10 +57,10 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
-        "has_nested",
         "has_trainable",
         "infos",
         "is_full",
+        "kept",
         "needs_gather",
         "open_calls",
         "pending",
@@ -70,10 +70,12 @@ class FlatParamHandle:
         "reduce_event",
         "reduce_groups",
         "reduce_is_allocated",
+        "reduce_owner",
         "regions",
         "retiring",
         "rows",
         "swaps",
+        "tapes",
         "task",
         "trainable",
     )
@@ -99,7 +101,6 @@ class FlatParamHandle:
     needs_gather: bool
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """``full`` and gather input of each region that has elements to gather."""
-    has_nested: bool
     has_trainable: bool
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
@@ -116,11 +117,17 @@ class FlatParamHandle:
     task: int
     pending: int
     open_calls: int
+    tapes: tuple[Any, ...]
+    """Forwards whose open calls are in ``open_calls``."""
+    kept: bool
+    """Whether the memory of ``full`` stays until the end of the next backward."""
     reduce_is_allocated: bool
     # CUDA only: made once, recorded again each time.
     gather_event: StreamEvent | None
     free_event: StreamEvent | None
     reduce_event: StreamEvent | None
+    reduce_owner: torch.cuda.Stream | None
+    """The stream on which the reduce buffers got their memory."""
     retiring: bool
 
     @property
@@ -241,7 +248,6 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
             groups.setdefault(region.reduce_buffer.dtype, []).append(region)
     handle.reduce_groups = tuple(tuple(group) for group in groups.values())
     handle.accumulators = ()
-    handle.has_nested = False
 
 
 def _reset(handle: FlatParamHandle) -> None:
@@ -249,12 +255,14 @@ def _reset(handle: FlatParamHandle) -> None:
     handle.is_full = handle.gathered = handle.retiring = False
     handle.ready = None
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.reduce_is_allocated, handle.calls = False, []
+    handle.tapes, handle.calls = (), []
+    handle.kept = handle.reduce_is_allocated = False
+    handle.reduce_owner = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":
-        handle.gather_event = StreamEvent()
-        handle.free_event = StreamEvent()
-        handle.reduce_event = StreamEvent()
+        handle.gather_event = StreamEvent(handle.device)
+        handle.free_event = StreamEvent(handle.device)
+        handle.reduce_event = StreamEvent(handle.device)
 
 
 # Which unit a parameter belongs to, so that functions which are given bare parameters

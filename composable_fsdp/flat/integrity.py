@@ -1,8 +1,8 @@
 """Finding leaves that something tore out of their shard since build.
 
-``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment gives a
-module parameters with memory of their own; training on would read the old values. Checked
-once per iteration, for a tenth of a microsecond a leaf.
+``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment
+gives a module parameters with memory of their own; training on would read the old
+values. Checked once per iteration, for a tenth of a microsecond a leaf.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from composable_fsdp.naming import join, shown
 def require_leaves(handle: FlatParamHandle) -> None:
     """Bring leaves that were torn out, but fit, back into the shard; refuse the others.
 
-    The sharded form must be current. Sends nothing.
+    The sharded form must be current. Everything is checked before anything is copied.
+    Sends nothing.
 
-    Raises: PlanError, naming the parameter: it is on meta, or has another dtype or shape.
+    Raises: PlanError, naming the parameter: it is on meta, or has another dtype, shape
+    or ``requires_grad``, or is no parameter.
     """
-    for parameters, name, leaf, _ in handle.swaps:
-        if parameters.get(name) is not leaf:
+    for parameters, name, leaf, full in handle.swaps:
+        if (
+            parameters.get(name) is not leaf
+            or leaf.requires_grad is not full.requires_grad
+        ):
             break
     else:
         for leaf, pointer in handle.gather_check:
@@ -37,7 +42,8 @@ def require_leaves(handle: FlatParamHandle) -> None:
 
 def _repair(handle: FlatParamHandle) -> None:
     names = {}
-    for info, (parameters, key, leaf, _) in zip(
+    replaced = []
+    for info, (parameters, key, leaf, full) in zip(
         handle.infos, handle.swaps, strict=True
     ):
         fqn = join(handle.full_fqn, info.fqn)
@@ -45,32 +51,44 @@ def _repair(handle: FlatParamHandle) -> None:
         current = parameters.get(key)
         if leaf.is_meta:
             raise PlanError(
-                f"Parameter {shown(fqn)} is still on the meta device at the first forward, so it has "
-                "no values. Give the model real values before fully_shard "
-                "(module.to_empty(device=...) and reset_parameters(), or load_state_dict with "
-                "assign=True), then shard it."
+                f"Parameter {shown(fqn)} is still on the meta device at the first "
+                "forward, so it has no values. Give the model real values before "
+                "fully_shard (module.to_empty(device=...) and reset_parameters(), or "
+                "load_state_dict with assign=True), then shard it."
             )
         if current is not leaf:
-            _take_back(leaf, current, fqn)
-            parameters[key] = leaf
+            _require_like(leaf, current, fqn)
+            replaced.append((parameters, key, leaf, current))
+        if leaf.requires_grad is not full.requires_grad:
+            raise PlanError(
+                f"requires_grad of parameter {shown(fqn)} was set to "
+                f"{leaf.requires_grad} after fully_shard, which laid it out as "
+                f"{'trainable' if full.requires_grad else 'frozen'}. Freeze and unfreeze "
+                "before fully_shard."
+            )
+    for parameters, key, leaf, current in replaced:
+        assert current is not None
+        with torch.no_grad():
+            leaf.copy_(current)
+        parameters[key] = leaf
     _reattach(handle, names)
 
 
-def _take_back(leaf: nn.Parameter, current: object, fqn: str) -> None:
-    """Copy the values of a parameter that was put in the leaf's place."""
-    if not isinstance(current, torch.Tensor):
+def _require_like(leaf: nn.Parameter, current: object, fqn: str) -> None:
+    """Refuse what cannot take the leaf's place for good."""
+    if not isinstance(current, nn.Parameter):
         raise PlanError(
-            f"Parameter {shown(fqn)} was removed or replaced by a {type(current).__name__} after "
-            "fully_shard. Change modules before fully_shard."
+            f"Parameter {shown(fqn)} was removed or replaced by a "
+            f"{type(current).__name__} after fully_shard (torch.func.functional_call does "
+            "so for a while). Change modules before fully_shard."
         )
     if current.shape != leaf.shape or current.dtype != leaf.dtype:
         raise _misfit(fqn, leaf, current)
-    with torch.no_grad():
-        leaf.copy_(current)
 
 
 def _reattach(handle: FlatParamHandle, names: dict[int, str]) -> None:
     """Copy leaves with memory of their own into the shard and make them views again."""
+    torn: list[tuple[nn.Parameter, torch.Tensor]] = []
     for region in handle.regions:
         for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
             start, stop = region.layout.interval(slot, region.rank)
@@ -80,14 +98,16 @@ def _reattach(handle: FlatParamHandle, names: dict[int, str]) -> None:
                 continue
             if leaf.numel() != stop - start or leaf.dtype != region.shard.dtype:
                 raise _misfit(names[id(leaf)], home, leaf)
-            home.copy_(leaf.detach().reshape(-1))
-            leaf.data = home.view(leaf.shape)
+            torn.append((leaf, home))
+    for leaf, home in torn:
+        home.copy_(leaf.detach().reshape(-1))
+        leaf.data = home.view(leaf.shape)
 
 
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
     return PlanError(
-        f"Parameter {shown(fqn)} was changed after fully_shard: its shard on this rank is "
-        f"{tuple(expected.shape)} {expected.dtype} ({expected.numel()} elements), found "
-        f"{tuple(got.shape)} {got.dtype}. Cast or replace parameters before fully_shard; inside "
-        "unshard_params they can be written in place."
+        f"Parameter {shown(fqn)} was changed after fully_shard: its shard on this rank "
+        f"is {tuple(expected.shape)} {expected.dtype} ({expected.numel()} elements), "
+        f"found {tuple(got.shape)} {got.dtype}. Cast or replace parameters before "
+        "fully_shard; inside unshard_params they can be written in place."
     )

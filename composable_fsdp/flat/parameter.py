@@ -31,6 +31,7 @@ class FlatParameter:
         "full",
         "full_leaves",
         "gaps",
+        "grad_gaps",
         "grad_shard",
         "grad_views",
         "is_cut",
@@ -60,6 +61,8 @@ class FlatParameter:
     """Views of the padding in ``reduce_buffer``."""
     grad_shard: Tensor | None
     grad_views: tuple[Tensor, ...]
+    grad_gaps: tuple[Tensor, ...]
+    """Views of the padding in ``grad_shard``."""
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient that is not reduced yet."""
     temporary: Tensor | None
@@ -193,7 +196,8 @@ def _make_gradients(
 ) -> None:
     layout = region.layout
     region.reduce_buffer = region.grad_shard = None
-    region.reduce_views = region.grad_views = region.gaps = ()
+    region.reduce_views = region.grad_views = ()
+    region.gaps = region.grad_gaps = ()
     if not layout.trainable:
         return
     buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, device)
@@ -216,3 +220,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
         # Sums are added to it as a whole: padding has to start from zero.
         region.grad_shard.zero_()
         region.grad_views = tuple(shard_views(region, region.grad_shard, rows=rows))
+        region.grad_gaps = tuple(
+            region.grad_shard[start:stop]
+            for start, stop in region.layout.shard_gaps(region.rank)
+        )

@@ -1,8 +1,8 @@
 """Giving a tensor its memory and taking it away, while views of it stay valid.
 
-A view keeps its offset and strides when the storage below it is resized, so views are made
-once. Reading one while the storage is empty is an error at best and a crash at worst:
-whoever frees must first have taken the views out of reach.
+A view keeps its offset and strides when the storage below it is resized, so views are
+made once. Reading one while the storage is empty is an error at best and a crash at
+worst: whoever frees must first have taken the views out of reach.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ def allocate(tensor: Tensor) -> None:
 
     The block belongs to the current stream. Nothing is sent.
     """
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    nbytes = tensor.numel() * tensor.element_size()
+    memory = tensor.untyped_storage()
+    if memory.nbytes() != nbytes:
+        memory.resize_(nbytes)
 
 
 def free(tensor: Tensor) -> None:
@@ -32,8 +35,8 @@ def is_allocated(tensor: Tensor) -> bool:
 def new_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised flat buffer ``(numel,)``.
 
-    Made outside inference mode whatever the caller's mode is: it is kept across calls, and
-    an inference tensor could never be written to in training.
+    Made outside inference mode whatever the caller's mode is: it is kept across calls,
+    and an inference tensor could never be written to in training.
     """
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, device=device)

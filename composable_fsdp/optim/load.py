@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.names import Named, name_parameters
-from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -40,7 +40,7 @@ def optim_state_dict_to_load(
     nothing has been loaded then.
     """
     for state in _get_fsdp_states(model):
-        require_idle(state, "optim_state_dict_to_load")
+        settle(state, "optim_state_dict_to_load")
     groups = name_parameters(model, optim)
     members = [named for group_members in groups for named in group_members]
     saved = optim_state_dict

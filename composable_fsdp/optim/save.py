@@ -14,7 +14,7 @@ from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.names import Named, name_parameters
-from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import gather_flat_values
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -42,7 +42,7 @@ def optim_state_dict(
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
     for state in _get_fsdp_states(model):
-        require_idle(state, "optim_state_dict")
+        settle(state, "optim_state_dict")
     groups = name_parameters(model, optim)
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     members = [named for group_members in groups for named in group_members]

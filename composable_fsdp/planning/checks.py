@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -18,13 +19,14 @@ def refuse_container(module: object) -> None:
     """Refuse what has no forward of its own, since the hooks would never run."""
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"fully_shard expects a module or a list of modules, got {type(module).__name__}."
+            "fully_shard expects a module or a list of modules, got "
+            f"{type(module).__name__}."
         )
     if walk.is_container(module):
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__}, which has no forward, so nothing "
-            "would ever unshard it. Apply fully_shard to its elements, or pass them as a "
-            "list to make them one unit."
+            f"fully_shard got a {type(module).__name__}, which has no forward, so "
+            "nothing would ever unshard it. Apply fully_shard to its elements, or pass "
+            "them as a list to make them one unit."
         )
 
 
@@ -33,15 +35,16 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         if module.max_norm is not None:
             raise PlanError(
-                f"{type(module).__name__} {shown(fqn)} has max_norm={module.max_norm}: it "
-                "renormalises rows inside forward, and that write would be lost when the unit "
-                "is resharded. Drop max_norm, or pass the module in ignored_modules."
+                f"{type(module).__name__} {shown(fqn)} has max_norm={module.max_norm}: "
+                "it renormalises rows inside forward, and that write would be lost "
+                "when the unit is resharded. Drop max_norm, or pass the module in "
+                "ignored_modules."
             )
         if module.sparse:
             raise PlanError(
-                f"{type(module).__name__} {shown(fqn)} has sparse=True: a sparse gradient "
-                "cannot be reduced in a flat buffer. Set sparse=False, or pass the module in "
-                "ignored_modules."
+                f"{type(module).__name__} {shown(fqn)} has sparse=True: a sparse "
+                "gradient cannot be reduced in a flat buffer. Set sparse=False, or "
+                "pass the module in ignored_modules."
             )
 
 
@@ -49,24 +52,24 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
     """Refuse parameters whose data a flat buffer cannot hold."""
     if is_lazy(parameter):
         raise PlanError(
-            f"Parameter {shown(fqn)} is not initialised yet (a lazy module). Run a dry forward "
-            "with the plain model first, then fully_shard."
+            f"Parameter {shown(fqn)} is not initialised yet (a lazy module). Run a dry "
+            "forward with the plain model first, then fully_shard."
         )
     if isinstance(parameter, DTensor):
         raise PlanError(
-            f"Parameter {shown(fqn)} is a DTensor on mesh {parameter.device_mesh}; a flat "
-            "buffer holds plain tensors. Shard before tensor parallelism is applied, or pass it in "
-            "ignored_states."
+            f"Parameter {shown(fqn)} is a DTensor on mesh {parameter.device_mesh}; a "
+            "flat buffer holds plain tensors. Shard before tensor parallelism is "
+            "applied, or pass it in ignored_states."
         )
     if parameter.layout is not torch.strided:
         raise PlanError(
-            f"Parameter {shown(fqn)} has layout {parameter.layout}; expected torch.strided. "
-            "Make it dense, or pass it in ignored_states."
+            f"Parameter {shown(fqn)} has layout {parameter.layout}; expected "
+            "torch.strided. Make it dense, or pass it in ignored_states."
         )
 
 
 def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse different parameters that share memory: sharding would separate them silently."""
+    """Refuse different parameters that share memory, which sharding would separate."""
     storages = {parameter.untyped_storage()._cdata for _, parameter in named}
     if len(storages) == len(named):
         return
@@ -75,21 +78,20 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
         if parameter.numel() == 0:
             continue
         size = parameter.element_size()
-        start = parameter.storage_offset() * size
+        start = int(parameter.storage_offset()) * size
         reach = sum(
-            (n - 1) * stride
+            (n - 1) * int(stride)
             for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
         )
         key = parameter.untyped_storage()._cdata
         spans.setdefault(key, []).append((start, start + (reach + 1) * size, fqn))
     for intervals in spans.values():
         intervals.sort()
-        for (_, stop, first), (start, _, second) in zip(
-            intervals, intervals[1:], strict=False
-        ):
+        for (_, stop, first), (start, _, second) in pairwise(intervals):
             if start < stop:
                 raise PlanError(
-                    f"Parameters {shown(first)} and {shown(second)} are different objects that "
-                    "share memory; sharding would separate them and only one would be trained. "
-                    "Make them one nn.Parameter (tied), or clone one of them."
+                    f"Parameters {shown(first)} and {shown(second)} are different "
+                    "objects that share memory; sharding would separate them and only "
+                    "one would be trained. Make them one nn.Parameter (tied), or clone "
+                    "one of them."
                 )

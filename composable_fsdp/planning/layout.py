@@ -137,6 +137,15 @@ class RegionLayout:
         sizes, ends = self.cuts.sizes, list(accumulate(self.cuts.sizes))
         return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
 
+    def shard_gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Intervals of ``rank``'s shard that hold padding, in memory order."""
+        low = rank * self.shard_numel
+        cut = [
+            (max(start - low, 0), min(stop - low, self.shard_numel))
+            for start, stop in self.gaps()
+        ]
+        return tuple((start, stop) for start, stop in cut if stop > start)
+
     def parts(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """Per parameter, what ``rank`` owns of it: ``(start, stop, offset in the shard)``."""
         known = self._parts.get(rank)

@@ -25,7 +25,7 @@ E = TypeVar("E", bound=Enum)
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """How one unit is sharded and when it communicates. Immutable; compared by value."""
+    """How one unit is sharded and when it communicates; a value."""
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     block: Block = Block.ROW
@@ -74,14 +74,14 @@ _ALIASES = {"sharding_strategy": "strategy"}
 
 
 def by_name(kind: type[E], value: object, *, argument: str) -> E:
-    """Return ``value`` as a member of ``kind``; an enum of torch's is taken by its name."""
+    """Return ``value`` as a member of ``kind``; torch's enums are taken by name."""
     if isinstance(value, kind):
         return value
     if isinstance(value, Enum) and value.name in kind.__members__:
         return kind[value.name]
     raise TypeError(
-        f"{argument} expects one of {', '.join(f'{kind.__name__}.{m}' for m in kind.__members__)}; "
-        f"got {value!r}."
+        f"{argument} expects one of "
+        f"{', '.join(f'{kind.__name__}.{m}' for m in kind.__members__)}; got {value!r}."
     )
 
 
@@ -90,25 +90,27 @@ def override(
 ) -> UnitOptions:
     """Return ``root`` with the keys a policy gave for module ``fqn`` replaced.
 
-    Raises: PlanError, for an unknown key or a value that must be equal in the whole tree.
+    Raises: PlanError, for an unknown key or a value that must be equal in the whole
+    tree.
     """
     named = {_ALIASES.get(key, key): value for key, value in overrides.items()}
     unknown = [key for key in named if key not in PER_MODULE]
     if unknown:
         raise PlanError(
-            f"The policy gave {', '.join(map(repr, unknown))} for module {shown(fqn)}, which "
-            f"cannot be set per module. Per module: {', '.join(PER_MODULE)}; pass the rest to "
-            "fully_shard itself."
+            f"The policy gave {', '.join(map(repr, unknown))} for module {shown(fqn)}, "
+            f"which cannot be set per module. Per module: {', '.join(PER_MODULE)}; "
+            "pass the rest to fully_shard itself."
         )
     for key in _TREE_WIDE:
         if key in named and named[key] != getattr(root, key):
             raise PlanError(
-                f"{key} must be equal in one tree: the root has {getattr(root, key)}, the "
-                f"policy gave {named[key]} for module {shown(fqn)}. Set it on the root only."
+                f"{key} must be equal in one tree: the root has {getattr(root, key)}, "
+                f"the policy gave {named[key]} for module {shown(fqn)}. Set it on the "
+                "root only."
             )
     return replace(root, **named)
 
 
 def as_keywords(options: UnitOptions) -> dict[str, Any]:
-    """The options as the keyword arguments a policy may override; a new dict each time."""
+    """Return the options as keyword arguments for a policy; a new dict each time."""
     return {name: getattr(options, name) for name in PER_MODULE}

@@ -1,4 +1,4 @@
-"""``ShardingPlan``: what will be sharded and what that costs, before any tensor moves."""
+"""``ShardingPlan``: what will be sharded and what it costs, before a tensor moves."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Traffic:
 class UnitPlan:
     """One fully sharded module: its name, its regions and its options.
 
-    ``fqn`` is the module's name from the module that was planned. ``shard_world_size`` is
-    the number of ranks that share the parameters, ``replicas`` the number of such groups.
+    ``fqn`` is the module's name from the module that was planned. ``shard_world_size``
+    is the number of ranks that share the parameters, ``replicas`` the number of such
+    groups.
     """
 
     fqn: str
@@ -87,7 +88,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """Frozen result of planning; ``str()`` is a report. Units are in ``.modules()`` order."""
+    """Frozen result of planning, units in ``.modules()`` order; ``str()`` reports."""
 
     units: tuple[UnitPlan, ...]
     world_size: int
@@ -115,7 +116,7 @@ class ShardingPlan:
 
     @property
     def traffic(self) -> Traffic:
-        """Collectives and bytes of one step (forward, backward), the first unit being the root."""
+        """Collectives and bytes of one step; the first unit is the root."""
         total = Traffic()
         for i, unit in enumerate(self.units):
             total += unit.traffic(is_root=i == 0)
@@ -150,13 +151,16 @@ class ShardingPlan:
         )
         traffic = self.traffic
         totals = (
-            f"{len(self.units)} units, {self.numel:,} parameters, world size {self.world_size}\n"
+            f"{len(self.units)} units, {self.numel:,} parameters, world size "
+            f"{self.world_size}\n"
             f"per rank: parameters {self.parameter_bytes / 2**20:.3f} MiB, gradients "
             f"{self.gradient_bytes / 2**20:.3f} MiB\n"
             f"per step: {traffic.all_gather_calls} all-gathers of "
-            f"{traffic.all_gather_bytes / 2**20:.3f} MiB, {traffic.reduce_scatter_calls} "
-            f"reduce-scatters of {traffic.reduce_scatter_bytes / 2**20:.3f} MiB, "
-            f"{traffic.all_reduce_calls} all-reduces of {traffic.all_reduce_bytes / 2**20:.3f} MiB"
+            f"{traffic.all_gather_bytes / 2**20:.3f} MiB, "
+            f"{traffic.reduce_scatter_calls} reduce-scatters of "
+            f"{traffic.reduce_scatter_bytes / 2**20:.3f} MiB, "
+            f"{traffic.all_reduce_calls} all-reduces of "
+            f"{traffic.all_reduce_bytes / 2**20:.3f} MiB"
         )
         notes = "".join(f"\nnote: {text}" for text in self.warnings)
         return f"{table}\n{totals}{notes}"
@@ -186,7 +190,7 @@ def padding_notes(unit: UnitPlan) -> list[str]:
             notes.append(
                 f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than "
                 f"the {unit.shard_world_size} ranks, so padding is "
-                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT cuts "
-                "inside rows and avoids it."
+                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT "
+                "cuts inside rows and avoids it."
             )
     return notes

@@ -17,8 +17,8 @@ unit: what the unit computed has run when the alias does.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +30,14 @@ from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.prefetch import prefetch_backward
 from composable_fsdp.runtime.reduce import (
+    drop_arrived,
+    drop_reduction,
     finish_reduction,
     prepare_reduce,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
+from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -74,6 +77,10 @@ class Call:
         handle.open_calls -= 1
         if handle.open_calls == 0 and handle.pending == 0:
             _reshard_after_backward(self.state, handle)
+        post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        if post and self.index > 0:
+            assert self.state.context is not None
+            prefetch_backward(self.state.context, self.tape, self.index)
 
 
 def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
@@ -93,7 +100,11 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     handle, context = state.handle, state.context
     assert context is not None
     if handle.task != task:
-        _begin(context, state, task, call.tape)
+        _begin(context, state, task)
+    if call.tape not in handle.tapes:
+        # The first call of its forward that this graph task meets.
+        handle.tapes = (*handle.tapes, call.tape)
+        handle.open_calls += call.tape.open_calls.get(handle, 0)
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     wait_unsharded(handle)
@@ -104,18 +115,15 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         prefetch_backward(context, call.tape, call.index)
 
 
-def _begin(
-    context: RuntimeContext, state: _FSDPState, task: int, tape: Tape | None
-) -> None:
+def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Enter the graph task: count the gradients to come, make room for them."""
     join_task(context, state, task)
     handle = state.handle
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = sum(map(_will_run, handle.accumulators))
-    handle.open_calls = tape.open_calls.get(handle, 0) if tape is not None else 0
-    if torch.is_grad_enabled():
-        # create_graph: the graph of this backward needs the weights again.
-        handle.open_calls += KEEP
+    handle.tapes = ()
+    # create_graph: the graph of this backward needs the weights again.
+    handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:
         prepare_reduce(context, handle)
 
@@ -123,8 +131,10 @@ def _begin(
 def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Have the end of graph task ``task`` finish this unit."""
     if task not in context.tasks:
+        if context.dead:
+            bury(context)
         context.tasks[task] = []
-        _engine.queue_callback(partial(finish_task, context, task))
+        _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
     state.handle.task = task
 
@@ -137,27 +147,34 @@ def make_arrivals(
     Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
     arrival copies, later ones of the same reduction add.
     """
-    handle, arrived = state.handle, region.arrived
+    arrived = region.arrived
+    # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
+    # strong reference would keep the model alive for ever.
+    owner = weakref.ref(state)
 
     def make(index: int, view: Tensor) -> Callable[[Tensor], None]:
         def arrive(leaf: Tensor) -> None:
+            unit = owner()
+            assert unit is not None
+            handle = unit.handle
             gradient = leaf.grad
-            leaf.grad = None
-            assert gradient is not None
-            if torch.is_grad_enabled():
-                gradient = gradient.detach()
-            if not handle.reduce_is_allocated:
-                _late(state, handle)
-            if arrived[index]:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
-                arrived[index] = 1
+            # None, if a custom Function returned no gradient: counted, nothing to move.
+            if gradient is not None:
+                leaf.grad = None
+                if torch.is_grad_enabled():
+                    gradient = gradient.detach()
+                if not handle.reduce_is_allocated:
+                    _late(unit, handle)
+                if arrived[index]:
+                    view.add_(gradient)
+                else:
+                    view.copy_(gradient)
+                    arrived[index] = 1
             # Of another graph task (a checkpoint inside the unit): only accumulated.
             if handle.task == current_task():
                 handle.pending -= 1
                 if handle.pending == 0:
-                    _gradients_complete(state, handle)
+                    _gradients_complete(unit, handle)
 
         return arrive
 
@@ -191,11 +208,55 @@ def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     reshard(context, handle)
 
 
+class TaskEnd:
+    """The callback at the end of a graph task; dropped uncalled, it notes that it died.
+
+    The engine holds it with the graph task, and lets go of both when backward raises.
+    """
+
+    __slots__ = ("context", "task")
+
+    def __init__(self, context: RuntimeContext, task: int) -> None:
+        self.context, self.task = context, task
+
+    def __call__(self) -> None:
+        """Finish the units of the task."""
+        finish_task(self.context, self.task)
+
+    def __del__(self) -> None:
+        if self.task in self.context.tasks:
+            self.context.dead.add(self.task)
+
+
+def bury(context: RuntimeContext) -> None:
+    """Reset the units of graph tasks that raised; their unreduced gradients are dropped.
+
+    Waits for collectives of this rank that were issued; sends nothing.
+    """
+    dead, context.dead = context.dead, set()
+    drop_reduction(context)
+    for task in dead:
+        for state in context.tasks.pop(task, ()):
+            handle = state.handle
+            if handle.task == task:
+                reset_backward(handle)
+                drop_arrived(handle)
+                reshard(context, handle)
+
+
+def reset_backward(handle: FlatParamHandle) -> None:
+    """Forget the graph task that the unit was in."""
+    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
+    handle.tapes = ()
+    handle.phase = Phase.IDLE
+
+
 def finish_task(context: RuntimeContext, task: int) -> None:
     """End of a graph task: reduce and reshard what the events left, reset the units.
 
-    The end of the outermost task also reshards units whose backward never came, and orders
-    the caller's stream behind the last reduction.
+    The end of the outermost task also reshards units whose backward never came, and
+    orders the caller's stream behind the last reduction. A backward that built a graph
+    keeps its units in memory until the next one ends.
 
     Collective: the reductions of units whose gradients came unannounced.
     """
@@ -204,16 +265,20 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         handle = state.handle
         if handle.task != task:
             continue
-        handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-        handle.phase = Phase.IDLE
+        reset_backward(handle)
         if state.sync_gradients and _has_arrived(handle):
             reduce_gradients(context, handle)
-        if not keep:
-            reshard(context, handle)
+        handle.kept = keep
+        reshard(context, handle)
     if context.tasks:
         return
-    if not keep and context.outermost is None:
-        for handle in context.handles:
+    for state in root_of(context)._all_fsdp_states:
+        handle = state.handle
+        if handle.reduce_is_allocated and state.sync_gradients:
+            # Arrived under no_sync, and this backward did not come by.
+            reduce_gradients(context, handle)
+        if not keep and context.outermost is None:
+            handle.kept = False
             if handle.gathered or handle.is_full:
                 reshard(context, handle)
     finish_reduction(context)

@@ -23,6 +23,7 @@ def build_units(
     *,
     ranks: RankLayout,
     device: torch.device,
+    ignored: frozenset[nn.Module] = frozenset(),
 ) -> list[_FSDPState]:
     """Build every unit of one application, inner ones first; states in plan order.
 
@@ -38,11 +39,8 @@ def build_units(
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
                 _link(below, state)
-            state.handle.has_nested = True
-        _own_modules(state)
+        _own_modules(state, ignored)
         install_hooks(state)
-    for target in targets[1:]:
-        states[target.parent].handle.has_nested = True
     return states
 
 
@@ -64,7 +62,7 @@ def _fill(
     state.handle = build_handle(target, groups=groups, device=device)
 
 
-def _own_modules(state: _FSDPState) -> None:
+def _own_modules(state: _FSDPState, ignored: frozenset[nn.Module]) -> None:
     """Enter the unit's modules into the owner map; inner units are in it already."""
     stack: list[nn.Module] = list(state.modules)
     while stack:

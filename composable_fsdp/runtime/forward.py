@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.backward import Call, current_task, pre_backward
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
-from composable_fsdp.runtime.recover import begin_iteration, recover
+from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import Tape, _FSDPState
@@ -49,9 +50,12 @@ def pre_forward(
             "after the block."
         )
     recomputing = current_task() != NO_TASK
-    if context.outermost is None and not recomputing:
-        begin_iteration(context, state)
     handle = state.handle
+    if not recomputing and (
+        context.outermost is None
+        or (context.outermost is state and handle.calls and not is_live(context))
+    ):
+        begin_iteration(context, state)
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     if not handle.is_full or handle.ready is not None:
@@ -125,13 +129,17 @@ def post_forward(
     state.remaining.discard(id(module))
     ended = context.outermost is state and not handle.calls
     if ended:
-        context.outermost = None
+        context.outermost = context.frame = None
     if handle.calls or state.remaining:
         return
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
     keep = state._is_root or not state.reshard_after_forward
     if not (awaited and keep):
         reshard(context, handle)
+    elif handle.is_full:
+        # The memory stays for backward, but whoever asks for parameters until then
+        # (zero_grad, an optimizer) has to find the originals.
+        views.use_sharded(handle)
 
 
 def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
@@ -154,9 +162,11 @@ def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
     handle = call.state.handle
     if record:
         call.index = call.tape.order.record(handle)
-    if aliases or handle.has_nested:
-        calls = call.tape.open_calls
-        calls[handle] = calls.get(handle, 0) + 1
+    # Without an alias nothing will count this call down, and that is meant: the unit may
+    # use its weights for a gradient that did not come in by its inputs (an attribute, a
+    # closure), so only the end of backward is safe.
+    calls = call.tape.open_calls
+    calls[handle] = calls.get(handle, 0) + 1
     return True
 
 

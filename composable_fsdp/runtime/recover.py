@@ -7,15 +7,21 @@ graph tasks that never ended and clears them. Resharding is local; no peer is wa
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import torch
+from torch import nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.flat.integrity import require_leaves
-from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.backward import current_task
-from composable_fsdp.runtime.reduce import finish_reduction
+from composable_fsdp.runtime.backward import current_task, reset_backward
+from composable_fsdp.runtime.reduce import (
+    drop_arrived,
+    drop_reduction,
+    finish_reduction,
+)
 from composable_fsdp.runtime.unshard import reshard, retire
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
@@ -31,9 +37,13 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """
     if context.tasks:
         recover(context, drop_gradients=True)
+    elif context.outermost is not None:
+        recover(context, drop_gradients=False)
     for handle in context.handles:
         if handle.gathered or handle.is_full:
             reshard(context, handle)
+            # Kept for a second backward: its memory stays and is gathered into again.
+            handle.gathered = handle.retiring
         require_leaves(handle)
     for unit in context.lists:
         unit.remaining.clear()
@@ -44,6 +54,28 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         # The optimizer wrote the shards on the caller's stream.
         streams.gather.wait_stream(streams.compute)
     context.outermost = state
+    context.frame = _module_call()
+
+
+def _module_call() -> FrameType | None:
+    """The nearest call of a module: it lasts as long as that module's forward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def is_live(context: RuntimeContext) -> bool:
+    """Whether the forward that began the iteration is still running.
+
+    A KeyboardInterrupt passes no hook of a module, so it leaves the iteration open.
+    """
+    if context.frame is None:
+        return True  # begun by something else than a module's call: nobody can tell
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not context.frame:
+        frame = frame.f_back
+    return frame is not None
 
 
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
@@ -52,54 +84,75 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     ``drop_gradients`` also discards gradients that arrived and were not reduced. Waits for
     collectives of this rank that were issued; sends nothing.
     """
-    context.outermost = None
+    context.outermost = context.frame = None
     context.tasks.clear()
+    context.dead.clear()
+    if drop_gradients:
+        # Not settled: the user may have zeroed the gradients since backward raised.
+        drop_reduction(context)
     for handle in context.handles:
         for call in handle.calls:
             if call is not None:
                 call.aliases = ()
         handle.calls.clear()
-        handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-        handle.phase = Phase.IDLE
+        reset_backward(handle)
+        handle.kept = False
         reshard(context, handle)
-        if drop_gradients and handle.reduce_is_allocated:
-            views.free_reduce(handle)
-            views.forget_arrived(handle)
-            handle.reduce_is_allocated = False
+        if drop_gradients:
+            drop_arrived(handle)
     for unit in context.lists:
         unit.remaining.clear()
     finish_reduction(context)
     retire(context, keep=0)
 
 
-def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
-    """Return the context of a tree that is between steps, with every unit sharded.
+def settle(state: _FSDPState, what: str) -> None:
+    """Make sure that the tree of ``state`` is between steps, with sharded leaves shown.
 
-    ``what`` names the caller in messages. Sends nothing.
+    ``what`` names the caller in messages. A tree that has not been initialised is left
+    so: a question does not decide who is the root. Sends nothing.
 
     Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``.
     """
-    context = ensure_root(state)
+    context = state.context
+    if context is None:
+        return
+    if context.outermost is not None and not is_live(context):
+        recover(context, drop_gradients=False)
     if context.outermost is not None:
         raise PhaseError(
             f"{what} was called on {state.name} inside the forward of "
-            f"{context.outermost.name}, where units are full by turns. Call it between steps."
+            f"{context.outermost.name}, where units are full by turns. Call it between "
+            "steps."
         )
     if current_task() != NO_TASK:
         raise PhaseError(
-            f"{what} was called on {state.name} inside backward, where units are full by turns. "
-            "Call it after loss.backward() has returned."
+            f"{what} was called on {state.name} inside backward, where units are full "
+            "by turns. Call it after loss.backward() has returned."
         )
     if context.summoned is not None:
         raise PhaseError(
             f"{what} was called on {state.name} inside unshard_params of "
-            f"{context.summoned.name}; the two would write the same shards. Call it after the "
-            "block."
+            f"{context.summoned.name}; the two would write the same shards. Call it "
+            "after the block."
         )
     if context.tasks:
         recover(context, drop_gradients=True)
+
+
+def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
+    """Settle the tree of ``state``, initialise it if needed, and return its context.
+
+    Units that were kept between forward and backward are resharded; backward gathers
+    them again. Sends nothing.
+
+    Raises: as ``settle``.
+    """
+    settle(state, what)
+    context = ensure_root(state)
     for handle in context.handles:
-        if handle.gathered or handle.is_full:
+        handle.kept = False
+        if handle.gathered:
             reshard(context, handle)
     retire(context, keep=0)
     return context

@@ -35,6 +35,8 @@ def prepare_reduce(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if context.reducing is not None and context.reducing.handle is handle:
         finish_reduction(context)
     views.allocate_reduce(handle)
+    if context.streams is not None:
+        handle.reduce_owner = torch.cuda.current_stream(handle.device)
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -53,10 +55,12 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     views.forget_arrived(handle)
     handle.reduce_is_allocated = False
     for region in handle.trainable:
-        _choose_target(region, rows=handle.rows)
+        if region.grad_shard is None:
+            make_grad_shard(region, rows=handle.rows)
     reduction = Reduction(handle, [], arrived)
     streams = context.streams
     if streams is None:
+        _choose_targets(handle)
         reduction.works = _issue(handle, async_op=True)
         context.reducing = reduction
         if not reduction.works:
@@ -64,6 +68,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         return
     streams.reduce.wait_stream(torch.cuda.current_stream(handle.device))
     with torch.cuda.stream(streams.reduce):
+        # Targets made here belong to the reduce stream, which alone uses them.
+        _choose_targets(handle)
         _issue(handle, async_op=False)
         _settle(reduction)
         assert handle.reduce_event is not None
@@ -88,9 +94,39 @@ def finish_reduction(context: RuntimeContext) -> None:
             _replicate(handle)
         _settle(reduction)
     else:
-        assert handle.reduce_event is not None
-        handle.reduce_event.wait()
+        _wait_reduced(handle)
     views.free_reduce(handle)
+
+
+def drop_reduction(context: RuntimeContext) -> None:
+    """Wait for the reduction in flight, if any, and forget its sums. Sends nothing."""
+    reduction = context.reducing
+    if reduction is None:
+        return
+    context.reducing = None
+    for work in reduction.works:
+        work.wait()
+    if context.streams is not None:
+        _wait_reduced(reduction.handle)
+    for region in reduction.handle.trainable:
+        region.temporary = None
+    views.free_reduce(reduction.handle)
+
+
+def drop_arrived(handle: FlatParamHandle) -> None:
+    """Forget gradients that arrived and were not reduced. Sends nothing."""
+    views.forget_arrived(handle)
+    if handle.reduce_is_allocated:
+        views.free_reduce(handle)
+        handle.reduce_is_allocated = False
+
+
+def _wait_reduced(handle: FlatParamHandle) -> None:
+    """Order the caller's stream, and the one that owns the buffers, behind the sums."""
+    assert handle.reduce_event is not None
+    handle.reduce_event.wait()
+    if handle.reduce_owner is not None:
+        handle.reduce_owner.wait_event(handle.reduce_event.event)
 
 
 def _zero_what_is_missing(handle: FlatParamHandle) -> None:
@@ -108,22 +144,21 @@ def _zero_what_is_missing(handle: FlatParamHandle) -> None:
         torch._foreach_zero_(missing)
 
 
-def _choose_target(region: FlatParameter, *, rows: bool) -> None:
-    """Decide where the sums go: into ``grad_shard`` itself if no leaf has a gradient."""
-    assert region.reduce_buffer is not None
-    if region.grad_shard is None:
-        make_grad_shard(region, rows=rows)
-    dtype = region.reduce_buffer.dtype
-    direct = dtype == region.layout.dtype
-    for leaf in region.leaves:
-        if leaf.grad is not None:
-            direct = False
-            break
-    region.temporary = None
-    if not direct:
-        region.temporary = storage.new_buffer(
-            region.layout.shard_numel, dtype, region.shard.device
-        )
+def _choose_targets(handle: FlatParamHandle) -> None:
+    """Decide where the sums go: into ``grad_shard`` if no leaf has a gradient yet."""
+    for region in handle.trainable:
+        assert region.reduce_buffer is not None
+        dtype = region.reduce_buffer.dtype
+        direct = dtype == region.layout.dtype
+        for leaf in region.leaves:
+            if leaf.grad is not None:
+                direct = False
+                break
+        region.temporary = None
+        if not direct:
+            region.temporary = storage.new_buffer(
+                region.layout.shard_numel, dtype, region.shard.device
+            )
 
 
 def _target(region: FlatParameter) -> Tensor:
@@ -187,13 +222,19 @@ def _settle(reduction: Reduction) -> None:
             region.leaves, region.grad_views, arrived, strict=True
         ):
             if hit:
+                meanwhile = leaf.grad
+                if meanwhile is not None and meanwhile is not view:
+                    # The loss used the sharded parameter itself, beside its unit.
+                    view.add_(meanwhile)
                 leaf.grad = view
 
 
 def _add(region: FlatParameter, sums: Tensor) -> None:
     """Add ``sums`` to the gradients that leaves have; slots of the others start from zero."""
     assert region.grad_shard is not None
-    stale = []
+    # The padding starts from zero each time: what a user multiplies a whole gradient by
+    # (0 times inf is NaN) must not stay in it.
+    stale = list(region.grad_gaps)
     for leaf, view in zip(region.leaves, region.grad_views, strict=True):
         if leaf.grad is None:
             stale.append(view)

@@ -127,7 +127,8 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Put the sharded leaves back and give up the full parameters. Sends nothing.
 
-    Does nothing to a unit that is sharded already.
+    Does nothing to a unit that is sharded already; one that is kept for a second
+    backward only hides its full leaves.
     """
     if handle.ready is not None:
         # Prefetched and never used: its collective still writes into the memory.
@@ -135,7 +136,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.ready = None
     if handle.is_full:
         views.use_sharded(handle)
-    if not handle.gathered or handle.retiring:
+    if not handle.gathered or handle.retiring or handle.kept:
         return
     if not handle.needs_gather:
         handle.gathered = False
@@ -143,6 +144,10 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         views.free_full(handle)
     else:
         assert handle.free_event is not None
-        handle.free_event.record(torch.cuda.current_stream(handle.device))
+        current = torch.cuda.current_stream(handle.device)
+        # Hooks of leaves run on the stream that was current at build; the last reader of
+        # the weights may be on the forward's.
+        current.wait_stream(context.streams.compute)
+        handle.free_event.record(current)
         handle.retiring = True
         context.retiring.append(handle)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from composable_fsdp.flat.handle import FlatParamHandle, ParamInfo
 from composable_fsdp.naming import WRAPPED_MODULE, shown, strip_wrapper
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.recover import require_idle
+from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import gather_unit, part_of
 from composable_fsdp.tree.state import _FSDPState
 
@@ -63,7 +63,7 @@ def _save(
             )
         }
     else:
-        require_idle(state, "state_dict")
+        settle(state, "state_dict")
         values = gather_unit(handle)
     for info in _infos(state, module):
         # Names of one tied parameter share one tensor, as in the plain model's state dict.
@@ -106,7 +106,7 @@ class _Load:
         handle = self.state.handle
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
-        require_idle(self.state, "load_state_dict")
+        settle(self.state, "load_state_dict")
         chosen = {info.primary for info in _infos(self.state, module)}
         for region in handle.regions:
             for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):

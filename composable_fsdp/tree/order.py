@@ -1,7 +1,8 @@
 """The order in which units were used in one forward; a pure record.
 
-Each use is one entry, so a unit that runs twice stands there twice, and index 0 is an index
-like any other. Backward walks the record from its end, whatever the shape of the tree.
+Each use is one entry, so a unit that runs twice stands there twice, and index 0 is an
+index like any other. Backward walks the record from its end, whatever the shape of the
+tree.
 """
 
 from __future__ import annotations

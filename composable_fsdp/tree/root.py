@@ -1,7 +1,7 @@
 """Lazy initialization: the outermost unit becomes the root and fills the caches.
 
-It runs at the first forward through any unit (or the first call that needs a root), so that
-units can be applied one by one in any number of calls before.
+It runs at the first forward through any unit (or the first call that needs a root), so
+that units can be applied one by one in any number of calls before.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def root_of(context: RuntimeContext) -> _RootFSDPState:
 def _initialise(top: _FSDPState) -> None:
     if len(top.modules) > 1:
         raise CompositionError(
-            f"The outermost unit is a list of {len(top.modules)} modules, and a list has no "
-            "forward that starts an iteration. Apply fully_shard to the module that holds "
-            "them, too."
+            f"The outermost unit is a list of {len(top.modules)} modules, and a list "
+            "has no forward that starts an iteration. Apply fully_shard to the module "
+            "that holds them, too."
         )
     found = list(walk_states(top.module))
     _check_equal([(join(top.fqn, fqn), state) for fqn, _, state in found])

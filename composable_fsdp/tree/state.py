@@ -1,14 +1,15 @@
 """The state of one fully sharded module, the root's extra data, and what a tree shares.
 
-``fully_shard`` makes an ``_FSDPState`` per unit. Lazy initialization, at the first forward
-or the first question that needs it, turns the outermost one into a ``_RootFSDPState`` and
-gives every state below the same ``RuntimeContext``.
+``fully_shard`` makes an ``_FSDPState`` per unit. Lazy initialization, at the first
+forward or the first question that needs it, turns the outermost one into a
+``_RootFSDPState`` and gives every state below the same ``RuntimeContext``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from types import FrameType
 
 import torch
 from torch import nn
@@ -28,9 +29,9 @@ _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 class Tape:
     """What one forward through the root leaves for its backward.
 
-    ``order``: uses of units that will see a backward. ``open_calls``: per unit, forwards
-    whose inputs still wait for their gradient. Kept alive by the autograd graph alone, so
-    a forward without a backward leaves nothing behind.
+    ``order``: uses of units that will see a backward. ``open_calls``: per unit,
+    forwards whose inputs still wait for their gradient. Kept alive by the autograd
+    graph alone, so a forward without a backward leaves nothing behind.
     """
 
     __slots__ = ("open_calls", "order")
@@ -44,6 +45,8 @@ class RuntimeContext:
     """What all units below one root share while they run."""
 
     __slots__ = (
+        "dead",
+        "frame",
         "handles",
         "lists",
         "outermost",
@@ -65,10 +68,14 @@ class RuntimeContext:
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
         """The unit whose forward began the iteration, while it runs."""
+        self.frame: FrameType | None = None
+        """The call that began the iteration, to tell a forward that was interrupted."""
+        self.dead: set[int] = set()
+        """Graph tasks that raised and are still in ``tasks``."""
         self.tasks: dict[int, list[_FSDPState]] = {}
-        """Per live graph task, the units whose backward it runs, in order of arrival."""
+        """Per live graph task, the units whose backward it runs, first come first."""
         self.retiring: deque[FlatParamHandle] = deque()
-        """Units resharded on the CPU whose memory the GPU may still read; oldest first."""
+        """Units resharded on the CPU that the GPU may still read; oldest first."""
         self.reducing: Reduction | None = None
         """The reduction that was issued last and not finished."""
         self.summoned: _FSDPState | None = None
@@ -96,7 +103,8 @@ class _FSDPState:
     """The state of one fully sharded module. Attached by ``fully_shard``.
 
     ``_is_root`` is ``None`` until lazy initialization. Root-only data asked of another
-    state raises ``NotRootError``, which is an ``AttributeError``: ``hasattr`` says False.
+    state raises ``NotRootError``, which is an ``AttributeError``: ``hasattr`` says
+    False.
     """
 
     __slots__ = (
@@ -159,8 +167,9 @@ class _FSDPState:
         if name in _ROOT_ONLY:
             raise NotRootError(
                 f"{name} is kept on the root only; unit {self.name} is "
-                f"{'below a root' if self._is_root is False else 'not initialised'}. Ask the "
-                "state of the outermost fully sharded module after the first forward."
+                f"{'below a root' if self._is_root is False else 'not initialised'}. "
+                "Ask the state of the outermost fully sharded module after the first "
+                "forward."
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
 
@@ -170,8 +179,8 @@ class _FSDPState:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            f"The state of fully sharded module {self.name} cannot be pickled: it names "
-            "process groups of this run. Save module.state_dict() instead."
+            f"The state of fully sharded module {self.name} cannot be pickled: it "
+            "names process groups of this run. Save module.state_dict() instead."
         )
 
 

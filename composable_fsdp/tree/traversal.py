@@ -1,7 +1,8 @@
 """Finding states and handles in a module tree: pure functions, in ``.modules()`` order.
 
 Left to right, depth first, iterative, each module once. Subtrees of incompatible APIs
-(``replicate``, DDP) are not entered. Nothing here initialises, changes or sends anything.
+(``replicate``, DDP) are not entered. Nothing here initialises, changes or sends
+anything.
 
 Idioms, for any ``module``:
 
@@ -24,7 +25,7 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]]:
-    """Yield each state once, with the first module that carries it and that module's name."""
+    """Yield each state once, after the name of its first module and that module."""
     seen_modules: set[int] = set()
     seen_states: set[int] = set()
     stack = [("", module)]
@@ -54,7 +55,7 @@ def _get_fsdp_states_with_modules(
 
 
 def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
-    """Return the states in the tree of ``module``, itself included, without duplicates."""
+    """Return the states in the tree of ``module``, itself included, each once."""
     return _get_fsdp_states_with_modules(module)[0]
 
 
