@@ -19,8 +19,30 @@ LAYERS = 5
 HEADS = 4
 
 
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines by place, ``(context, WIDTH // HEADS // 2)`` each."""
+
+
+def turns_of(context: int, device: torch.device) -> Turns:
+    """Rotary positions: how far each pair of channels turns at each place.
+
+    With learned positions the model would first have to find out what "the byte before"
+    means; at this size that takes more steps than the demo has.
+    """
+    pairs = WIDTH // HEADS // 2
+    speeds = 1000.0 ** (-torch.arange(pairs, device=device) / pairs)
+    angles = torch.arange(context, device=device)[:, None] * speeds
+    return angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, turns: Turns) -> Tensor:
+    """``(batch, heads, context, WIDTH // HEADS)`` turned place by place."""
+    (cos, sin), (a, b) = turns, x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
 class Block(nn.Module):
-    """Attention, then a two-layer network, each behind a norm and added to its input."""
+    """Attention, then a two-layer network; each behind a norm, added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,18 +53,19 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Turns) -> Tensor:
         """``(batch, context, WIDTH)`` to the same."""
-        x = x + self.attend(self.attention_norm(x))
+        x = x + self.attend(self.attention_norm(x), turns)
         hidden = F.gelu(self.up(self.network_norm(x)))
         out: Tensor = x + self.down(hidden)
         return out
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, turns: Turns) -> Tensor:
         """Causal attention over ``(batch, context, WIDTH)``."""
         batch, context, _ = x.shape
         heads = self.query_key_value(x).view(batch, context, 3, HEADS, WIDTH // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
+        query, key = turned(query, turns), turned(key, turns)
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed: Tensor = self.mix(y.transpose(1, 2).reshape(batch, context, WIDTH))
         return mixed
@@ -51,11 +74,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Logits of the next byte, with a head of its own (not tied to the embedding)."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.context = context
         self.bytes = nn.Embedding(VOCABULARY, WIDTH)
-        self.places = nn.Embedding(context, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -73,10 +94,11 @@ class GPT(nn.Module):
             parameter.normal_(std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, n)`` bytes to ``(batch, n, VOCABULARY)`` logits, n at most context."""
-        h = self.bytes(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        """``(batch, context)`` bytes to ``(batch, context, VOCABULARY)`` logits."""
+        turns = turns_of(x.shape[1], x.device)
+        h = self.bytes(x)
         for block in self.blocks:
-            h = block(h)
+            h = block(h, turns)
         logits: Tensor = self.head(self.norm(h))
         return logits
 
@@ -109,4 +131,6 @@ def generate(
         chances = (logits / 0.7).softmax(-1)
         following = torch.multinomial(chances, 1, generator=generator)
         text = torch.cat((text, following[None]), dim=1)
-    return bytes(text[0].tolist()).decode(errors="replace")
+    written = bytes(text[0].tolist()).decode(errors="replace")
+    # A model that has learned little writes control characters too: not for a terminal.
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in written)

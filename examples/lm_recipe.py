@@ -18,10 +18,10 @@ class Recipe:
 
     steps: int
     seed: int
-    batch: int = 8
-    context: int = 128
+    batch: int = 16
+    context: int = 64
     peak: float = 3e-3
-    warm_up: int = 40
+    warm_up: int = 20
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW; made after sharding, so that its state is this rank's share."""

@@ -40,15 +40,14 @@ def progress(steps: int, *, device: torch.device, shown: bool) -> Iterator[Progr
     try:
         if not sys.stdout.isatty():
             raise ImportError
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
     except ImportError:
         yield _Lines(steps, device)
         return
     columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(bar_width=10),
         TextColumn("{task.fields[text]}"),
     )
     # Drawing takes a share of a core that training could use.
@@ -85,19 +84,18 @@ def _text(loss: float, speed: float, device: torch.device) -> str:
 
 
 def _memory(device: torch.device) -> str:
-    """What rank 0 holds now: of the GPU, or of the machine's memory."""
+    """What rank 0 holds now: tensors on the GPU, or the whole process on the CPU."""
     if device.type == "cuda":
-        return f"{torch.cuda.memory_allocated(device) / MIB:,.0f} MiB on the GPU"
+        return f"{torch.cuda.memory_allocated(device) / MIB:,.0f} MiB"
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:  # not Linux
-        return "memory unknown"
-    return f"{pages * os.sysconf('SC_PAGE_SIZE') / MIB:,.0f} MiB resident"
+        return "? MiB"
+    return f"{pages * os.sysconf('SC_PAGE_SIZE') / MIB:,.0f} MiB"
 
 
 def save_curve(curve: Curve, folder: Path, *, bigram: float, limit: float) -> str:
     """Draw the curve, or write its numbers without matplotlib; return what was done."""
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         import matplotlib
     except ImportError:
@@ -115,10 +113,14 @@ def save_curve(curve: Curve, folder: Path, *, bigram: float, limit: float) -> st
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     steps = range(1, len(curve.train) + 1)
     axes.plot(steps, curve.train, color="tab:blue", alpha=0.5, lw=1, label="training")
-    axes.plot(*zip(*curve.held_out, strict=True), "o-", color="tab:red", label="held out")
+    axes.plot(
+        *zip(*curve.held_out, strict=True), "o-", color="tab:red", label="held out"
+    )
     axes.axhline(bigram, color="gray", ls=":", label=f"bigram counts ({bigram:.2f})")
     axes.axhline(limit, color="black", ls="--", lw=1, label=f"to beat ({limit:.1f})")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Sharded byte-level GPT")
+    axes.set(
+        xlabel="step", ylabel="loss (nats per byte)", title="Sharded byte-level GPT"
+    )
     axes.legend()
     path = folder / "loss.png"
     figure.savefig(path, dpi=150)
@@ -145,7 +147,11 @@ class Bytes:
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        return cls(_storage_bytes(parameters), _storage_bytes(gradients), _storage_bytes(states))
+        return cls(
+            _storage_bytes(parameters),
+            _storage_bytes(gradients),
+            _storage_bytes(states),
+        )
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -163,4 +169,5 @@ def bytes_table(planned: Bytes, measured: Sequence[Bytes], whole: Bytes) -> str:
     for row in ("parameters", "gradients", "optimizer"):
         cells = "".join(f"{getattr(each, row):>13,}" for _, each in columns)
         lines.append(f"{row:<16}{cells}")
+    lines.append("(planned counts padding, of which AdamW's state has none)")
     return "\n".join(lines)

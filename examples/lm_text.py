@@ -8,7 +8,6 @@ step s   rank 0: BATCH random windows    rank 1: BATCH others
 
 from __future__ import annotations
 
-import math
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -38,10 +37,12 @@ class Corpus:
     train: Tensor
     held_out: Tensor
 
-    def batch(self, size: int, context: int, *, seed: int, step: int, rank: int) -> Batch:
-        """Inputs and targets, ``(size, context)`` each: the same for the same arguments.
+    def batch(
+        self, size: int, context: int, *, seed: int, step: int, rank: int
+    ) -> Batch:
+        """Inputs and targets, ``(size, context)`` each, decided by the arguments alone.
 
-        Any rank can ask for the batch of any other, which is how the check replays them.
+        So any rank can ask for the batch of any other; the check replays all of them.
         """
         generator = torch.Generator().manual_seed(hash((seed, step, rank)))
         highest = len(self.train) - context
@@ -59,12 +60,18 @@ class Corpus:
         """
         count = (len(self.held_out) - 1) // context // world_size * world_size
         windows = self.held_out.unfold(0, context + 1, context)[:count]
-        for part in windows[rank::world_size].split(size):
+        own = windows[rank::world_size]
+        for start in range(0, len(own), size):
+            part = own[start : start + size]
             yield part[:, :-1], part[:, 1:]
 
 
-def load_corpus(*, file: Path | None, stdlib: bool) -> Corpus:
+def load_corpus(
+    *, file: Path | None, stdlib: bool, windows: int, context: int
+) -> Corpus:
     """Read ``file``, or the standard library's sources, or the prose of its manual.
+
+    What is held out must make ``windows`` of ``context`` bytes: one for every rank.
 
     Raises: TextError, saying what to do instead.
     """
@@ -74,10 +81,11 @@ def load_corpus(*, file: Path | None, stdlib: bool) -> Corpus:
         source, text = "the standard library's sources", _standard_library()
     else:
         source, text = "the prose of pydoc_data/topics.py", _manual()
-    if len(text) < FEWEST_BYTES:
+    fewest = max(FEWEST_BYTES, int((windows + 1) * context / HELD_OUT_SHARE))
+    if len(text) < fewest:
         raise TextError(
-            f"{source} has {len(text):,} bytes; at least {FEWEST_BYTES:,} are needed to "
-            "train on and to hold some out. Give a longer text, or leave out --text."
+            f"{source} has {len(text):,} bytes; at least {fewest:,} are needed "
+            "to train on and to hold some out. Give a longer text, or leave out --text."
         )
     values = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     cut = len(values) - int(len(values) * HELD_OUT_SHARE)
@@ -111,7 +119,7 @@ def _manual() -> bytes:
 
 
 def _prose(topic: str) -> Iterator[str]:
-    """Paragraphs made of words, each on one line; grammar, tables and code are left out."""
+    """Paragraphs of words, each on one line; grammar, tables and code are left out."""
     for paragraph in re.split(r"\n\s*\n", topic):
         line = " ".join(paragraph.split())
         wordy = sum(c.isalpha() or c in " .,'" for c in line)
@@ -120,7 +128,7 @@ def _prose(topic: str) -> Iterator[str]:
 
 
 def counting_losses(corpus: Corpus) -> tuple[float, float]:
-    """Held-out nats per byte of a unigram and of a bigram model, counted on the rest."""
+    """Held-out nats per byte of unigrams and of bigrams counted in the rest."""
     pairs = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     ones = torch.ones(len(corpus.train) - 1, dtype=torch.float64)
     pairs.index_put_((corpus.train[:-1], corpus.train[1:]), ones, accumulate=True)
@@ -130,5 +138,4 @@ def counting_losses(corpus: Corpus) -> tuple[float, float]:
     before, after = corpus.held_out[:-1], corpus.held_out[1:]
     unigram = -single[after].log().mean().item()
     bigram = -double[before, after].log().mean().item()
-    assert math.isfinite(bigram)
     return unigram, bigram

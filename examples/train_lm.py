@@ -4,9 +4,10 @@
 
 A byte-level GPT of a million parameters learns English from the manual that comes with
 every Python. Everything that shards is in ``shard`` and ``train``; the other files are
-the model (lm_model.py), the text (lm_text.py), the recipe (lm_recipe.py), the check
-(lm_check.py) and what is shown (lm_report.py). The exit status is not zero if the model
-did not learn, or with ``--check`` if it learned anything else than the plain one.
+the model (lm_model.py), the text (lm_text.py), the recipe (lm_recipe.py), the ranks
+(lm_world.py), the check (lm_check.py) and what is shown (lm_report.py). The exit
+status is not zero if the model did not learn, or with ``--check`` if it learned anything
+else than the plain one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import copy
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,9 @@ import torch.distributed as dist
 from lm_check import CHECKED_STEPS, DEFINITION, TOLERANCE, PlainTraining
 from lm_model import GPT, Block, generate, loss_of
 from lm_recipe import MAX_NORM, Recipe
-from lm_report import MIB, Bytes, Curve, bytes_table, progress, save_curve
+from lm_report import Bytes, Curve, bytes_table, progress, save_curve
 from lm_text import Corpus, TextError, counting_losses, load_corpus
+from lm_world import World, joined_world
 from torch import nn
 
 from composable_fsdp import (
@@ -45,54 +46,6 @@ LIMIT = 2.2
 EVALUATIONS = 10
 
 
-@dataclass(frozen=True)
-class World:
-    """This process among the others, and where it computes."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-    def mean(self, value: float) -> float:
-        """Mean over ranks. Collective: one all-reduce."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item() / self.size
-
-    def highest(self, value: float) -> float:
-        """Largest over ranks, NaN if there is one. Collective: one all-gather."""
-        values: list[float] = [0.0] * self.size
-        dist.all_gather_object(values, value)
-        return max(values, key=lambda v: (v != v, v))
-
-    def say(self, text: str = "") -> None:
-        """Print on rank 0."""
-        if self.rank == 0:
-            print(text, flush=True)
-
-
-@contextmanager
-def joined_world() -> Iterator[World]:
-    """Join torchrun's ranks, or be a world of one without it."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        backend = "nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
-        # The ranks share the cores: more threads than cores would slow each other.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
-    store = None if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    try:
-        yield World(rank, size, device)
-    finally:
-        dist.destroy_process_group()
-
-
 def shard(model: nn.Module, *, wrapper: bool) -> nn.Module:
     """Make each block and the rest a unit: by ``fully_shard``, or by the wrapper."""
     if wrapper:
@@ -106,7 +59,7 @@ def shard(model: nn.Module, *, wrapper: bool) -> nn.Module:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training leaves: the losses and this rank's bytes after the last backward."""
+    """What training leaves: the losses, and this rank's bytes after the last step."""
 
     curve: Curve
     bytes: Bytes
@@ -171,10 +124,12 @@ def evaluate(model: nn.Module, corpus: Corpus, recipe: Recipe, world: World) -> 
 def save(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, world: World
 ) -> None:
-    """Write the whole model and optimizer state on rank 0. Collective: it gathers them."""
+    """Write the whole model and optimizer state on rank 0.
+
+    Collective: it gathers them, on all ranks.
+    """
     full = {"model": model.state_dict(), "optim": optim_state_dict(model, optimizer)}
     if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
         torch.save(full, folder / "model_and_optim.pt")
         print(f"saved: {folder / 'model_and_optim.pt'}")
 
@@ -183,7 +138,7 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> bool:
     """Plan, shard, train, report; whether the model learned what it should."""
     recipe = Recipe(steps=arguments.steps, seed=arguments.seed)
     torch.manual_seed(recipe.seed)
-    model: nn.Module = GPT(recipe.context).to(world.device)
+    model: nn.Module = GPT().to(world.device)
     planned = plan(model, world_size=world.size, policy=ModuleWrapPolicy({Block}))
     unigram, bigram = counting_losses(corpus)
     world.say(_introduction(arguments, corpus, planned, world))
@@ -199,7 +154,9 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> bool:
             world_size=world.size,
         )
     expected = _expected_bytes(planned, tensors=len(list(model.parameters())))
-    whole = _expected_bytes(plan(model, world_size=1), tensors=len(list(model.parameters())))
+    whole = _expected_bytes(
+        plan(model, world_size=1), tensors=len(list(model.parameters()))
+    )
     model = shard(model, wrapper=arguments.wrapper)
     optimizer = recipe.optimizer(model.parameters())
     trained = train(model, optimizer, corpus, recipe, world, check)
@@ -224,7 +181,7 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> bool:
 
 
 def _expected_bytes(planned: ShardingPlan, *, tensors: int) -> Bytes:
-    """A rank's bytes by the plan; AdamW keeps two moments and a float32 step per tensor."""
+    """A rank's bytes by the plan; AdamW keeps two moments, and a step per tensor."""
     moments = 2 * planned.parameter_bytes + 4 * tensors
     return Bytes(planned.parameter_bytes, planned.gradient_bytes, moments)
 
@@ -254,8 +211,9 @@ def verdict(curve: Curve, check: PlainTraining | None, world: World) -> bool:
         same = losses <= TOLERANCE and weights <= TOLERANCE
         world.say(
             f"{_mark(same)} first {len(curve.train[:CHECKED_STEPS])} steps beside the "
-            f"unsharded model: losses differ by {losses:.1e}, weights by {weights:.1e},\n"
-            f"       to be within {TOLERANCE:.0e} ({DEFINITION})"
+            f"unsharded model: losses differ by {losses:.1e},\n"
+            f"       weights by {weights:.1e}, to be within {TOLERANCE:.0e}\n"
+            f"       ({DEFINITION})"
         )
         good = good and same
     return good
@@ -273,11 +231,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--check", action="store_true", help="compare with the unsharded model")
     add("--wrapper", action="store_true", help="shard by FullyShardedDataParallel")
-    add("--steps", type=_positive, default=300, help="training steps (%(default)s)")
+    add("--steps", type=_positive, default=350, help="training steps (%(default)s)")
     add("--seed", type=int, default=0, help="of weights, batches and sample")
     add("--text", type=Path, metavar="FILE", help="learn this file")
     add("--stdlib", action="store_true", help="learn the standard library's sources")
-    add("--out", type=Path, default=Path("demo_out"), help="for the curve (%(default)s)")
+    add(
+        "--out", type=Path, default=Path("demo_out"), help="for the curve (%(default)s)"
+    )
     add("--save", type=Path, metavar="DIR", help="write full model and optimizer state")
     return parser.parse_args(arguments)
 
@@ -293,8 +253,15 @@ def main() -> int:
     """Run the demo; return the exit status."""
     arguments = parse()
     try:
-        corpus = load_corpus(file=arguments.text, stdlib=arguments.stdlib)
-    except TextError as error:
+        corpus = load_corpus(
+            file=arguments.text,
+            stdlib=arguments.stdlib,
+            windows=int(os.environ.get("WORLD_SIZE", 1)),
+            context=Recipe.context,
+        )
+        for folder in filter(None, (arguments.out, arguments.save)):
+            folder.mkdir(parents=True, exist_ok=True)
+    except (TextError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"train_lm: {error}", file=sys.stderr)
         return 2

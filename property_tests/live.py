@@ -5,7 +5,7 @@ A run on ranks costs tens of milliseconds, so several recipes travel in one exam
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from composable_fsdp.testing.recipes import ModelRecipe
@@ -20,6 +20,8 @@ def examples(everyday: int) -> settings:
     assert profile is not None
     return settings(
         max_examples=max(1, everyday * profile.max_examples // 50),
+        # Without the explain phase: each failing run restarts a pool of ranks.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
         suppress_health_check=[
             HealthCheck.too_slow,
             # The pools live for the whole session, so sharing one is meant.

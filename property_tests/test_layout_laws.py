@@ -92,7 +92,7 @@ def lawful(regions: Layouts, specs: list[ParameterSpec], world_size: int) -> Non
 def test_shards_are_equal_and_aligned_and_parameters_apart(
     specs: list[ParameterSpec], world_size: int
 ) -> None:
-    """Shards have one size, a multiple of 16 bytes; full leaves start at such, in order."""
+    """Shards have one size, a multiple of 16 bytes; full leaves start at such."""
     lawful(plan_regions(specs, world_size=world_size), specs, world_size)
 
 
@@ -103,7 +103,7 @@ def test_shards_are_equal_and_aligned_and_parameters_apart(
 def test_every_element_lies_in_exactly_one_shard(
     specs: list[ParameterSpec], world_size: int
 ) -> None:
-    """The ranks' parts of a parameter follow each other; what is left over is padding."""
+    """The ranks' parts of a parameter follow each other; the rest is padding."""
     for region in plan_regions(specs, world_size=world_size):
         held: Counter[int] = Counter()
         for slot in region.parameters:
@@ -139,6 +139,27 @@ def test_no_shard_boundary_cuts_a_block(
                 if world_size > 1 and stop > start:
                     assert start % blocks[slot.fqn] == 0
                     assert stop % blocks[slot.fqn] == 0
+
+
+@given(specs=classed_units(2, 3, max_block=9), world_size=st.integers(2, 5))
+@example(
+    [
+        ParameterSpec(("wide",), (2, 9), torch.float32, True, 9),
+        ParameterSpec(("tall",), (9, 6), torch.float32, True, 6),
+    ],
+    2,
+)
+def test_blocks_of_several_widths_stay_whole_in_one_region(
+    specs: list[ParameterSpec], world_size: int
+) -> None:
+    """Where launches are dear all classes share a region, and no row is cut."""
+    (region,) = plan_regions(specs, world_size=world_size, launch_bytes=10**12)
+
+    for slot in region.parameters:
+        assert slot.offset % slot.block == 0
+        for rank in range(world_size):
+            start, stop = region.interval(slot, rank)
+            assert start % slot.block == stop % slot.block == 0
 
 
 @pytest.mark.req("B-25")
@@ -195,9 +216,7 @@ def set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*smaller[:i], [first, *group], *smaller[i + 1 :]]
 
 
-def packed_bytes(
-    specs: list[ParameterSpec], world_size: int, align: int = 4
-) -> int:
+def packed_bytes(specs: list[ParameterSpec], world_size: int, align: int = 4) -> int:
     """Bytes of one region, by the rule of the documentation, written anew.
 
     Wide blocks first, each at a multiple of its block and of 16 bytes; a shard is a

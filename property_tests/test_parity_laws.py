@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import given
+from torch import nn
 
 from composable_fsdp import ShardingStrategy, clip_grad_norm_
 from composable_fsdp.testing.models import build, legal_units
@@ -61,37 +62,43 @@ def check_parity(
             assert world.all_equal(model.state_dict())
 
 
+def clippable(model: nn.Module) -> list[torch.Tensor]:
+    """What torch can clip: it warns of an empty list and refuses empty tensors."""
+    filled: list[torch.Tensor] = [p for p in model.parameters() if p.numel()]
+    return [*filled, torch.zeros(())]
+
+
 def check_clipped(world: World, recipes: list[ModelRecipe], norm_type: float) -> None:
-    """With clipping: equal norms, and weights within what another order of sums gives."""
+    """With clipping: equal norms, and weights but for the order of sums."""
     for recipe in recipes:
-        model = build(recipe)
-        plain = copy.deepcopy(model)
-        units = legal_units(model, recipe.sharded)
-        model = apply_units(model, units, path="wrapper", style="auto")
-        make = wide_input(recipe.width)
-        norms: list[list[torch.Tensor]] = [[], []]
+        train_clipped(world, recipe, norm_type)
 
-        train_reference(
-            plain,
-            world.world_size,
-            make,
-            sgd,
-            clip=lambda m: norms[0].append(
-                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type)
-            ),
-        )
-        train(
-            model,
-            world.rank,
-            make,
-            sgd,
-            clip=lambda m: norms[1].append(clip_grad_norm_(m, 0.1, norm_type)),
-        )
 
-        assert torch.allclose(*map(torch.stack, norms), rtol=1e-4, atol=1e-6), norms
-        assert world.all_equal(norms[1])
-        for name, value in model.state_dict().items():
-            assert torch.allclose(value, plain.state_dict()[name], atol=1e-5), name
+def train_clipped(world: World, recipe: ModelRecipe, norm_type: float) -> None:
+    """Three clipped steps of one recipe, beside the reference."""
+    model = build(recipe)
+    plain = copy.deepcopy(model)
+    units = legal_units(model, recipe.sharded)
+    model = apply_units(model, units, path="wrapper", style="auto")
+    make = wide_input(recipe.width)
+    theirs: list[torch.Tensor] = []
+    ours: list[torch.Tensor] = []
+
+    def clip_plain(m: nn.Module) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(clippable(m), 0.1, norm_type)
+        theirs.append(norm)
+
+    def clip(m: nn.Module) -> None:
+        ours.append(clip_grad_norm_(m, 0.1, norm_type))
+
+    train_reference(plain, world.world_size, make, sgd, clip=clip_plain)
+    train(model, world.rank, make, sgd, clip=clip)
+
+    norms = torch.stack(ours), torch.stack(theirs)
+    assert torch.allclose(*norms, rtol=1e-4, atol=1e-6), norms
+    assert world.all_equal(ours)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, plain.state_dict()[name], atol=1e-5), name
 
 
 @pytest.mark.req("X-28", "D-13", "D-08", "B-03")
@@ -109,7 +116,7 @@ def test_training_equals_the_reference_bit_by_bit(
     ranks(world_size).run(check_parity, recipes, strategy)
 
 
-@pytest.mark.req("X-28", "D-13", "B-10")
+@pytest.mark.req("X-28", "D-13")
 @pytest.mark.parametrize("world_size", [3, 4])
 @examples(6)
 @given(recipes=batches(model_recipes(2, 2, SAME_DTYPE)))

@@ -118,6 +118,11 @@ def all_gather_flat(
             full[0], shard[0], group=group, async_op=async_op
         )
         return work
+    if len({tensor.dtype for tensor in full}) > 1:
+        # gloo's coalesced gather takes the first dtype for all (seen on torch 2.13); a
+        # gather moves bytes, so bytes are what it is given.
+        full = [tensor.view(torch.uint8) for tensor in full]
+        shard = [tensor.view(torch.uint8) for tensor in shard]
     options = AllgatherOptions()
     options.asyncOp = async_op
     return _finish(

@@ -45,7 +45,7 @@ class StreamEvent:
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Make the device's current stream wait for the marked work; the CPU goes on."""
+        """Make the current stream of the device wait; the CPU goes on."""
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 

@@ -158,7 +158,8 @@ def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> RankLayout:
     raise PlanError(
         "device_mesh expects a 1-D mesh, or a 2-D mesh with mesh_dim_names (replicate, "
         f"shard); got {mesh.ndim}-D{'' if mesh.mesh_dim_names else ' without names'}: "
-        f"{mesh}. Take a sub-mesh by name, for example mesh['replicate', 'shard']."
+        f"{mesh}. Name the dims: init_device_mesh(..., mesh_dim_names=('replicate', "
+        "'shard')), and of a larger mesh take those two by name."
     )
 
 

@@ -33,7 +33,7 @@ from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.state_dict.hooks import install_wrapper_hooks
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 
@@ -101,6 +101,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _take(self, module: nn.Module) -> None:
         setattr(self, WRAPPED_MODULE, module)
+        OWNERS.set(self, self._state)
         install_wrapper_hooks(self)
 
     @property

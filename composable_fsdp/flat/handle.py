@@ -28,13 +28,15 @@ NO_TASK = -1
 class ParamInfo(NamedTuple):
     """One place of a parameter: ``module._parameters[name]``, called ``fqn`` from the unit.
 
-    ``primary`` is the first owner's name; equal to ``fqn`` unless the parameter is shared.
+    ``primary`` is the first owner's name, ``index`` tells parameters apart (in a list of
+    modules two may bear one name).
     """
 
     fqn: str
     module: nn.Module
     name: str
     primary: str
+    index: int
 
 
 Swap = tuple[dict[str, "nn.Parameter | None"], str, nn.Parameter, nn.Parameter]
@@ -143,12 +145,13 @@ class FlatParamHandle:
     @property
     def _param_infos(self) -> tuple[ParamInfo, ...]:
         """First owners, in region order."""
-        return tuple(info for info in self.infos if info.fqn == info.primary)
+        return tuple({info.index: info for info in reversed(self.infos)}.values())[::-1]
 
     @property
     def _shared_param_infos(self) -> tuple[ParamInfo, ...]:
         """The further places of shared parameters."""
-        return tuple(info for info in self.infos if info.fqn != info.primary)
+        first = set(map(id, self._param_infos))
+        return tuple(info for info in self.infos if id(info) not in first)
 
     @property
     def _shard_param_indices(self) -> tuple[int, ...]:
@@ -204,7 +207,7 @@ def build_handle(
         )
     handle.regions = tuple(regions)
     handle.infos = tuple(
-        ParamInfo(place.fqn, place.module, place.name, slot.fqn)
+        ParamInfo(place.fqn, place.module, place.name, slot.fqn, slot.index)
         for layout, places in zip(target.plan.regions, target.places, strict=True)
         for slot, held in zip(layout.parameters, places, strict=True)
         for place in held

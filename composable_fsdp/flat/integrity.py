@@ -63,8 +63,8 @@ def _repair(handle: FlatParamHandle) -> None:
             raise PlanError(
                 f"requires_grad of parameter {shown(fqn)} was set to "
                 f"{leaf.requires_grad} after fully_shard, which laid it out as "
-                f"{'trainable' if full.requires_grad else 'frozen'}. Freeze and unfreeze "
-                "before fully_shard."
+                f"{'trainable' if full.requires_grad else 'frozen'}. Freeze and "
+                "unfreeze before fully_shard."
             )
     for parameters, key, leaf, current in replaced:
         assert current is not None
@@ -79,8 +79,8 @@ def _require_like(leaf: nn.Parameter, current: object, fqn: str) -> None:
     if not isinstance(current, nn.Parameter):
         raise PlanError(
             f"Parameter {shown(fqn)} was removed or replaced by a "
-            f"{type(current).__name__} after fully_shard (torch.func.functional_call does "
-            "so for a while). Change modules before fully_shard."
+            f"{type(current).__name__} after fully_shard (torch.func.functional_call "
+            "does so for a while). Change modules before fully_shard."
         )
     if current.shape != leaf.shape or current.dtype != leaf.dtype:
         raise _misfit(fqn, leaf, current)

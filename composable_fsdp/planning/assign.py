@@ -156,6 +156,7 @@ def _walk(
     units = [Unit("", tuple(modules), request.options)]
     index_of = {id(module): 0 for module in modules}
     found: _Found = {}
+    skipped: list[tuple[str, nn.Module]] = []
     stack: list[tuple[nn.Module, str, Chain]] = [(m, "", ()) for m in reversed(modules)]
     while stack:
         module, fqn, chain = stack.pop()
@@ -179,7 +180,26 @@ def _walk(
                 units[chain[-1][0]].units_below.append(below)
             elif child not in request.ignored_modules and not incompatible_api(child):
                 stack.append((child, path, chain))
+            else:
+                skipped.append((path, child))
+    for path, child in skipped:
+        _refuse_outside_use(path, child, found)
     return units, found
+
+
+def _refuse_outside_use(fqn: str, module: nn.Module, found: _Found) -> None:
+    """Refuse a parameter that a skipped subtree uses too: it would see only a shard."""
+    for inner in walk.modules(module):
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) not in found:
+                continue
+            where = join(fqn, join(walk.name_of(module, inner), name))
+            raise PlanError(
+                f"Parameter {shown(found[id(parameter)][1][0].fqn)} is tied to "
+                f"{shown(where)}, which is ignored (ignored_modules, or replicate): that "
+                "module would compute with this rank's shard. Ignore both places, or "
+                "neither."
+            )
 
 
 def _note_parameters(

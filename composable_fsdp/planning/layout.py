@@ -66,6 +66,8 @@ class ParameterSlot:
     numel: int
     block: int
     offset: int
+    index: int
+    """Place in the unit's parameters as they were given: names may repeat in a list."""
 
     @property
     def fqn(self) -> str:
@@ -214,19 +216,23 @@ def plan_regions(
 def _plan_regions(
     specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
 ) -> tuple[RegionLayout, ...]:
-    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
-    for spec in specs:
-        groups.setdefault((spec.dtype, spec.trainable), []).append(spec)
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, spec in enumerate(specs):
+        groups.setdefault((spec.dtype, spec.trainable), []).append(index)
     regions: list[RegionLayout] = []
     for (dtype, trainable), members in groups.items():
         key = tuple(
-            (spec.numel, spec.block if world_size > 1 else 1) for spec in members
+            (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in members
         )
         for chosen in _partition(key, dtype.itemsize, world_size, launch_bytes):
             packing = _pack(tuple(key[i] for i in chosen), dtype.itemsize, world_size)
             slots = [
                 ParameterSlot(
-                    members[i].fqns, members[i].shape, key[i][0], key[i][1], offset
+                    specs[members[i]].fqns,
+                    specs[members[i]].shape,
+                    *key[i],
+                    offset,
+                    members[i],
                 )
                 for i, offset in zip(chosen, packing.offsets, strict=True)
             ]

@@ -70,15 +70,23 @@ class UnitPlan:
         """Bytes of the unit's full parameters while it is unsharded."""
         return sum(r.nbytes for r in self.regions) if self.shard_world_size > 1 else 0
 
-    def traffic(self, *, is_root: bool) -> Traffic:
-        """Collectives of one forward and backward in the steady state."""
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter of the unit gets a gradient."""
+        return any(r.trainable and r.numel for r in self.regions)
+
+    def traffic(self, *, is_root: bool, in_backward: bool) -> Traffic:
+        """Collectives of one forward and backward in the steady state.
+
+        ``in_backward`` tells whether gradients flow through the unit.
+        """
         gathered = sum(r.nbytes for r in self.regions if r.numel)
         reduced = [r for r in self.regions if r.trainable and r.numel]
         dtypes = len({r.dtype for r in reduced})
         nbytes = sum(r.nbytes for r in reduced)
         total = Traffic()
         if self.shard_world_size > 1 and gathered:
-            again = self.options.reshard_after_forward and not is_root and bool(reduced)
+            again = self.options.reshard_after_forward and not is_root and in_backward
             total += Traffic(1 + again, gathered * (1 + again), dtypes, nbytes)
         if self.replicas > 1:
             part = nbytes // self.shard_world_size
@@ -118,55 +126,88 @@ class ShardingPlan:
     def traffic(self) -> Traffic:
         """Collectives and bytes of one step; the first unit is the root."""
         total = Traffic()
+        # Gradients flow back to the first trainable unit, through frozen ones as well.
+        flows = False
         for i, unit in enumerate(self.units):
-            total += unit.traffic(is_root=i == 0)
+            flows = flows or unit.is_trainable
+            total += unit.traffic(is_root=i == 0, in_backward=flows)
         return total
 
     @property
     def report(self) -> str:
         """The plan as text: a table of units, totals, then what deserves a look."""
-        rows = [("unit", "class", "parameters", "MiB per rank", "padding", "regions")]
-        for unit in self.units:
-            numel = sum(r.numel for r in unit.regions)
-            padded = sum(r.padded_numel for r in unit.regions)
-            padding = f"{(padded - numel) / numel:.2%}" if numel else "-"
-            rows.append(
-                (
-                    unit.fqn or ROOT_NAME,
-                    unit.class_name,
-                    f"{numel:,}",
-                    f"{unit.parameter_bytes / 2**20:.3f}",
-                    padding,
-                    ", ".join(map(_region_text, unit.regions)) or "no parameters",
-                )
-            )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        right = (2, 3, 4)
-        table = "\n".join(
-            "  ".join(
-                cell.rjust(width) if i in right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
-        traffic = self.traffic
-        totals = (
-            f"{len(self.units)} units, {self.numel:,} parameters, world size "
-            f"{self.world_size}\n"
-            f"per rank: parameters {self.parameter_bytes / 2**20:.3f} MiB, gradients "
-            f"{self.gradient_bytes / 2**20:.3f} MiB\n"
-            f"per step: {traffic.all_gather_calls} all-gathers of "
-            f"{traffic.all_gather_bytes / 2**20:.3f} MiB, "
-            f"{traffic.reduce_scatter_calls} reduce-scatters of "
-            f"{traffic.reduce_scatter_bytes / 2**20:.3f} MiB, "
-            f"{traffic.all_reduce_calls} all-reduces of "
-            f"{traffic.all_reduce_bytes / 2**20:.3f} MiB"
-        )
-        notes = "".join(f"\nnote: {text}" for text in self.warnings)
-        return f"{table}\n{totals}{notes}"
+        return "\n".join([_table(self.units), *_totals(self), *self.warnings])
 
     def __str__(self) -> str:
         return self.report
+
+
+def _table(units: tuple[UnitPlan, ...]) -> str:
+    rows = [("unit", "class", "parameters", "per rank", "padding", "regions")]
+    for unit in units:
+        numel = sum(r.numel for r in unit.regions)
+        padded = sum(r.padded_numel for r in unit.regions)
+        rows.append(
+            (
+                unit.fqn or ROOT_NAME,
+                unit.class_name,
+                f"{numel:,}",
+                size_text(unit.parameter_bytes),
+                f"{(padded - numel) / numel:.2%}" if numel else "-",
+                ", ".join(map(_region_text, unit.regions)) or "no parameters",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    right = (2, 3, 4)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _totals(plan: ShardingPlan) -> list[str]:
+    traffic = plan.traffic
+    strategies = {unit.options.strategy.name: None for unit in plan.units}
+    sent = [
+        f"{calls} {name}{'s' if calls > 1 else ''} of {size_text(nbytes)} in all"
+        for calls, nbytes, name in (
+            (traffic.all_gather_calls, traffic.all_gather_bytes, "all-gather"),
+            (
+                traffic.reduce_scatter_calls,
+                traffic.reduce_scatter_bytes,
+                "reduce-scatter",
+            ),
+            (traffic.all_reduce_calls, traffic.all_reduce_bytes, "all-reduce"),
+        )
+        if calls
+    ]
+    return [
+        f"{len(plan.units)} units, {plan.numel:,} parameters, world size "
+        f"{plan.world_size}, {', '.join(strategies)}",
+        f"per rank: parameters {size_text(plan.parameter_bytes)}, gradients "
+        f"{size_text(plan.gradient_bytes)}; the largest unit is "
+        f"{size_text(max(u.full_bytes for u in plan.units))} while it is full",
+        f"per step: {', '.join(sent) or 'no communication'}",
+    ]
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes for a reader: the largest unit that gives a number of one or more.
+
+    >>> size_text(512), size_text(1536), size_text(3 * 2**20)
+    ('512 B', '1.50 KiB', '3.00 MiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if value < 1024:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1024:.2f} TiB"
 
 
 def _region_text(region: RegionLayout) -> str:

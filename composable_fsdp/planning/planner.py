@@ -10,7 +10,6 @@ from torch import nn
 
 from composable_fsdp.config import Block, ShardingStrategy
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import shown
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
     Occurrence,
@@ -71,17 +70,11 @@ def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
     shard_world_size, replicas = _group_sizes(unit.options, request)
     rows = unit.options.block is Block.ROW
-    held: dict[str, tuple[nn.Parameter, tuple[Place, ...]]] = {}
+    held: list[tuple[nn.Parameter, tuple[Place, ...]]] = []
     specs = []
     for parameter, occurrences in unit.parameters:
         names, places = _places(occurrences, index)
-        if names[0] in held:
-            raise PlanError(
-                f"Two parameters of one unit are called {shown(names[0])}: a list of "
-                "modules names parameters from each module. Rename one, or shard the "
-                "modules apart."
-            )
-        held[names[0]] = (parameter, places)
+        held.append((parameter, places))
         shape = tuple(parameter.shape)
         block = row_block(shape) if rows else 1
         specs.append(
@@ -96,7 +89,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
         replicas=replicas,
     )
     notes.extend(padding_notes(plan))
-    slots = [[held[slot.fqn] for slot in r.parameters] for r in plan.regions]
+    slots = [[held[slot.index] for slot in r.parameters] for r in plan.regions]
     return Target(
         plan,
         unit.modules,

@@ -13,8 +13,8 @@ from composable_fsdp.planning.layout import ParameterSlot
 
 
 @torch.no_grad()
-def gather_unit(handle: FlatParamHandle) -> dict[str, Tensor]:
-    """Return the unit's full parameters by their first name, in the shards' dtype.
+def gather_unit(handle: FlatParamHandle) -> dict[int, Tensor]:
+    """Return the unit's full parameters by slot index, in the shards' dtype.
 
     The tensors are new and of the plain model's shapes. Holds one unit's buffers besides.
 
@@ -23,7 +23,9 @@ def gather_unit(handle: FlatParamHandle) -> dict[str, Tensor]:
     """
     fulls = gather_flat_values(handle, [region.shard for region in handle.regions])
     return {
-        slot.fqn: full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+        slot.index: full[slot.offset : slot.offset + slot.numel]
+        .view(slot.shape)
+        .clone()
         for region, full in zip(handle.regions, fulls, strict=True)
         for slot in region.layout.parameters
     }

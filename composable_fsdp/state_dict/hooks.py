@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.handle import FlatParamHandle, ParamInfo
 from composable_fsdp.naming import WRAPPED_MODULE, shown, strip_wrapper
 from composable_fsdp.phases import Phase
+from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import gather_unit, part_of
 from composable_fsdp.tree.state import _FSDPState
@@ -31,13 +31,29 @@ def install_state_dict_hooks(state: _FSDPState) -> None:
         hooks.register_load_state_dict_pre_hook(_Load(state))
 
 
-def _infos(state: _FSDPState, module: nn.Module) -> list[ParamInfo]:
+def _slots(state: _FSDPState, module: nn.Module) -> list[ParameterSlot]:
     """The unit's parameters below ``module``; all of them unless the unit is a list."""
-    infos = list(state.handle.infos)
+    slots = [slot for r in state.handle.plan.regions for slot in r.parameters]
     if len(state.modules) == 1:
-        return infos
+        return slots
     inside = set(map(id, module.modules()))
-    return [info for info in infos if id(info.module) in inside]
+    here = {info.index for info in state.handle.infos if id(info.module) in inside}
+    return [slot for slot in slots if slot.index in here]
+
+
+def _holds(
+    state: _FSDPState, module: nn.Module, slot: ParameterSlot, name: str
+) -> bool:
+    """Whether ``name`` from ``module`` is this parameter: in a list, names repeat."""
+    if len(state.modules) == 1:
+        return True
+    owner, _, key = name.rpartition(".")
+    places = {
+        (id(info.module), info.name)
+        for info in state.handle.infos
+        if info.index == slot.index
+    }
+    return (id(module.get_submodule(owner)), key) in places
 
 
 def _save(
@@ -56,7 +72,7 @@ def _save(
     handle = state.handle
     if handle.phase is Phase.SUMMON and handle.is_full:
         values = {
-            slot.fqn: leaf.detach().clone()
+            slot.index: leaf.detach().clone()
             for region in handle.regions
             for slot, leaf in zip(
                 region.layout.parameters, region.full_leaves, strict=True
@@ -65,20 +81,11 @@ def _save(
     else:
         settle(state, "state_dict")
         values = gather_unit(handle)
-    for info in _infos(state, module):
-        # Names of one tied parameter share one tensor, as in the plain model's state dict.
-        for name in _names(handle, info):
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = values[info.primary]
-
-
-def _names(handle: FlatParamHandle, info: ParamInfo) -> tuple[str, ...]:
-    """All names of the parameter at ``info``: a module on two paths names it twice."""
-    for region in handle.plan.regions:
-        for slot in region.parameters:
-            if slot.fqn == info.primary:
-                return slot.fqns
-    return (info.fqn,)
+    for slot in _slots(state, module):
+        # Names of one tied parameter share one tensor, as in the plain state dict.
+        for name in slot.fqns:
+            if prefix + name in state_dict and _holds(state, module, slot, name):
+                state_dict[prefix + name] = values[slot.index]
 
 
 class _Load:
@@ -107,15 +114,17 @@ class _Load:
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
         settle(self.state, "load_state_dict")
-        chosen = {info.primary for info in _infos(self.state, module)}
+        chosen = {slot.index for slot in _slots(self.state, module)}
         for region in handle.regions:
             for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-                if slot.fqn not in chosen:
+                if slot.index not in chosen:
                     continue
                 for name in slot.fqns:
                     key = prefix + name
                     value = state_dict.get(key)
                     if not isinstance(value, Tensor):
+                        continue
+                    if not _holds(self.state, module, slot, name):
                         continue
                     if value.shape == (1,) and slot.shape == ():
                         value = value[0]

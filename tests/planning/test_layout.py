@@ -77,7 +77,7 @@ def test_the_drawing_in_the_module_is_what_is_planned() -> None:
 def test_a_llama_block_keeps_whole_rows_without_padding(
     world_size: int, one_grid: float
 ) -> None:
-    """Rows of two widths: regions of their own need none, where one grid pays up to 8 %."""
+    """Regions for each width of rows need none, where one grid pays up to 8 %."""
     specs = specs_of(LLAMA_3_8B_BLOCK, torch.bfloat16)
 
     regions = plan_regions(specs, world_size=world_size)
@@ -91,9 +91,7 @@ def test_a_llama_block_keeps_whole_rows_without_padding(
 
 def test_a_few_ranks_share_one_region_to_save_launches() -> None:
     """At 8 ranks 48 KiB of padding are cheaper than two more launches."""
-    (region,) = plan_regions(
-        specs_of(LLAMA_3_8B_BLOCK, torch.bfloat16), world_size=8
-    )
+    (region,) = plan_regions(specs_of(LLAMA_3_8B_BLOCK, torch.bfloat16), world_size=8)
 
     assert region.block == 28672
     assert (region.padded_numel - region.numel) * 2 < 64 * 1024
@@ -118,9 +116,7 @@ def test_dtypes_and_frozen_parameters_get_regions_of_their_own() -> None:
 
     regions = plan_regions(specs, world_size=2)
 
-    assert [
-        (r.dtype, r.trainable, [s.fqn for s in r.parameters]) for r in regions
-    ] == [
+    assert [(r.dtype, r.trainable, [s.fqn for s in r.parameters]) for r in regions] == [
         (torch.float32, False, ["weight"]),
         (torch.float32, True, ["lora"]),
         (torch.bfloat16, True, ["norm"]),
@@ -175,14 +171,14 @@ def test_a_sharded_matrix_keeps_its_trailing_dims(
     world_size: int,
     expected: tuple[int, ...],
 ) -> None:
-    """Rows keep every dim but the first; elements and vectors are flat; alone, all stay."""
+    """Rows keep the dims after the first, elements are flat; alone, all dims stay."""
     assert sharded_shape(shape, numel, rows=rows, world_size=world_size) == expected
 
 
 def test_many_block_classes_are_merged_where_that_saves() -> None:
     """Above the exact limit the greedy way still joins classes that fit each other."""
     count = EXACT_CLASSES + 1
-    shapes = {f"w{i}": (4, 4 * 2**i) for i in range(count)}
+    shapes: Shapes = {f"w{i}": (4, 4 * 2**i) for i in range(count)}
 
     regions = plan_regions(specs_of(shapes), world_size=2)
 

@@ -1,0 +1,158 @@
+"""Laws of the tree of states, on random models of one rank."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import nn
+
+from composable_fsdp import fully_shard
+from composable_fsdp.compose.registry import set_state
+from composable_fsdp.testing.models import build, legal_units, module_at
+from composable_fsdp.testing.recipes import ModelRecipe
+from composable_fsdp.testing.strategies import FEATURES, model_recipes
+from composable_fsdp.testing.world import World, single_rank_group
+from composable_fsdp.tree.root import ensure_root, root_of
+from composable_fsdp.tree.state import OWNERS, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_handles,
+    _get_fsdp_states,
+    _get_fsdp_states_with_modules,
+)
+
+TREES = model_recipes(features=FEATURES - {"replicate"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[World]:
+    """One group for all examples: making one costs more than an example."""
+    with single_rank_group() as world:
+        yield world
+
+
+def shard(recipe: ModelRecipe) -> tuple[nn.Module, set[int]]:
+    """Build and shard by hand, inner units first; return the ids of units, too."""
+    model = build(recipe)
+    chosen = [module_at(model, path) for path in legal_units(model, recipe.sharded)]
+    # Whoever holds another holds more; a shared module may stand before its holder.
+    for module in sorted(chosen, key=lambda module: len(list(module.modules()))):
+        fully_shard(module)
+    fully_shard(model)
+    return model, {id(model), *map(id, chosen)}
+
+
+@pytest.mark.req("S1-17", "S1-11", "S1-28")
+@given(recipe=TREES)
+def test_the_traversal_is_the_filtered_order_of_modules(recipe: ModelRecipe) -> None:
+    """States and modules are aligned, unique, and ordered as ``.modules()`` is."""
+    model, chosen = shard(recipe)
+
+    states, owners = _get_fsdp_states_with_modules(model)
+
+    expected = [module for module in model.modules() if id(module) in chosen]
+    assert [id(owner) for owner in owners] == [id(module) for module in expected]
+    assert [fully_shard.state(owner) for owner in owners] == states
+    assert len({id(state) for state in states}) == len(states)
+    assert _get_fsdp_states(model) == states
+    assert _get_fsdp_handles(model) == [state.handle for state in states]
+
+
+@pytest.mark.req("S1-16", "S1-19")
+@given(recipe=model_recipes(features=FEATURES - {"tied", "shared"}))
+def test_no_state_below_a_mark_is_found(recipe: ModelRecipe) -> None:
+    """Marked after sharding, so that states do stand below the marks."""
+    model, chosen = shard(recipe)
+    marked = recipe.replicated_paths()
+    for path in marked:
+        set_state(module_at(model, path), "replicate", object())
+
+    _, owners = _get_fsdp_states_with_modules(model)
+
+    assert [id(owner) for owner in owners] == [
+        id(module)
+        for name, module in model.named_modules()
+        if id(module) in chosen
+        and not any(name == path or name.startswith(f"{path}.") for path in marked)
+    ]
+
+
+@pytest.mark.req("S1-03", "S1-04", "S1-25")
+@given(recipe=TREES)
+def test_the_roots_lists_equal_a_fresh_walk_and_nobody_else_has_them(
+    recipe: ModelRecipe,
+) -> None:
+    """Whoever asks, the outermost becomes the root; each handle has one owner."""
+    model, _ = shard(recipe)
+    states = _get_fsdp_states(model)
+
+    root = root_of(ensure_root(states[-1]))
+
+    assert root is states[0]
+    assert list(root._all_fsdp_states) == states
+    assert list(root._all_handles) == _get_fsdp_handles(model)
+    assert len(set(root._all_handles)) == len(states)
+    assert [hasattr(state, "_all_handles") for state in states[1:]] == [False] * (
+        len(states) - 1
+    )
+
+
+@pytest.mark.req("S1-30")
+@given(recipe=TREES)
+def test_every_submodule_leads_to_the_nearest_unit_above(recipe: ModelRecipe) -> None:
+    """Read off dotted names: some path to the module has that unit as its nearest."""
+    model, chosen = shard(recipe)
+    nearest: dict[int, set[int]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        parts = name.split(".") if name else []
+        above = [
+            model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)
+        ]
+        unit = next(m for m in reversed(above) if id(m) in chosen)
+        nearest.setdefault(id(module), set()).add(id(unit))
+
+    for module in model.modules():
+        state = _get_module_fsdp_state(module)
+        assert state is not None
+        assert id(state.module) in nearest[id(module)]
+
+
+@pytest.mark.req("S1-26")
+@given(recipe=TREES)
+def test_every_name_in_a_handle_starts_at_the_units_module(recipe: ModelRecipe) -> None:
+    """Names, first owners and further places all lead to the leaf from that module."""
+    model, _ = shard(recipe)
+
+    for state in _get_fsdp_states(model):
+        handle = state.handle
+        leaves = dict(zip(handle._fqns, handle.leaves, strict=True))
+        assert tuple(info.fqn for info in handle._param_infos) == handle._fqns
+        for name, leaf in leaves.items():
+            assert state.module.get_parameter(name) is leaf
+        for info in (*handle._param_infos, *handle._shared_param_infos):
+            assert state.module.get_parameter(info.fqn) is leaves[info.primary]
+            assert info.module._parameters[info.name] is leaves[info.primary]
+
+
+@pytest.mark.req("S1-30")
+@settings(
+    max_examples=5,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(recipe=TREES)
+def test_states_and_entries_vanish_with_the_model(recipe: ModelRecipe) -> None:
+    """Nothing outside the model keeps a state or an owner entry alive."""
+    gc.collect()
+    entries = len(OWNERS)
+    model, _ = shard(recipe)
+    gone = [weakref.ref(state) for state in _get_fsdp_states(model)]
+
+    del model
+    gc.collect()
+
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert len(OWNERS) == entries

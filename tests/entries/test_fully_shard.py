@@ -1,0 +1,341 @@
+"""``fully_shard`` from outside: one object, plain parameters, any way to apply it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    CompositionError,
+    ModuleWrapPolicy,
+    PlanError,
+    ShardingStrategy,
+    fully_shard,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.testing.models import TinyBlock, TinyGPT, tiny_mlp
+from composable_fsdp.testing.world import RankPool, World
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.runtime.reference import (
+    adamw,
+    apply_units,
+    assert_same_training,
+    backward,
+    gpt_input,
+    gpt_units,
+    loss_of,
+    sgd,
+    train,
+    train_reference,
+    wide_input,
+)
+
+RankCount = Callable[[int], RankPool]
+
+
+class Example(nn.Module):
+    """A module with two submodules, of which the second holds a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.eye(4))
+        self.sub1 = nn.Linear(4, 4)
+        self.sub2 = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 4)`` to the same."""
+        y: Tensor = self.sub2(self.sub1(x @ self.weight))
+        return y
+
+
+APPLICATIONS = {
+    "wrapper, by hand": ("wrapper", "manual"),
+    "wrapper, by policy": ("wrapper", "auto"),
+    "composable, by hand": ("composable", "manual"),
+    "composable, by policy": ("composable", "auto"),
+}
+
+
+@pytest.mark.req("S1-27", "S1-25")
+@pytest.mark.parametrize("how", APPLICATIONS)
+def test_the_units_of_the_example_are_the_same_in_four_styles(
+    one_rank: World, how: str
+) -> None:
+    """The module, sub1 and sub2, and each parameter in exactly one of them."""
+    path, style = APPLICATIONS[how]
+    model = apply_units(Example(), ["sub1", "sub2"], path=path, style=style)
+    model(torch.ones(1, 4))
+
+    states = _get_fsdp_states(model)
+
+    assert [state.fqn for state in states] == ["", "sub1", "sub2"]
+    assert [type(state.module) for state in states] == [
+        Example,
+        nn.Linear,
+        nn.Sequential,
+    ]
+    assert [state.handle._fqns for state in states] == [
+        ("weight",),
+        ("weight", "bias"),
+        ("0.weight", "0.bias"),
+    ]
+
+
+@pytest.mark.req("B-01", "S1-35")
+def test_the_same_object_comes_back_with_its_class_and_names(one_rank: World) -> None:
+    """Class, parameters, buffers and modules keep their names, order and identity."""
+    model = TinyGPT()
+    model.register_buffer("counter", torch.zeros(2))
+
+    def seen() -> list[object]:
+        named = [model.named_parameters(), model.named_buffers(), model.named_modules()]
+        return [type(model), *[(name, id(o)) for each in named for name, o in each]]
+
+    before = seen()
+    returned = fully_shard(model, policy=ModuleWrapPolicy({TinyBlock}))
+
+    assert returned is model
+    assert seen() == before
+    state = fully_shard.state(model)
+    assert state is not None
+    assert state.module is model
+
+
+@pytest.mark.req("B-01", "S3-01")
+def test_if_sharded_skip_makes_a_second_application_nothing(one_rank: World) -> None:
+    """The same settings: the same object and state, nothing built again."""
+    model = fully_shard(tiny_mlp())
+    state = fully_shard.state(model)
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+
+    assert fully_shard(model, if_sharded="skip") is model
+    assert fully_shard.state(model) is state
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+@pytest.mark.req("B-01")
+def test_if_sharded_skip_refuses_other_settings_and_names_both(
+    one_rank: World,
+) -> None:
+    """A different strategy is no repetition."""
+    model = fully_shard(tiny_mlp(), strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+    with pytest.raises(CompositionError, match=r"SHARD_GRAD_OP.*NO_SHARD"):
+        fully_shard(model, if_sharded="skip", strategy=ShardingStrategy.NO_SHARD)
+
+
+def test_if_sharded_takes_two_words(one_rank: World) -> None:
+    """Anything else is refused with what is expected."""
+    with pytest.raises(PlanError, match="'error' or 'skip', got 'replace'"):
+        fully_shard(tiny_mlp(), if_sharded="replace")
+
+
+def test_arguments_of_torchs_fully_shard_are_translated(one_rank: World) -> None:
+    """FSDP2's names get ours in the message."""
+    with pytest.raises(TypeError, match=r"mesh \(here: device_mesh\)"):
+        fully_shard(tiny_mlp(), mesh=None)
+
+
+def train_with_early_optimizer(world: World) -> None:
+    """Make the optimizer and an alias, shard, train; compare with the reference."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    optimizer = adamw(model.parameters())
+    alias = model.head.weight
+    alias.note = "mine"  # type: ignore[attr-defined]  # any attribute
+    before = [id(p) for p in model.parameters()]
+
+    apply_units(model, gpt_units(model))
+    seen: list[str] = []
+    model.head.register_forward_pre_hook(
+        lambda module, args: seen.append(module.weight.note)
+    )
+    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    losses = train(model, world.rank, gpt_input, lambda _: optimizer)
+
+    assert [id(p) for p in model.parameters()] == before
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert alias is model.head.weight
+    assert seen == ["mine"] * 3
+    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+
+
+@pytest.mark.req("B-24", "D-15")
+def test_an_optimizer_made_before_sharding_trains(ranks: RankCount) -> None:
+    """Parameters stay the same plain objects, with the attributes set on them."""
+    ranks(2).run(train_with_early_optimizer)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 6)`` to the same."""
+        return x * self.scale
+
+
+def make_pair() -> nn.Sequential:
+    """Four layers, of which the middle two go into one unit."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Linear(6, 6, bias=False), Scaled(), nn.Linear(6, 6)
+    )
+
+
+def train_list_unit(world: World) -> tuple[list[tuple[str, ...]], int]:
+    """Train with a unit of two modules; parameter names and gathers of a step."""
+    model = make_pair()
+    plain = copy.deepcopy(model)
+    assert fully_shard([model[1], model[2]]) == [model[1], model[2]]
+    fully_shard(model)
+
+    expected = train_reference(plain, world.world_size, wide_input(6), sgd)
+    losses = train(model, world.rank, wide_input(6), sgd)
+    with record() as calls:
+        backward(loss_of(model, wide_input(6)(7, world.rank)))
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(model, plain, losses, mine)
+    names = [state.handle._fqns for state in _get_fsdp_states(model)]
+    return names, sum(call.op == "all_gather" for call in calls)
+
+
+@pytest.mark.req("B-02")
+def test_a_list_of_modules_is_one_unit(ranks: RankCount) -> None:
+    """It trains as the plain model, gathers once per pass, names from each module."""
+    for names, gathers in ranks(2).run(train_list_unit):
+        assert sorted(names[0]) == ["0.bias", "0.weight", "3.bias", "3.weight"]
+        assert sorted(names[1]) == ["scale", "weight"]
+        assert gathers == 3
+
+
+def train_norm_and_head(world: World) -> None:
+    """Train a GPT whose last norm and head, both with a ``weight``, are one unit."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    fully_shard([model.norm, model.head])
+    apply_units(model, gpt_units(model))
+
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    losses = train(model, world.rank, gpt_input, sgd)
+
+    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+
+
+@pytest.mark.req("B-02")
+def test_modules_of_a_list_may_use_the_same_names(ranks: RankCount) -> None:
+    """The last norm and the head are one unit although both have a ``weight``."""
+    ranks(2).run(train_norm_and_head)
+
+
+@pytest.mark.req("B-02")
+def test_a_list_of_modules_cannot_be_the_root(one_rank: World) -> None:
+    """A list has no forward that starts an iteration."""
+    model = make_pair()
+    fully_shard([model[1], model[2]])
+
+    with pytest.raises(CompositionError, match="list of 2 modules"):
+        model[1](torch.ones(1, 6))
+
+
+def train_child_first(world: World) -> None:
+    """Run a block alone before its parent; then train from the root, then the block."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    apply_units(model, gpt_units(model))
+    x = torch.ones(1, 3, 8) * (world.rank + 1)
+
+    assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
+    root, first, second = _get_fsdp_states(model)
+    assert (root._is_root, first._is_root, second._is_root) == (True, False, False)
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    losses = train(model, world.rank, gpt_input, sgd)
+
+    assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
+    assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
+
+
+@pytest.mark.req("B-06")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_child_may_run_before_its_parent(ranks: RankCount, world_size: int) -> None:
+    """The root is the outermost unit all the same."""
+    ranks(world_size).run(train_child_first)
+
+
+def train_root_then_inner(world: World) -> None:
+    """Two kinds of steps in turn, against the same on the plain model."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    apply_units(model, gpt_units(model))
+    for step in range(2):
+        x = torch.full((1, 2, 8), float(step + 1))
+        mine, theirs = sgd(model.parameters()), sgd(plain.parameters())
+        backward(loss_of(model, gpt_input(step, 0)))
+        backward(loss_of(plain, gpt_input(step, 0)))
+        for m, optimizer in ((model, mine), (plain, theirs)):
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(loss_of(m.blocks[1], x))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_training(model, plain, [], [])
+
+
+@pytest.mark.req("B-11")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_root_and_then_an_inner_module_alone(
+    ranks: RankCount, world_size: int
+) -> None:
+    """A backward through one block, between backwards through the whole."""
+    ranks(world_size).run(train_root_then_inner)
+
+
+class Loop(nn.Module):
+    """One layer used three times, and held under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6)
+        self.again = self.layer
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 6)`` to the same."""
+        for module in (self.layer, self.last, self.again, self.layer):
+            x = torch.tanh(module(x)) + x
+        return x
+
+
+def train_loop(world: World, path: str) -> None:
+    """Train a model that uses one unit three times in a forward."""
+    model = Loop()
+    plain = copy.deepcopy(model)
+    sharded = apply_units(model, ["layer", "last"], path=path)
+
+    expected = train_reference(plain, world.world_size, wide_input(6), sgd)
+    losses = train(sharded, world.rank, wide_input(6), sgd)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine, tolerance=1e-6)
+    states = _get_fsdp_states(sharded)
+    assert [state.fqn for state in states] == ["", "layer", "last"]
+
+
+@pytest.mark.req("B-11", "B-03")
+@pytest.mark.parametrize("path", ["composable", "wrapper"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_unit_used_several_times_in_one_forward_trains(
+    ranks: RankCount, world_size: int, path: str
+) -> None:
+    """A shared module is one unit, however often and by whatever name it runs."""
+    ranks(world_size).run(train_loop, path)

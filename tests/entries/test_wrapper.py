@@ -1,0 +1,219 @@
+"""``FullyShardedDataParallel`` from outside: names, attributes, order of units."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import (
+    CompositionError,
+    FullyShardedDataParallel,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from composable_fsdp.testing.models import TinyBlock, TinyGPT, tiny_mlp
+from composable_fsdp.testing.world import RankPool, World
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.runtime.reference import (
+    PATHS,
+    adamw,
+    apply_units,
+    assert_same_training,
+    backward,
+    gpt_input,
+    gpt_units,
+    loss_of,
+    train,
+    train_reference,
+)
+
+RankCount = Callable[[int], RankPool]
+
+
+def wrapped(model: nn.Module | None = None) -> FullyShardedDataParallel:
+    """A GPT, wrapped with a unit per block."""
+    return FullyShardedDataParallel(
+        model or TinyGPT(), auto_wrap_policy=ModuleWrapPolicy({TinyBlock})
+    )
+
+
+def test_names_are_those_of_the_plain_model(one_rank: World) -> None:
+    """Parameters, buffers and the state dict show no trace of the wrapper."""
+    plain = TinyGPT()
+    plain.blocks[0].register_buffer("seen", torch.zeros(1))
+    model = wrapped(copy.deepcopy(plain))
+
+    assert [n for n, _ in model.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    assert [n for n, _ in model.named_buffers()] == [
+        n for n, _ in plain.named_buffers()
+    ]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.qkv" in dict(
+        model.named_modules()
+    )
+
+
+@pytest.mark.req("D-01")
+@pytest.mark.parametrize(
+    "name", ["my_fsdp_wrapped_module", "_fsdp_wrapped_module_x", "module"]
+)
+def test_a_child_with_a_name_like_the_wrappers_keeps_it(
+    one_rank: World, name: str
+) -> None:
+    """Names are taken apart by component, so nothing is cut out of them."""
+    plain = nn.Module()
+    plain.add_module(name, tiny_mlp())
+    plain.add_module("my", tiny_mlp())
+    expected = list(plain.state_dict())
+
+    model = FullyShardedDataParallel(
+        plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+
+    assert list(model.state_dict()) == expected
+    assert [n for n, _ in model.named_parameters()] == expected
+    assert not model.load_state_dict(model.state_dict()).missing_keys
+
+
+@pytest.mark.req("S1-28")
+def test_fsdp_modules_are_the_wrappers_in_the_order_of_the_states(
+    one_rank: World,
+) -> None:
+    """One wrapper per state, root first; ``root_only`` keeps the outermost."""
+    model = wrapped()
+
+    found = FullyShardedDataParallel.fsdp_modules(model)
+
+    assert [fully_shard.state(each.module) for each in found] == _get_fsdp_states(model)
+    assert found[0] is model
+    assert len(found) == 3
+    assert FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model]
+
+
+def test_attributes_and_items_of_the_wrapped_module_are_the_wrappers(
+    one_rank: World,
+) -> None:
+    """Attributes, methods and indexing reach through; a missing one is missing."""
+    plain = tiny_mlp()
+    model = FullyShardedDataParallel(plain)
+
+    assert model[0] is plain[0]
+    assert model.append is not None
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = model.no_such_thing
+
+
+@pytest.mark.req("S1-25")
+def test_a_wrapper_is_not_wrapped_again(one_rank: World) -> None:
+    """The message says what to pass instead."""
+    model = FullyShardedDataParallel(tiny_mlp())
+
+    with pytest.raises(CompositionError, match=r"wrapper\.module"):
+        FullyShardedDataParallel(model)
+
+
+def test_use_orig_params_false_warns_once_and_is_taken_as_true(
+    one_rank: World,
+) -> None:
+    """Parameters are the original ones whatever is asked."""
+    plain = tiny_mlp()
+    before = list(plain.parameters())
+
+    with pytest.warns(UserWarning, match="use_orig_params=False is taken as True"):
+        model = FullyShardedDataParallel(plain, use_orig_params=False)
+
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.req("S0-09")
+def test_one_policy_gives_one_set_of_options_on_both_paths(one_rank: World) -> None:
+    """Same units, same order, same options per unit; each unit has its own state."""
+
+    def choose(root: nn.Module, ignored: object, options: dict[str, object]) -> object:
+        return {
+            m: {**options, "strategy": ShardingStrategy.SHARD_GRAD_OP}
+            for m in root.modules()
+            if isinstance(m, nn.LayerNorm)
+        }
+
+    ours = _get_fsdp_states(fully_shard(TinyGPT(), policy=choose))
+    theirs = _get_fsdp_states(
+        FullyShardedDataParallel(TinyGPT(), auto_wrap_policy=choose)
+    )
+
+    assert [s.fqn for s in ours] == [s.fqn for s in theirs]
+    assert [s.options for s in ours] == [s.options for s in theirs]
+    assert {s.options.strategy for s in ours[1:]} == {ShardingStrategy.SHARD_GRAD_OP}
+    assert len(set(map(id, ours))) == len(ours) == 6
+
+
+def train_mixed(world: World, inner: str, outer: str) -> list[str]:
+    """Shard the blocks on one path and the rest on the other; train."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    for index in range(2):
+        model.blocks[index] = apply_units(model.blocks[index], [], path=inner)
+    sharded = apply_units(model, [], path=outer)
+
+    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    losses = train(sharded, world.rank, gpt_input, adamw)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine)
+    return [state.fqn for state in _get_fsdp_states(sharded)]
+
+
+@pytest.mark.req("S1-23", "S1-22")
+@pytest.mark.parametrize("outer", PATHS)
+@pytest.mark.parametrize("inner", PATHS)
+def test_the_paths_can_be_mixed_in_one_model(
+    ranks: RankCount, inner: str, outer: str
+) -> None:
+    """Wrapper inside composable and the other way round: one tree, right numbers."""
+    names = ranks(2).run(train_mixed, inner, outer)
+
+    assert names == [["", "blocks.0", "blocks.1"]] * 2
+
+
+def save_and_load(world: World) -> bool:
+    """Save, train on, load: the first values are back, in the same object."""
+    model = wrapped()
+    saved = model.state_dict()
+    train(model, world.rank, gpt_input, adamw)
+    changed = not all(torch.equal(v, saved[n]) for n, v in model.state_dict().items())
+    report = model.load_state_dict(saved)
+    same = all(torch.equal(v, saved[n]) for n, v in model.state_dict().items())
+    backward(loss_of(model, gpt_input(0, world.rank)))
+    return changed and same and not report.missing_keys and not report.unexpected_keys
+
+
+@pytest.mark.req("S3-04")
+def test_save_and_load_work_in_the_wrapped_object(ranks: RankCount) -> None:
+    """Wrapping is no one-way street: names are plain and loading needs no new model."""
+    assert ranks(2).run(save_and_load) == [True, True]
+
+
+@pytest.mark.req("S3-05")
+@pytest.mark.parametrize("path", PATHS)
+def test_loading_its_own_state_dict_right_after_construction(
+    ranks: RankCount, path: str
+) -> None:
+    """Lazy initialization has not run; the values are kept."""
+    assert ranks(2).run(load_own_state, path) == [True, True]
+
+
+def load_own_state(world: World, path: str) -> bool:
+    """``load_state_dict(state_dict())`` before any forward."""
+    model = TinyGPT()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    sharded = apply_units(model, gpt_units(model), path=path)
+    sharded.load_state_dict(sharded.state_dict())
+    found = sharded.state_dict()
+    return all(torch.equal(found[name], value) for name, value in expected.items())

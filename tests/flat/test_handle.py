@@ -1,0 +1,196 @@
+"""A handle: names from one module, leaves made once, and what remembers it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp.comm.groups import Groups
+from composable_fsdp.flat import storage, views
+from composable_fsdp.flat.handle import (
+    _LEAVES,
+    FlatParamHandle,
+    build_handle,
+    find_leaf,
+)
+from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.planner import plan_modules
+from composable_fsdp.testing.models import TinyGPT, tiny_mlp
+from tests.planning.trees import linears, units
+
+
+def handles_of(
+    model: nn.Module, *names: str, world_size: int = 2, rank: int = 0
+) -> list[FlatParamHandle]:
+    """Handles of ``model`` and of the modules named, on one rank, without a group."""
+    request = PlanRequest(
+        options=UnitOptions(),
+        world_size=world_size,
+        policy=units({name: {} for name in names}),
+    )
+    _, targets = plan_modules([model], request)
+    groups = Groups(None, None, rank, world_size, 1)
+    device = torch.device("cpu")
+    return [build_handle(t, groups=groups, device=device) for t in targets]
+
+
+def tied_model() -> tuple[nn.Sequential, nn.Sequential]:
+    """A layer beside two that have one weight, and these two alone."""
+    inner = linears(2)
+    inner[1].weight = inner[0].weight
+    return nn.Sequential(linears(1), inner), inner
+
+
+@pytest.mark.req("S1-26")
+def test_all_names_of_a_handle_start_at_its_own_module() -> None:
+    """Names, first owners and further places lead to the parameters from the unit."""
+    model, inner = tied_model()
+    plain = dict(inner.named_parameters(remove_duplicate=False))
+    handle = handles_of(model, "1")[1]
+
+    assert handle._fqns == ("0.weight",)
+    assert [info.fqn for info in handle._param_infos] == ["0.weight"]
+    assert [(i.fqn, i.primary) for i in handle._shared_param_infos] == [
+        ("1.weight", "0.weight")
+    ]
+    for info in (*handle._param_infos, *handle._shared_param_infos):
+        assert info.module._parameters[info.name] is plain[info.fqn]
+        assert inner.get_parameter(info.fqn) is plain[info.fqn]
+
+
+@pytest.mark.req("B-24")
+def test_unsharding_twice_shows_the_same_full_leaves_at_every_place() -> None:
+    """Leaves are made once and swapped; a tied weight is one object at both places."""
+    model, inner = tied_model()
+    weight = inner[0].weight
+    handle = handles_of(model)[0]
+    shown: list[object] = []
+
+    for _ in range(2):
+        views.allocate_full(handle)
+        views.use_full(handle)
+        assert inner[0].weight is inner[1].weight
+        assert all(storage.is_allocated(region.full) for region in handle.regions)
+        shown.append(inner[0].weight)
+        views.use_sharded(handle)
+        views.free_full(handle)
+        assert inner[0].weight is inner[1].weight is weight
+        assert not any(storage.is_allocated(region.full) for region in handle.regions)
+
+    assert shown[0] is shown[1] is not weight
+    assert handle.regions[0].full_leaves[1].shape == (4, 4)
+
+
+@pytest.mark.req("B-24")
+def test_swapping_leaves_changes_no_name_and_no_order() -> None:
+    """The full model has the names of the plain one, in its order."""
+    model = TinyGPT(tied_head=True)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    (handle,) = handles_of(model)
+
+    for swap in (views.use_full, views.use_sharded):
+        swap(handle)
+        got = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        assert got == names
+
+
+@pytest.mark.req("S1-01")
+def test_the_table_of_held_parameters_has_its_name() -> None:
+    """``_shard_param_indices`` are the parameters of which a rank holds elements."""
+    spans = [
+        handles_of(tiny_mlp(), world_size=8, rank=rank)[0]._shard_param_indices
+        for rank in range(8)
+    ]
+
+    assert set().union(*spans) == {0, 1, 2, 3}
+    assert all(indices == tuple(sorted(indices)) for indices in spans)
+    for rank in range(8):
+        handle = handles_of(tiny_mlp(), world_size=8, rank=rank)[0]
+        held = {i for i, leaf in enumerate(handle.leaves) if leaf.numel()}
+        assert set(spans[rank]) == held
+
+
+@pytest.mark.req("S1-01")
+def test_the_repr_calls_the_unit_a_fully_sharded_module() -> None:
+    """Name, sizes, phase and form in one line."""
+    root, inner = handles_of(tied_model()[0], "1")
+    views.use_full(inner)
+
+    assert repr(root) == (
+        "FlatParamHandle(fully sharded module (root), 1 parameters, 1 regions, idle, "
+        "sharded)"
+    )
+    assert repr(inner).startswith("FlatParamHandle(fully sharded module '1', ")
+    assert repr(inner).endswith("idle, full)")
+
+
+def test_a_handle_alone_in_its_group_gathers_nothing() -> None:
+    """With one rank the full leaves are the shard, always there."""
+    (handle,) = handles_of(tiny_mlp(), world_size=1)
+
+    assert not handle.needs_gather
+    assert handle.gather_lists == ([], [])
+
+
+@pytest.mark.req("D-08", "D-09")
+def test_regions_are_gathered_together_and_only_trainable_ones_reduced() -> None:
+    """Two dtypes and a frozen bias: one gather of three regions, two reductions."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8))
+    model[0].to(torch.bfloat16)
+    model[1].bias.requires_grad_(False)
+
+    (handle,) = handles_of(model)
+
+    assert [full.dtype for full in handle.gather_lists[0]] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
+    assert [[r.layout.dtype for r in group] for group in handle.reduce_groups] == [
+        [torch.bfloat16],
+        [torch.float32],
+    ]
+
+
+def test_each_leaf_leads_to_its_handle_and_place() -> None:
+    """A bare parameter is enough to find the unit; other tensors lead nowhere."""
+    (handle,) = handles_of(tiny_mlp())
+
+    for index, leaf in enumerate(handle.leaves):
+        assert find_leaf(leaf) == (handle, index)
+    assert find_leaf(nn.Parameter(torch.ones(1))) is None
+    assert find_leaf(handle.regions[0].full_leaves[0]) is None
+
+
+def test_a_handle_that_is_gone_leaves_no_entry() -> None:
+    """Nothing keeps a handle alive but its model, and the table forgets its leaves."""
+    before = set(_LEAVES)
+    model = tiny_mlp()
+    (handle,) = handles_of(model)
+    gone = weakref.ref(handle)
+    parameter = model[0].weight
+    assert len(_LEAVES) == len(before) + 4
+
+    del handle, model
+    gc.collect()
+
+    assert gone() is None
+    assert set(_LEAVES) == before
+    assert find_leaf(parameter) is None
+
+
+def test_leaves_can_be_swapped_by_torch() -> None:
+    """A weak reference to a leaf in the table would forbid ``swap_tensors``."""
+    (handle,) = handles_of(tiny_mlp())
+    leaf = handle.leaves[0]
+
+    swap: Any = torch.utils.swap_tensors
+    swap(leaf, nn.Parameter(torch.ones(3)))
+
+    assert leaf.shape == (3,)

@@ -1,0 +1,283 @@
+"""A region's buffers and leaves, built for each rank in turn in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.flat import storage
+from composable_fsdp.flat.parameter import FlatParameter, build_region
+from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+
+SHAPES = ((5, 4), (8,), (), (3, 2, 2), (0, 3))
+
+
+class Marked(nn.Parameter):
+    """A parameter of a user's own class."""
+
+
+def parameters(
+    shapes: Sequence[tuple[int, ...]] = SHAPES, *, dtype: torch.dtype = torch.float32
+) -> list[nn.Parameter]:
+    """Parameters that count up from one, so that every element is another."""
+    made, start = [], 1
+    for shape in shapes:
+        numel = torch.Size(shape).numel()
+        values = torch.arange(start, start + numel, dtype=dtype).reshape(shape)
+        made.append(nn.Parameter(values))
+        start += numel
+    return made
+
+
+def region_of(
+    params: Sequence[nn.Parameter],
+    *,
+    world_size: int,
+    rank: int = 0,
+    rows: bool = True,
+    compute_dtype: torch.dtype | None = None,
+) -> FlatParameter:
+    """Build the one region of ``params`` for ``rank``; they are sharded afterwards."""
+    specs = [
+        ParameterSpec(
+            (str(i),),
+            tuple(p.shape),
+            p.dtype,
+            p.requires_grad,
+            row_block(p.shape) if rows else 1,
+        )
+        for i, p in enumerate(params)
+    ]
+    (layout,) = plan_regions(specs, world_size=world_size, launch_bytes=10**15)
+    return build_region(
+        layout,
+        [params[int(slot.fqn)] for slot in layout.parameters],
+        rank=rank,
+        rows=rows,
+        device=params[0].device,
+        compute_dtype=compute_dtype or layout.dtype,
+        reduce_dtype=layout.dtype,
+    )
+
+
+def gather(region: FlatParameter, shards: Sequence[Tensor]) -> None:
+    """Do what the all-gather does: fill ``full`` with the ranks' shards."""
+    storage.allocate(region.full)
+    with torch.no_grad():
+        region.full.copy_(torch.cat(list(shards)))
+
+
+@pytest.mark.req("X-28")
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 40])
+def test_shards_of_all_ranks_rebuild_every_parameter(
+    world_size: int, rows: bool
+) -> None:
+    """Shards in rank order are the flat parameter, which views to the originals."""
+    regions = [
+        region_of(parameters(), world_size=world_size, rank=rank, rows=rows)
+        for rank in range(world_size)
+    ]
+    originals = parameters()
+
+    region = regions[0]
+    gather(region, [each.shard for each in regions])
+
+    for slot, full in zip(region.layout.parameters, region.full_leaves, strict=True):
+        assert torch.equal(full, originals[int(slot.fqn)])
+        assert full.data_ptr() % 16 == 0 or not full.numel()
+    padding = [region.full[start:stop] for start, stop in region.layout.gaps()]
+    assert all(not piece.any() for piece in padding)
+
+
+@pytest.mark.req("B-25")
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_sharded_leaves_of_all_ranks_are_rows_of_the_original(world_size: int) -> None:
+    """Stacking the ranks' leaves along dim 0 gives the parameter, in its own dims."""
+    stacked: list[list[Tensor]] = [[] for _ in SHAPES]
+    for rank in range(world_size):
+        params = parameters()
+        region_of(params, world_size=world_size, rank=rank)
+        for pieces, leaf in zip(stacked, params, strict=True):
+            pieces.append(leaf.detach())
+
+    for pieces, original in zip(stacked, parameters(), strict=True):
+        whole = torch.cat(pieces)
+        assert torch.equal(whole, original.detach().reshape(whole.shape))
+        assert whole.ndim == max(original.ndim, 1)
+
+
+@pytest.mark.req("B-24")
+def test_a_sharded_leaf_is_the_original_object_over_the_shard() -> None:
+    """Same objects, still parameters that train, their memory that of the shard."""
+    params = parameters()
+    region = region_of(params, world_size=2)
+
+    assert {id(leaf) for leaf in region.leaves} == {id(p) for p in params}
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in params)
+    assert all(p.is_leaf and p.grad is None for p in params)
+    region.shard.fill_(7)
+    assert all(bool((p == 7).all()) for p in params)
+
+
+@pytest.mark.req("B-24")
+def test_attributes_are_seen_from_both_leaves() -> None:
+    """One dict for both: what was set before, on either side and later."""
+    params = parameters([(4, 2)])
+    params[0].optim_group = "a"  # type: ignore[attr-defined]  # a user's attribute
+    region = region_of(params, world_size=2)
+    storage.allocate(region.full)  # a failure prints the leaves
+    sharded, full = region.leaves[0], region.full_leaves[0]
+
+    full.seen = 1  # type: ignore[attr-defined]
+    sharded.optim_group = "b"  # type: ignore[attr-defined]
+
+    assert full.optim_group == "b"  # type: ignore[attr-defined]
+    assert sharded.seen == 1  # type: ignore[attr-defined]
+    assert full.__dict__ is sharded.__dict__
+
+
+def test_a_subclass_of_parameter_keeps_its_class_in_both_forms() -> None:
+    """User classes of parameters are seen in the optimizer and in forward."""
+    region = region_of([Marked(torch.ones(4, 2))], world_size=2)
+
+    assert type(region.leaves[0]) is type(region.full_leaves[0]) is Marked
+    assert isinstance(region.full_leaves[0], nn.Parameter)
+
+
+def test_a_gradient_of_the_full_shape_is_dropped() -> None:
+    """``.grad`` from before sharding fits no shard."""
+    params = parameters([(4, 2)])
+    params[0].grad = torch.ones(4, 2)
+
+    region_of(params, world_size=2)
+
+    assert params[0].grad is None
+
+
+def test_full_buffers_have_no_memory_after_build() -> None:
+    """Between steps a rank holds its shard and nothing else."""
+    region = region_of(parameters(), world_size=2)
+
+    assert region.reduce_buffer is not None
+    assert not storage.is_allocated(region.full)
+    assert not storage.is_allocated(region.reduce_buffer)
+    assert region.grad_shard is None
+    assert storage.is_allocated(region.shard)
+
+
+def test_writing_into_full_leaves_the_version_of_full_leaves_alone() -> None:
+    """What autograd saved stays valid when a gather writes the same values again."""
+    region = region_of(parameters([(4, 2)]), world_size=2)
+    gather(region, [region.shard, region.shard])
+    (leaf,) = region.full_leaves
+    version = leaf._version
+    x = torch.ones(3, 4, requires_grad=True)
+    loss: Any = (x @ leaf).sum()
+    expected = leaf.detach().sum(1).expand(3, 4).clone()
+
+    gather(region, [region.shard, region.shard])
+    loss.backward()
+
+    assert leaf._version == version
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_region_built_under_inference_mode_can_be_trained() -> None:
+    """Buffers and leaves are ordinary tensors, whatever the mode at build."""
+    params = parameters([(4, 2)])
+    with torch.inference_mode():
+        region = region_of(params, world_size=2)
+
+    assert region.reduce_buffer is not None
+    made = [region.shard, region.full, region.own_slice, region.reduce_buffer]
+    made += [*region.leaves, *region.full_leaves, *region.reduce_views]
+    assert not any(tensor.is_inference() for tensor in made)
+    gather(region, [region.shard, region.shard])
+    total: torch.Tensor = region.full_leaves[0].sum()
+    torch.autograd.backward([total])
+    assert region.full_leaves[0].grad is not None
+
+
+def test_alone_full_is_the_shard_itself() -> None:
+    """One rank in one dtype needs no second buffer, and the leaf stays as it was."""
+    params = parameters([(4, 2)])
+    region = region_of(params, world_size=1)
+
+    assert region.full is region.shard
+    assert not region.is_cut
+    assert params[0].shape == (4, 2)
+    assert region.full_leaves[0].data_ptr() == params[0].data_ptr()
+
+
+def test_another_compute_dtype_gets_full_leaves_of_its_own() -> None:
+    """Alone too: the shard keeps the parameters' dtype, full has the compute dtype."""
+    region = region_of(parameters([(4, 2)]), world_size=1, compute_dtype=torch.bfloat16)
+
+    assert region.is_cut
+    assert region.shard.dtype is region.leaves[0].dtype is torch.float32
+    assert region.full.dtype is region.full_leaves[0].dtype is torch.bfloat16
+
+
+@pytest.mark.req("D-09")
+def test_a_frozen_region_has_no_gradient_memory() -> None:
+    """No reduce buffer, no views of one, and full leaves that need no gradient."""
+    frozen = nn.Parameter(torch.ones(4, 2), requires_grad=False)
+    region = region_of([frozen], world_size=2)
+
+    has_buffer = region.reduce_buffer is not None
+    assert not has_buffer
+    assert len(region.reduce_views) == 0
+    assert not region.full_leaves[0].requires_grad
+
+
+def test_views_of_the_reduce_buffer_have_the_shapes_of_the_parameters() -> None:
+    """Parameters and padding together are the whole buffer, each once."""
+    region = region_of(parameters(), world_size=3)
+    assert region.reduce_buffer is not None
+    storage.allocate(region.reduce_buffer)
+    region.reduce_buffer.zero_()
+
+    for piece in (*region.reduce_views, *region.gaps):
+        piece.add_(1)
+
+    assert bool((region.reduce_buffer == 1).all())
+    assert [view.shape for view in region.reduce_views] == [
+        slot.shape for slot in region.layout.parameters
+    ]
+
+
+def test_strided_and_expanded_parameters_are_copied_by_value() -> None:
+    """A transposed weight and an expanded one come out in their logical order."""
+    base = torch.arange(12.0).reshape(3, 4)
+    odd = [nn.Parameter(base.t()), nn.Parameter(torch.ones(1, 1).expand(4, 3))]
+    expected = [p.detach().clone() for p in odd]
+
+    region = region_of(odd, world_size=1)
+
+    for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
+        assert torch.equal(leaf, expected[int(slot.fqn)])
+
+
+def test_a_meta_parameter_has_a_meta_shard() -> None:
+    """Nothing is allocated until there are values."""
+    region = region_of([nn.Parameter(torch.empty(4, 2, device="meta"))], world_size=2)
+
+    assert region.shard.is_meta
+    assert region.leaves[0].is_meta
+    assert region.leaves[0].shape == (2, 2)
+
+
+def test_the_repr_tells_sizes_by_their_names() -> None:
+    """numel, padded_numel and shard_numel are the words of the documentation."""
+    region = region_of(parameters([(5, 4), (8,)]), world_size=4, rank=1)
+
+    assert repr(region) == (
+        "FlatParameter(2 parameters, torch.float32, numel 28, padded_numel 32, "
+        "shard_numel 8, rank 1)"
+    )

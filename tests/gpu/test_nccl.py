@@ -1,0 +1,112 @@
+"""The headline and parity on GPUs over NCCL, on as many ranks as there are GPUs.
+
+Run by ``make test-gpu``, also where only torch and pytest are installed. Rank counts
+that the machine cannot run are printed, not passed over in silence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from composable_fsdp import ShardingStrategy
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.testing.models import TinyGPT
+from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
+from composable_fsdp.testing.world import RankPool, World
+from tests.runtime.orders import SUB1_SUB2, check_on_ranks
+from tests.runtime.reference import (
+    PATHS,
+    STRATEGIES,
+    adamw,
+    apply_units,
+    assert_same_training,
+    gpt_input,
+    gpt_units,
+    train,
+    train_reference,
+)
+
+GPUS = torch.cuda.device_count()
+RANK_COUNTS = (1, 2, 3, 4, 8)
+RUNNABLE = [count for count in RANK_COUNTS if count <= GPUS] or [1]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: NCCL was not tried at all"),
+]
+
+LEAF = ModuleRecipe("mlp", "leaf", dtype="bfloat16", frozen=1)
+RECIPES = [
+    SUB1_SUB2,
+    ModelRecipe(
+        ModuleRecipe(
+            "linear",
+            children=(
+                ModuleRecipe("plain", "module", (LEAF, ModuleRecipe("scalar", "s"))),
+                ModuleRecipe("list", "many", (ModuleRecipe(), ModuleRecipe("tiny"))),
+                ModuleRecipe("linear", "my_fsdp_wrapped_module", dtype="float64"),
+                ModuleRecipe("zero", "none", (LEAF,)),
+            ),
+        ),
+        width=5,
+        sharded=("module", "module.leaf", "many.0", "many.1", "none.leaf"),
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def say_what_is_not_tried(request: pytest.FixtureRequest) -> None:
+    """Print the rank counts that need more GPUs, past pytest's capture."""
+    left = [count for count in RANK_COUNTS if count > GPUS]
+    text = f"NCCL on {GPUS} GPUs; rank counts not tried: {left or 'none'}"
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\n{text}")
+
+
+@pytest.fixture(scope="module", params=RUNNABLE)
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Ranks on NCCL, one per GPU."""
+    with RankPool(request.param, "nccl") as ranks:
+        yield ranks
+
+
+def test_handle_order_is_that_of_modules(pool: RankPool) -> None:
+    """Both paths, three styles, every rank; also after forward and backward."""
+    pool.run(check_on_ranks, RECIPES)
+
+
+def train_on_gpu(world: World, path: str, strategy: ShardingStrategy) -> int:
+    """Three steps against the plain model on the same GPU; the collectives sent."""
+    model = TinyGPT().to(world.device)
+    plain = copy.deepcopy(model)
+    sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
+
+    def make(step: int, rank: int) -> torch.Tensor:
+        return gpt_input(step, rank).to(world.device)
+
+    expected = train_reference(plain, world.world_size, make, adamw)
+    with record() as calls:
+        losses = train(sharded, world.rank, make, adamw)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine, tolerance=1e-4)
+    assert world.all_equal(sharded.state_dict())
+    assert all(p.is_cuda for p in sharded.parameters())
+    return len(calls)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_a_small_gpt_trains_as_the_plain_one(
+    pool: RankPool, strategy: ShardingStrategy, path: str
+) -> None:
+    """Losses and weights of three steps agree, and one rank alone sends nothing."""
+    sent = pool.run(train_on_gpu, path, strategy)
+
+    assert len(set(sent)) == 1
+    assert (sent[0] == 0) is (pool.world_size == 1)

@@ -1,0 +1,182 @@
+"""What a plan says: bytes and calls worked out by hand, and the report."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp.compose.registry import set_state
+from composable_fsdp.config import Block, ShardingStrategy
+from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.plan import ShardingPlan, Traffic
+from composable_fsdp.planning.planner import plan, plan_modules
+from tests.planning.trees import linears, units
+
+MATRIX = 16 * 4
+"""Bytes of the one weight of each layer of ``linears``."""
+
+
+def three_units(strategy: ShardingStrategy, world_size: int = 2) -> ShardingPlan:
+    """A root with one matrix over two units with one matrix each."""
+    return plan(
+        linears(3),
+        world_size=world_size,
+        policy=units({"1": {}, "2": {}}),
+        strategy=strategy,
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calls"),
+    [
+        (ShardingStrategy.FULL_SHARD, 5),
+        (ShardingStrategy.SHARD_GRAD_OP, 3),
+    ],
+)
+def test_a_step_gathers_each_unit_and_again_what_was_resharded(
+    strategy: ShardingStrategy, calls: int
+) -> None:
+    """One gather per unit in forward, one more in backward for all but the root."""
+    assert three_units(strategy).traffic == Traffic(
+        all_gather_calls=calls,
+        all_gather_bytes=calls * MATRIX,
+        reduce_scatter_calls=3,
+        reduce_scatter_bytes=3 * MATRIX,
+    )
+
+
+def test_without_sharding_a_step_only_averages_gradients() -> None:
+    """NO_SHARD gathers nothing and all-reduces each unit's gradients whole."""
+    assert three_units(ShardingStrategy.NO_SHARD).traffic == Traffic(
+        all_reduce_calls=3, all_reduce_bytes=3 * MATRIX
+    )
+
+
+def test_hybrid_sharding_reduces_within_a_group_and_averages_its_shards() -> None:
+    """Two replicas of two shards: half of each gradient is averaged across replicas."""
+    request = PlanRequest(
+        options=UnitOptions(strategy=ShardingStrategy.HYBRID_SHARD),
+        world_size=4,
+        shard_world_size=2,
+        replicas=2,
+    )
+
+    result, _ = plan_modules([linears(1)], request)
+
+    assert result.traffic == Traffic(
+        all_gather_calls=1,
+        all_gather_bytes=MATRIX,
+        reduce_scatter_calls=1,
+        reduce_scatter_bytes=MATRIX,
+        all_reduce_calls=1,
+        all_reduce_bytes=MATRIX // 2,
+    )
+
+
+def test_alone_nothing_is_sent() -> None:
+    """One rank holds everything already, in the parameters' own memory."""
+    result = three_units(ShardingStrategy.FULL_SHARD, world_size=1)
+
+    assert result.traffic == Traffic()
+    assert [unit.full_bytes for unit in result.units] == [0, 0, 0]
+
+
+def test_a_unit_without_parameters_sends_nothing() -> None:
+    """A root that left everything to its units is no call."""
+    result = plan(linears(2), world_size=2, policy=units({"0": {}, "1": {}}))
+
+    assert result.units[0].regions == ()
+    assert result.traffic.all_gather_calls == 2 + 2
+
+
+@pytest.mark.req("D-09")
+def test_frozen_weights_are_gathered_and_never_reduced() -> None:
+    """A LoRA-like unit reduces what trains: 4 elements, not 20."""
+    model = nn.Linear(4, 4)
+    model.weight.requires_grad_(False)
+
+    result = plan(model, world_size=2)
+
+    assert result.traffic.all_gather_calls == 1
+    assert result.traffic.all_gather_bytes == (16 + 8) * 4
+    assert result.traffic.reduce_scatter_bytes == 8 * 4
+    assert result.gradient_bytes == 4 * 4
+    assert result.parameter_bytes == (8 + 4) * 4
+
+
+def test_bytes_per_rank_count_shards_with_their_padding() -> None:
+    """Nine rows over four ranks are three rows on each."""
+    result = plan(nn.Linear(8, 9, bias=False), world_size=4)
+
+    assert (result.numel, result.padded_numel) == (72, 96)
+    assert result.parameter_bytes == result.gradient_bytes == 3 * 8 * 4
+    assert result.units[0].full_bytes == 96 * 4
+
+
+def test_few_rows_are_noted_with_the_way_out() -> None:
+    """Fewer rows than ranks pad a matrix; single elements, as the note says, do not."""
+    model = nn.Sequential(nn.Linear(64, 2, bias=False))
+
+    by_row = plan(model, world_size=16)
+    by_element = plan(model, world_size=16, block=Block.ELEMENT)
+
+    assert len(by_row.warnings) == 1
+    assert "0.weight" in by_row.warnings[0]
+    assert "padding is 700%" in by_row.warnings[0]
+    assert "Block.ELEMENT" in by_row.warnings[0]
+    assert by_element.warnings == ()
+    assert by_element.padded_numel == by_element.numel
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    """Plans, units and layouts are values: equal by content, and fixed."""
+    result = three_units(ShardingStrategy.FULL_SHARD)
+
+    with pytest.raises(FrozenInstanceError):
+        result.world_size = 3  # type: ignore[misc]  # the mistake under test
+    assert result == copy.deepcopy(result) == three_units(ShardingStrategy.FULL_SHARD)
+
+
+def test_equal_models_have_equal_plans_on_meta_and_on_the_cpu() -> None:
+    """A plan depends on shapes, never on values or devices."""
+    with torch.device("meta"):
+        twin = linears(3)
+
+    assert plan(twin, world_size=7) == plan(linears(3), world_size=7)
+
+
+def test_the_report_names_every_unit_and_the_totals() -> None:
+    """One line per unit, then what a rank holds and sends."""
+    model = linears(3, 64)
+    model[0].weight.requires_grad_(False)
+    model[2].to(torch.bfloat16)
+
+    text = str(plan(model, world_size=4, policy=units({"1": {}, "2": {}})))
+    lines = text.splitlines()
+
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["(root)", "Sequential"],
+        ["1", "Linear"],
+        ["2", "Linear"],
+    ]
+    assert [line.split("%")[1].strip() for line in lines[1:4]] == [
+        "float32 frozen x1",
+        "float32 x1",
+        "bfloat16 x1",
+    ]
+    assert "3 units, 12,288 parameters, world size 4" in text
+    assert "5 all-gathers" in text
+    assert "2 reduce-scatters" in text
+
+
+def test_a_marked_subtree_is_not_in_the_totals() -> None:
+    """What another API holds costs this plan nothing."""
+    model = linears(2)
+    set_state(model[1], "replicate", object())
+
+    assert plan(model, world_size=2).numel == 16

@@ -1,0 +1,52 @@
+"""Policies by name, and questions to a plan and a tree, for the tests beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from torch import nn
+
+from composable_fsdp.planning.plan import ShardingPlan
+
+Choice = Mapping[str, Mapping[str, Any]]
+Policy = Callable[..., dict[nn.Module, dict[str, Any]]]
+
+
+def units(choice: Choice) -> Policy:
+    """A policy that picks modules by name, with the options given for each."""
+
+    def policy(
+        root: nn.Module, ignored: Set[nn.Module], root_kwargs: Mapping[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        return {
+            root.get_submodule(name): {**root_kwargs, **options}
+            for name, options in choice.items()
+        }
+
+    return policy
+
+
+def names_of(result: ShardingPlan) -> dict[str, list[str]]:
+    """Per unit, its parameters from the unit's module, sorted."""
+    return {
+        unit.fqn: sorted(s.fqn for r in unit.regions for s in r.parameters)
+        for unit in result.units
+    }
+
+
+def snapshot(model: nn.Module) -> list[object]:
+    """The objects at every place, their attributes, and what was done to their data."""
+    places = model.named_modules(remove_duplicate=False)
+    params = model.named_parameters(remove_duplicate=False)
+    return [
+        [(name, id(module), sorted(vars(module))) for name, module in places],
+        [
+            (name, id(p), p._version, p.requires_grad, id(p.grad), p.is_meta)
+            for name, p in params
+        ],
+    ]
+
+
+def linears(count: int, width: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])

@@ -1,0 +1,185 @@
+"""Finding states: order, alignment, and subtrees that are not entered."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+from torch import nn
+
+from composable_fsdp import FullyShardedDataParallel, ModuleWrapPolicy, fully_shard
+from composable_fsdp.compose.registry import set_state
+from composable_fsdp.testing.models import TinyBlock, TinyGPT
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_handles,
+    _get_fsdp_root_states,
+    _get_fsdp_states,
+    _get_fsdp_states_with_modules,
+    walk_states,
+)
+from tests.planning.trees import linears
+
+
+def gpt(layers: int = 2) -> TinyGPT:
+    """A model whose blocks and root are units, the last block first."""
+    model = TinyGPT(layers=layers)
+    for block in reversed(model.blocks):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def test_a_plain_model_has_no_states() -> None:
+    """Asking changes nothing and finds nothing."""
+    model = TinyGPT()
+    before = [sorted(vars(module)) for module in model.modules()]
+
+    assert _get_fsdp_states(model) == []
+    assert _get_fsdp_handles(model) == []
+    assert _get_fsdp_root_states(model) == []
+    assert _get_module_fsdp_state(model) is None
+    assert [sorted(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.req("S1-17", "S1-11")
+def test_states_come_in_the_order_of_modules_with_their_modules(
+    one_rank: World,
+) -> None:
+    """Not the order of application: root, then left to right."""
+    model = gpt(3)
+
+    states, modules = _get_fsdp_states_with_modules(model)
+
+    assert modules == [model, *model.blocks]
+    assert [fully_shard.state(module) for module in modules] == states
+    assert [state.module for state in states] == modules
+
+
+@pytest.mark.req("S1-21")
+def test_the_documented_idioms_find_states_roots_and_handles(one_rank: World) -> None:
+    """All states, the outermost ones, and the handles, also from inside the tree."""
+    first = gpt()
+    model = nn.Sequential(first, gpt())
+    states = _get_fsdp_states(model)
+
+    assert len(states) == 6
+    assert [state.module for state in _get_fsdp_root_states(model)] == list(model)
+    assert _get_fsdp_handles(model) == [state.handle for state in states]
+    assert _get_fsdp_states(first) == states[:3]
+    assert _get_fsdp_states(first.blocks) == states[1:3]
+
+
+@pytest.mark.req("S1-28")
+def test_the_wrappers_list_of_units_is_the_traversals(one_rank: World) -> None:
+    """``fsdp_modules`` of the wrapper are the modules that own the states found."""
+    model = FullyShardedDataParallel(
+        TinyGPT(), auto_wrap_policy=ModuleWrapPolicy({TinyBlock})
+    )
+
+    found = FullyShardedDataParallel.fsdp_modules(model)
+
+    assert [fully_shard.state(each.module) for each in found] == _get_fsdp_states(model)
+    assert len(found) == 3
+
+
+@pytest.mark.req("S1-30")
+def test_a_wrapper_leads_to_the_state_of_what_it_wraps(one_rank: World) -> None:
+    """The wrapper is a submodule like others: outermost, or below another unit."""
+    below = FullyShardedDataParallel(linears(1))
+    model = FullyShardedDataParallel(nn.Sequential(below))
+    outer, inner = _get_fsdp_states(model)
+
+    assert _get_module_fsdp_state(model) is outer
+    assert _get_module_fsdp_state(below) is inner
+
+
+@pytest.mark.req("S1-17")
+def test_a_module_at_two_places_is_yielded_once_at_the_first(one_rank: World) -> None:
+    """The name is that of the first place."""
+    shared = fully_shard(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Sequential(shared), shared)
+
+    assert [(fqn, owner) for fqn, owner, _ in walk_states(model)] == [("0.0", shared)]
+
+
+@pytest.mark.req("S1-16", "S1-19")
+def test_a_marked_subtree_is_not_entered_though_units_are_in_it(
+    one_rank: World,
+) -> None:
+    """``replicate`` hides the unit below it; the units around it are found."""
+    hidden = linears(1)
+    model = nn.Sequential(linears(1), nn.Sequential(hidden), linears(1))
+    for layer in (model[0], hidden, model[2]):
+        fully_shard(layer)
+    set_state(model[1], "replicate", object())
+
+    _, modules = _get_fsdp_states_with_modules(model)
+
+    assert modules == [model[0], model[2]]
+    assert _get_fsdp_states(model[1]) == []
+    assert len(_get_fsdp_states(hidden)) == 1
+
+
+@pytest.mark.req("S1-17")
+def test_a_tree_deeper_than_python_recurses_is_walked(one_rank: World) -> None:
+    """The walk keeps its own stack."""
+    inner = fully_shard(nn.Linear(2, 2))
+    module: nn.Module = inner
+    for _ in range(2 * sys.getrecursionlimit()):
+        outer = nn.Module()
+        outer.add_module("m", module)
+        module = outer
+
+    assert [state.module for state in _get_fsdp_states(module)] == [inner]
+
+
+@pytest.mark.req("S1-30")
+def test_every_submodule_leads_to_its_nearest_owner(one_rank: World) -> None:
+    """Norms and activations too, and containers between units."""
+    model = gpt()
+    root, first, second = _get_fsdp_states(model)
+
+    assert _get_module_fsdp_state(model.norm) is root
+    assert _get_module_fsdp_state(model.blocks) is root
+    assert {_get_module_fsdp_state(m) for m in model.blocks[0].modules()} == {first}
+    assert {_get_module_fsdp_state(m) for m in model.blocks[1].modules()} == {second}
+
+
+@pytest.mark.req("S1-30")
+def test_a_module_in_a_marked_subtree_belongs_to_no_unit(one_rank: World) -> None:
+    """What ``replicate`` holds is not the surrounding unit's."""
+    held, marked = linears(1), linears(1)
+    model = nn.Sequential(held, marked)
+    set_state(marked, "replicate", object())
+    fully_shard(model)
+
+    assert _get_module_fsdp_state(held[0]) is _get_module_fsdp_state(model)
+    assert _get_module_fsdp_state(marked) is None
+    assert _get_module_fsdp_state(marked[0]) is None
+
+
+def test_a_state_cannot_be_pickled_and_says_what_to_save(one_rank: World) -> None:
+    """Process groups belong to this run; the way out is the state dict."""
+    model = gpt()
+
+    with pytest.raises(TypeError, match=r"cannot be pickled.*module\.state_dict\(\)"):
+        pickle.dumps(_get_fsdp_states(model)[0])
+
+
+def test_the_repr_of_a_state_names_the_unit(one_rank: World) -> None:
+    """Before lazy initialization it is not known what is the root."""
+    states = _get_fsdp_states(gpt())
+
+    assert repr(states[0]) == "_FSDPState(unit (root), not initialised)"
+
+
+def test_states_declare_all_their_fields() -> None:
+    """A misspelt field is an error, not a new attribute."""
+    state = _FSDPState()
+
+    with pytest.raises(AttributeError):
+        state.handel = 1  # type: ignore[attr-defined]  # the mistake under test
+    with pytest.raises(AttributeError, match="has no attribute 'handel'"):
+        _ = state.handel
