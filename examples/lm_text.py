@@ -21,6 +21,7 @@ VOCABULARY = 256
 HELD_OUT_SHARE = 0.05
 FEWEST_BYTES = 20_000
 STDLIB_BYTES = 4_000_000
+MOST_WINDOWS = 256
 
 Batch = tuple[Tensor, Tensor]
 
@@ -55,12 +56,13 @@ class Corpus:
     ) -> Iterator[Batch]:
         """This rank's windows of the held-out text: as many batches on every rank.
 
-        Equal numbers matter: each forward is collective. The rest that does not divide
-        is left out.
+        Equal numbers matter: each forward is collective. What does not divide is left
+        out, and what comes after the first ``MOST_WINDOWS``, for the time it takes.
         """
-        count = (len(self.held_out) - 1) // context // world_size * world_size
-        windows = self.held_out.unfold(0, context + 1, context)[:count]
-        own = windows[rank::world_size]
+        windows = min(MOST_WINDOWS, (len(self.held_out) - 1) // context)
+        count = max(1, windows // world_size) * world_size
+        chosen = self.held_out.unfold(0, context + 1, context)[:count]
+        own = chosen[rank::world_size]
         for start in range(0, len(own), size):
             part = own[start : start + size]
             yield part[:, :-1], part[:, 1:]

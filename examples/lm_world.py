@@ -50,8 +50,6 @@ def joined_world() -> Iterator[World]:
         backend = "nccl"
     else:
         device, backend = torch.device("cpu"), "gloo"
-        # The ranks share the cores: more threads than cores would slow each other.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     # Without torchrun there is nobody to meet: any free port will do.
     where = "env://" if "RANK" in os.environ else "tcp://localhost:0"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=size)

@@ -5,9 +5,9 @@
 A byte-level GPT of a million parameters learns English from the manual that comes with
 every Python. Everything that shards is in ``shard`` and ``train``; the other files are
 the model (lm_model.py), the text (lm_text.py), the recipe (lm_recipe.py), the ranks
-(lm_world.py), the check (lm_check.py) and what is shown (lm_report.py). The exit
-status is not zero if the model did not learn, or with ``--check`` if it learned anything
-else than the plain one.
+(lm_world.py), the check (lm_check.py) and what is shown (lm_report.py). The exit status
+is not zero if the model did not learn, or with ``--check`` if it learned anything else
+than the plain one.
 """
 
 from __future__ import annotations
@@ -263,7 +263,8 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
     except (TextError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"train_lm: {error}", file=sys.stderr)
+            what = "--out or --save: " if isinstance(error, OSError) else ""
+            print(f"train_lm: {what}{error}", file=sys.stderr)
         return 2
     with joined_world() as world:
         return 0 if run(arguments, corpus, world) else 1

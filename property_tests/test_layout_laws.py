@@ -123,7 +123,6 @@ def test_every_element_lies_in_exactly_one_shard(
         assert sorted([*held, *gaps]) == list(range(region.padded_numel))
 
 
-@pytest.mark.req("U-14")
 @given(specs=units(), world_size=st.one_of(world_sizes(), st.integers(1, 1024)))
 def test_no_shard_boundary_cuts_a_block(
     specs: list[ParameterSpec], world_size: int

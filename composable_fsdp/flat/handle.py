@@ -28,7 +28,7 @@ NO_TASK = -1
 class ParamInfo(NamedTuple):
     """One place of a parameter: ``module._parameters[name]``, called ``fqn`` from the unit.
 
-    ``primary`` is the first owner's name, ``index`` tells parameters apart (in a list of
+    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a list of
     modules two may bear one name).
     """
 
@@ -36,7 +36,7 @@ class ParamInfo(NamedTuple):
     module: nn.Module
     name: str
     primary: str
-    index: int
+    slot_index: int
 
 
 Swap = tuple[dict[str, "nn.Parameter | None"], str, nn.Parameter, nn.Parameter]
@@ -145,7 +145,7 @@ class FlatParamHandle:
     @property
     def _param_infos(self) -> tuple[ParamInfo, ...]:
         """First owners, in region order."""
-        return tuple({info.index: info for info in reversed(self.infos)}.values())[::-1]
+        return tuple({info.slot_index: info for info in reversed(self.infos)}.values())[::-1]
 
     @property
     def _shared_param_infos(self) -> tuple[ParamInfo, ...]:

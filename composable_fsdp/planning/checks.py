@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp.errors import CompositionError, PlanError
@@ -55,10 +55,10 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
             f"Parameter {shown(fqn)} is not initialised yet (a lazy module). Run a dry "
             "forward with the plain model first, then fully_shard."
         )
-    if isinstance(parameter, DTensor):
+    if _is_dtensor(parameter):
         raise PlanError(
-            f"Parameter {shown(fqn)} is a DTensor on mesh {parameter.device_mesh}; a "
-            "flat buffer holds plain tensors. Shard before tensor parallelism is "
+            f"Parameter {shown(fqn)} is a DTensor; a flat buffer holds plain tensors. "
+            "Shard before tensor parallelism is "
             "applied, or pass it in ignored_states."
         )
     if parameter.layout is not torch.strided:
@@ -66,6 +66,12 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
             f"Parameter {shown(fqn)} has layout {parameter.layout}; expected "
             "torch.strided. Make it dense, or pass it in ignored_states."
         )
+
+
+def _is_dtensor(parameter: nn.Parameter) -> bool:
+    # Importing DTensor takes long, and where nobody has, nothing is one.
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(parameter, tensor.DTensor)
 
 
 def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.compose.registry import set_state
+from composable_fsdp.compose.registry import incompatible_api, set_state
 from composable_fsdp.flat.handle import build_handle
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
@@ -71,5 +71,9 @@ def _own_modules(state: _FSDPState, ignored: frozenset[nn.Module]) -> None:
         if owner is None or module in state.modules:
             OWNERS.set(module, state)
             stack.extend(
-                child for child in module._modules.values() if child is not None
+                child
+                for child in module._modules.values()
+                if child is not None
+                and child not in ignored
+                and incompatible_api(child) is None
             )

@@ -37,7 +37,7 @@ def _slots(state: _FSDPState, module: nn.Module) -> list[ParameterSlot]:
     if len(state.modules) == 1:
         return slots
     inside = set(map(id, module.modules()))
-    here = {info.index for info in state.handle.infos if id(info.module) in inside}
+    here = {info.slot_index for info in state.handle.infos if id(info.module) in inside}
     return [slot for slot in slots if slot.index in here]
 
 
@@ -51,7 +51,7 @@ def _holds(
     places = {
         (id(info.module), info.name)
         for info in state.handle.infos
-        if info.index == slot.index
+        if info.slot_index == slot.index
     }
     return (id(module.get_submodule(owner)), key) in places
 

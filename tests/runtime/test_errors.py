@@ -207,7 +207,7 @@ def test_a_mesh_of_another_form_is_refused(
         ValueError,
         "1-D",
         f"{len(shape)}-D",
-        "sub-mesh",
+        "mesh_dim_names",
     )
 
 

@@ -61,6 +61,11 @@ def metadata(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def names_of(model: nn.Module) -> list[str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, _ in named]
+
+
 def check_equal_to_plain(world: World, path: str, strategy: ShardingStrategy) -> None:
     plain_gpt = TinyGPT(tied_head=True)
     for model, plain in (
@@ -71,6 +76,7 @@ def check_equal_to_plain(world: World, path: str, strategy: ShardingStrategy) ->
 
         assert differences(saved, expected) == {}
         assert metadata(saved) == metadata(expected)
+        assert names_of(model) == names_of(plain)
         assert is_full(model) == [False] * len(is_full(model))
     tied = gpt(path, tied_head=True, strategy=strategy).state_dict()
     assert tied["tokens.weight"] is tied["head.weight"]
