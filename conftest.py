@@ -34,6 +34,7 @@ def pytest_report_header() -> str | None:
         return "hypothesis is not installed: only tests/gpu is collected"
     return None
 
+
 # Two threads would change the order of sums, and ranks have one each.
 torch.set_num_threads(1)
 

@@ -7,6 +7,8 @@ here, and always as a whole component: a module that a user calls
 
 from __future__ import annotations
 
+import re
+
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """Attribute under which ``FullyShardedDataParallel`` holds the module it wraps."""
 
@@ -30,6 +32,15 @@ def strip_wrapper(name: str) -> str:
     if WRAPPED_MODULE not in name:
         return name
     return ".".join(part for part in name.split(".") if part != WRAPPED_MODULE)
+
+
+def strip_wrapper_in_text(text: str) -> str:
+    """Return ``text`` with the wrapper's components taken out of the names in it.
+
+    >>> strip_wrapper_in_text("size mismatch for a._fsdp_wrapped_module.b: ...")
+    'size mismatch for a.b: ...'
+    """
+    return re.sub(rf"(?<!\w){WRAPPED_MODULE}\.", "", text)
 
 
 def shown(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -148,7 +149,15 @@ def _total_norm(
     parts = [_power(plain, norm_type, device, dtype)]
     for group, gradients in sharded.items():
         part = _power(gradients, norm_type, device, dtype)
-        collectives.all_reduce(part, group, maximum=infinite)
+        if infinite:
+            # A maximum may lose a NaN (gloo does), so that travels as a number beside it.
+            both = torch.stack(
+                [part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(dtype)]
+            )
+            collectives.all_reduce(both, group, maximum=True)
+            part = torch.where(both[1] > 0, math.nan, both[0])
+        else:
+            collectives.all_reduce(part, group)
         parts.append(part)
     stacked = torch.stack(parts)
     if infinite:

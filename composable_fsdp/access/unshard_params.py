@@ -65,7 +65,8 @@ def unshard_params(
         for state in tops:
             context = ensure_root(state)
             if id(context) in contexts:
-                stack.enter_context(_summon(contexts.pop(id(context)), state))
+                contexts.pop(id(context))
+                stack.enter_context(_summon(context, state, rank0_only))
             stack.enter_context(
                 _unshard_params_recurse(
                     state.module,
@@ -79,9 +80,11 @@ def unshard_params(
 
 
 @contextmanager
-def _summon(context: RuntimeContext, state: _FSDPState) -> Iterator[None]:
+def _summon(
+    context: RuntimeContext, state: _FSDPState, rank0_only: bool
+) -> Iterator[None]:
     """Mark the tree: no forward, and no second block, until the end of this one."""
-    context.summoned = state
+    context.summoned, context.rank0_only = state, rank0_only
     try:
         yield
     finally:
@@ -98,7 +101,14 @@ def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
             "sharded module. Apply fully_shard to it, or call it on the model that was sharded."
         )
     if not recurse:
-        return [s for s in states if any(m is _inner(module) for m in s.modules)]
+        own = [s for s in states if any(m is _inner(module) for m in s.modules)]
+        if not own:
+            raise CompositionError(
+                f"unshard_params(recurse=False) was called on a {type(module).__name__} "
+                "that is no fully sharded module itself. Call it on one, or leave out "
+                "recurse=False."
+            )
+        return own
     inside = set(map(id, states))
     roots = set(map(id, _get_fsdp_root_states(module)))
     return [
@@ -130,12 +140,17 @@ def _unshard_params_recurse(
     states = _get_fsdp_states(module) if recurse else [state]
     with ExitStack() as stack:
         if ensure_root(state).summoned is None:
-            stack.enter_context(_summon(require_idle(state, "unshard_params"), state))
+            context = require_idle(state, "unshard_params")
+            stack.enter_context(_summon(context, state, rank0_only))
         for each in states:
             stack.enter_context(
                 _unshard_state(each, writeback=writeback, rank0_only=rank0_only)
             )
         yield
+        if writeback:
+            # All units first: one that does not fit leaves every shard as it was.
+            for each in states:
+                _require_shapes(each.handle, rank0_only=rank0_only)
 
 
 @contextmanager
@@ -164,7 +179,7 @@ def _unshard_state(
             wait_unsharded(handle)
         yield
         if writeback:
-            _require_shapes(handle, full=shows)
+            _require_shapes(handle, rank0_only=rank0_only)
             _write_back(handle, rank0_only=rank0_only)
             written = True
     finally:
@@ -210,8 +225,9 @@ def _write_back(handle: FlatParamHandle, *, rank0_only: bool) -> None:
             collectives.broadcast(region.shard, groups.replicate)
 
 
-def _require_shapes(handle: FlatParamHandle, *, full: bool) -> None:
+def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:
     """Take up parameters that the block assigned, or refuse them by name."""
+    full = not rank0_only or handle.groups.rank == 0
     for info, (parameters, name, sharded, whole) in zip(
         handle.infos, handle.swaps, strict=True
     ):

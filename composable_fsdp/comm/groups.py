@@ -2,51 +2,108 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.config import ShardingStrategy
-from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """A process group, held weakly: torch.distributed keeps it until it is destroyed.
+
+    A model that outlived ``destroy_process_group`` would otherwise keep the group's
+    threads into the interpreter's exit, where they abort the process now and then.
+    """
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ref = weakref.ref(group)
+
+    def get(self) -> dist.ProcessGroup:
+        """Return the group. Raises: PhaseError, if it was destroyed."""
+        group = self._ref()
+        if group is None:
+            raise PhaseError(
+                "The process group that this module was sharded over was destroyed "
+                "(torch.distributed.destroy_process_group). Build and shard the model "
+                "again after init_process_group, and load its state."
+            )
+        return group
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GroupRef:
+        """Process groups are shared by copies: they name ranks, not data."""
+        return self
+
+
 class Groups:
     """The process groups of one unit; ``None`` where a group would have one rank.
 
-    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's
-    place.
+    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's place.
     ``replicate``: ranks with equal shards, whose gradients are averaged.
     """
 
-    shard: dist.ProcessGroup | None
-    replicate: dist.ProcessGroup | None
-    rank: int
-    shard_world_size: int
-    replicas: int
+    __slots__ = ("_replicate", "_shard", "rank", "replicas", "shard_world_size")
+
+    def __init__(
+        self, shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None
+    ) -> None:
+        # A group of one rank has nobody to talk to: from here on it does not exist.
+        self.shard_world_size = shard.size() if shard is not None else 1
+        self.replicas = replicate.size() if replicate is not None else 1
+        self.rank = shard.rank() if shard is not None else 0
+        alone = shard is None or self.shard_world_size == 1
+        self._shard = None if alone or shard is None else GroupRef(shard)
+        alone = replicate is None or self.replicas == 1
+        self._replicate = None if alone or replicate is None else GroupRef(replicate)
+
+    @property
+    def shard(self) -> dist.ProcessGroup | None:
+        """The ranks that share the parameters."""
+        return None if self._shard is None else self._shard.get()
+
+    @property
+    def replicate(self) -> dist.ProcessGroup | None:
+        """The ranks that hold copies of the shard."""
+        return None if self._replicate is None else self._replicate.get()
 
     @property
     def world_size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.shard_world_size * self.replicas
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Groups:
-        """Process groups are shared by copies: they name ranks, not data."""
-        return self
 
-
-@dataclass(frozen=True, slots=True)
 class RankLayout:
     """What the caller said about ranks: one group, or a (shard, replicate) pair."""
 
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup | None
-    device_type: str | None
+    __slots__ = ("_replicate", "_shard", "device_type")
+
+    def __init__(
+        self,
+        shard: dist.ProcessGroup,
+        replicate: dist.ProcessGroup | None,
+        device_type: str | None,
+    ) -> None:
+        self._shard = GroupRef(shard)
+        self._replicate = None if replicate is None else GroupRef(replicate)
+        self.device_type = device_type
+
+    @property
+    def shard(self) -> dist.ProcessGroup:
+        """The ranks that share parameters; all ranks, if there is one group only."""
+        return self._shard.get()
+
+    @property
+    def replicate(self) -> dist.ProcessGroup | None:
+        """The ranks that hold copies, if the caller gave two groups."""
+        return None if self._replicate is None else self._replicate.get()
 
     @property
     def world_size(self) -> int:
@@ -62,7 +119,7 @@ class RankLayout:
                     f"{strategy.name} takes one process group, got a shard group and a "
                     "replicate group. Use HYBRID_SHARD, or pass one group."
                 )
-            return _groups(shard, replicate)
+            return Groups(shard, replicate)
         if strategy in HYBRID:
             raise PlanError(
                 f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or a "
@@ -70,23 +127,8 @@ class RankLayout:
                 "two."
             )
         if strategy is ShardingStrategy.NO_SHARD:
-            return _groups(None, self.shard)
-        return _groups(self.shard, None)
-
-
-def _groups(
-    shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None
-) -> Groups:
-    # A group of one rank has nobody to talk to: from here on it does not exist.
-    shards = shard.size() if shard is not None else 1
-    copies = replicate.size() if replicate is not None else 1
-    return Groups(
-        shard=shard if shards > 1 else None,
-        replicate=replicate if copies > 1 else None,
-        rank=shard.rank() if shard is not None else 0,
-        shard_world_size=shards,
-        replicas=copies,
-    )
+            return Groups(None, self.shard)
+        return Groups(self.shard, None)
 
 
 def resolve_ranks(

@@ -7,7 +7,8 @@ to the tree and takes it out of every name it gives.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,7 +28,7 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper
+from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning.assign import API
@@ -145,6 +146,21 @@ class FullyShardedDataParallel(nn.Module):
         """As of a plain module: names without the wrapper's components."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield strip_wrapper(name), buffer
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of a plain module: names, versions and messages are the plain model's."""
+        copied = OrderedDict(state_dict)
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            below = {name: strip_wrapper(name) for name, _ in self.named_modules()}
+            renamed = {n: metadata[s] for n, s in below.items() if s in metadata}
+            copied._metadata = {**metadata, **renamed}  # type: ignore[attr-defined]  # as torch does
+        try:
+            return super().load_state_dict(copied, strict=strict, assign=assign)
+        except RuntimeError as error:
+            raise RuntimeError(strip_wrapper_in_text(str(error))) from None
 
     @staticmethod
     def fsdp_modules(

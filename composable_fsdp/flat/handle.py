@@ -145,7 +145,9 @@ class FlatParamHandle:
     @property
     def _param_infos(self) -> tuple[ParamInfo, ...]:
         """First owners, in region order."""
-        return tuple({info.slot_index: info for info in reversed(self.infos)}.values())[::-1]
+        return tuple({info.slot_index: info for info in reversed(self.infos)}.values())[
+            ::-1
+        ]
 
     @property
     def _shared_param_infos(self) -> tuple[ParamInfo, ...]:

@@ -15,6 +15,10 @@ from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
+SCALARS = ("step", "mu_product", "eta", "mu")
+"""State of ``torch.optim`` that is one number per parameter. For a parameter without
+dimensions the shape does not tell it from element-wise state."""
+
 
 def optim_state_dict_to_load(
     model: nn.Module,
@@ -53,7 +57,7 @@ def optim_state_dict_to_load(
             state_of[key] = {name: _part(named, name, v) for name, v in values.items()}
     result = {
         "state": state_of,
-        "param_groups": _param_groups(groups, saved, named=is_named_optimizer),
+        "param_groups": _param_groups(groups, saved, optim, named=is_named_optimizer),
     }
     if load_directly:
         optim.load_state_dict(result)
@@ -61,10 +65,13 @@ def optim_state_dict_to_load(
 
 
 def _require_same_names(members: list[Named], saved: dict[str, Any]) -> None:
-    if not isinstance(saved, dict) or {"state", "param_groups"} - saved.keys():
+    wanted = ("state", "param_groups")
+    if not isinstance(saved, dict) or any(key not in saved for key in wanted):
+        got = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
         raise CheckpointError(
-            "optim_state_dict_to_load expects a dict with 'state' and 'param_groups', got "
-            f"{type(saved).__name__}. Pass what optim_state_dict(model, optim) returned."
+            "optim_state_dict_to_load expects a dict with the keys 'state' and "
+            f"'param_groups', got {got}. Pass what optim_state_dict(model, optim) "
+            "returned."
         )
     ours = [named.fqn for named in members]
     theirs = [name for group in saved["param_groups"] for name in group["params"]]
@@ -95,7 +102,7 @@ def _part(named: Named, name: str, value: Any) -> Any:
             f"Optimizer state {name!r} of {shown(named.fqn)} has shape {tuple(value.shape)}; "
             f"expected a scalar or the parameter's full shape {named.shape}."
         )
-    if value.ndim == 0 and name == "step":
+    if value.ndim == 0 and name in SCALARS:
         return value.clone()
     if named.region is None or named.slot is None:
         return value.clone()
@@ -103,9 +110,16 @@ def _part(named: Named, name: str, value: Any) -> Any:
 
 
 def _param_groups(
-    groups: list[list[Named]], saved: dict[str, Any], *, named: bool
+    groups: list[list[Named]],
+    saved: dict[str, Any],
+    optim: torch.optim.Optimizer,
+    *,
+    named: bool,
 ) -> list[dict[str, Any]]:
-    """The saved options of each of the optimizer's groups, found by parameter names."""
+    """The saved options of each of the optimizer's groups, found by parameter names.
+
+    A group without parameters keeps the optimizer's own.
+    """
     home = {
         name: i
         for i, group in enumerate(saved["param_groups"])
@@ -117,12 +131,15 @@ def _param_groups(
         if len(origins) > 1:
             raise CheckpointError(
                 f"The optimizer's group {g} holds parameters of several saved groups "
-                f"({sorted(origins)}), whose options differ. Build the groups as they were saved."
+                f"({sorted(origins)}), whose options differ. Build the groups as they "
+                "were saved."
             )
         keys: list[Any] = [m.fqn for m in members]
         if not named:
             keys = list(range(start, start + len(members)))
         start += len(members)
-        options = saved["param_groups"][origins.pop()] if origins else {}
+        options = optim.param_groups[g]
+        if origins:
+            options = saved["param_groups"][origins.pop()]
         result.append({**options, "params": keys})
     return result

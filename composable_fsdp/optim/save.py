@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,14 +52,13 @@ def optim_state_dict(
     ]
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
-        _require_element_wise(named, values)
         if values:
             result[named.fqn] = {key: _on_cpu(value) for key, value in values.items()}
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
         if named.handle is not None and named.handle.groups.shard is not None:
             by_handle.setdefault(id(named.handle), []).append(i)
-    _require_equal_names(members, states, by_handle)
+    _require_same_state(members, states, by_handle)
     for indices in by_handle.values():
         _gather(members, states, indices, result)
     return {
@@ -78,23 +78,34 @@ def _is_scalar(value: Any) -> bool:
     return not isinstance(value, Tensor) or value.ndim == 0
 
 
-def _require_element_wise(named: Named, values: dict[str, Any]) -> None:
+def _misfit(named: Named, values: dict[str, Any]) -> str:
+    """Say which state is not element-wise; empty if all of it is."""
     for key, value in values.items():
         if not _is_scalar(value) and value.shape != named.parameter.shape:
-            raise CheckpointError(
-                f"Optimizer state {key!r} of {shown(named.fqn)} has shape {tuple(value.shape)}; "
-                f"expected a scalar or the shape of this rank's shard, "
-                f"{tuple(named.parameter.shape)}. State that is not element-wise, or made before "
-                "fully_shard, cannot be put together from shards: use an element-wise optimizer, "
-                "and make it hold state only after fully_shard."
+            return (
+                f"Optimizer state {key!r} of {shown(named.fqn)} has shape "
+                f"{tuple(value.shape)}; expected a scalar or the shape of this rank's "
+                f"shard, {tuple(named.parameter.shape)}. State that is not element-wise, "
+                "or made before fully_shard, cannot be put together from shards: use an "
+                "element-wise optimizer, and make it hold state only after fully_shard."
             )
+    return ""
 
 
-def _require_equal_names(
+Entry = tuple[str, list[str]]
+"""A parameter's name, and the names of its state tensors."""
+
+
+def _require_same_state(
     members: list[Named], states: list[dict[str, Any]], by_handle: dict[int, list[int]]
 ) -> None:
-    """Compare state names over ranks first: a rank without one would hang the others."""
-    by_group: dict[dist.ProcessGroup, list[tuple[str, list[str]]]] = {}
+    """Refuse on all ranks what one of them cannot put together.
+
+    First, because a rank that raises alone, or has nothing to send, hangs the others.
+    """
+    misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
+    problem = next(filter(None, misfits), "")
+    by_group: dict[dist.ProcessGroup, list[Entry]] = {}
     for indices in by_handle.values():
         for i in indices:
             handle = members[i].handle
@@ -104,17 +115,28 @@ def _require_equal_names(
             entry = (members[i].fqn, keys)
             by_group.setdefault(handle.groups.shard, []).append(entry)
     for group, mine in by_group.items():
-        for rank, theirs in enumerate(collectives.all_gather_object(mine, group)):
-            if theirs == mine:
-                continue
-            (name, have), (other, got) = next(
-                pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]
-            )
-            raise DesyncError(
-                f"Optimizer state differs over ranks: here {shown(name)} has {have}, on rank "
-                f"{rank} of the shard group {shown(other)} has {got}. Build the optimizer with "
-                "the same parameters in the same order on every rank, and step all of them."
-            )
+        answers = collectives.all_gather_object((mine, problem), group)
+        for rank, (theirs, their_problem) in enumerate(answers):
+            if their_problem:
+                raise CheckpointError(
+                    their_problem if problem else f"On rank {rank}: {their_problem}"
+                )
+            if theirs != mine:
+                raise DesyncError(_difference(mine, theirs, rank))
+    if problem:
+        raise CheckpointError(problem)
+
+
+def _difference(mine: list[Entry], theirs: list[Entry], rank: int) -> str:
+    nothing: Entry = ("nothing more", [])
+    pairs = zip_longest(mine, theirs, fillvalue=nothing)
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    return (
+        f"Optimizer state differs over ranks: here {shown(here[0])} has {here[1]}, on "
+        f"rank {rank} of the shard group {shown(there[0])} has {there[1]}. Build the "
+        "optimizer with the same parameters in the same order on every rank, and step "
+        "all of them."
+    )
 
 
 def _gather(

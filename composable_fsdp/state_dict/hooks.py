@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.naming import WRAPPED_MODULE, shown, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.layout import ParameterSlot
@@ -70,13 +71,21 @@ def _save(
     Raises: PhaseError, inside forward or backward.
     """
     handle = state.handle
+    context = state.context
+    if context is not None and context.summoned is not None and context.rank0_only:
+        raise PhaseError(
+            f"state_dict of {state.name} was called inside unshard_params("
+            "rank0_only=True), where only the first rank has full parameters. Call it "
+            "before or after the block, on every rank."
+        )
     if handle.phase is Phase.SUMMON and handle.is_full:
+        # What the modules hold, which the block may have replaced.
         values = {
-            slot.index: leaf.detach().clone()
-            for region in handle.regions
-            for slot, leaf in zip(
-                region.layout.parameters, region.full_leaves, strict=True
+            info.slot_index: held.detach().clone()
+            for info, (parameters, key, _, _) in zip(
+                handle.infos, handle.swaps, strict=True
             )
+            if (held := parameters.get(key)) is not None
         }
     else:
         settle(state, "state_dict")
@@ -84,7 +93,11 @@ def _save(
     for slot in _slots(state, module):
         # Names of one tied parameter share one tensor, as in the plain state dict.
         for name in slot.fqns:
-            if prefix + name in state_dict and _holds(state, module, slot, name):
+            if (
+                prefix + name in state_dict
+                and slot.index in values
+                and _holds(state, module, slot, name)
+            ):
                 state_dict[prefix + name] = values[slot.index]
 
 

@@ -50,6 +50,7 @@ class RuntimeContext:
         "handles",
         "lists",
         "outermost",
+        "rank0_only",
         "reducing",
         "retiring",
         "root",
@@ -80,6 +81,8 @@ class RuntimeContext:
         """The reduction that was issued last and not finished."""
         self.summoned: _FSDPState | None = None
         """The unit on which ``unshard_params`` was called, while its block runs."""
+        self.rank0_only = False
+        """Whether that block shows full parameters on the first rank alone."""
 
 
 class Reduction:

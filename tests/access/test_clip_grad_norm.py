@@ -167,11 +167,6 @@ def check_broken(world: World, bad: float, rank: int, norm_type: float) -> list[
     return [norm.item(), *values]
 
 
-LOST = pytest.mark.xfail(
-    reason="gloo's maximum forgets a NaN of a later rank", strict=True
-)
-
-
 @pytest.mark.parametrize(
     ("norm_type", "rank"),
     [
@@ -179,7 +174,7 @@ LOST = pytest.mark.xfail(
         (2.0, 1),
         (1.0, 1),
         (INF, 0),
-        pytest.param(INF, 1, marks=LOST),
+        (INF, 1),
     ],
 )
 def test_nan_on_one_rank_is_nan_on_all(

@@ -485,7 +485,6 @@ def check_assigned_and_saved(world: World, path: str) -> None:
     assert torch.equal(saved["0.bias"], torch.full((12,), 7.0))
 
 
-@pytest.mark.xfail(reason="saves the leaf that was replaced", strict=True)
 @both_paths
 def test_a_state_dict_inside_the_block_has_the_assigned_parameter(
     ranks: RankCount, path: str

@@ -422,10 +422,6 @@ def test_state_made_before_sharding_is_refused(
         assert "make it hold state only after fully_shard" in text
 
 
-@pytest.mark.xfail(
-    reason="refused only on ranks whose shard is not the whole; the others wait",
-    strict=True,
-)
 def test_state_made_before_sharding_is_refused_where_one_rank_holds_it_all(
     ranks: RankCount,
 ) -> None:
@@ -451,10 +447,7 @@ def check_unlike_ranks(world: World, how: str) -> str:
     "how",
     [
         "no step",
-        pytest.param(
-            "fewer parameters",
-            marks=pytest.mark.xfail(reason="a bare StopIteration", strict=True),
-        ),
+        "fewer parameters",
     ],
 )
 def test_ranks_with_other_state_are_told_so(ranks: RankCount, how: str) -> None:
@@ -478,12 +471,6 @@ class Scalars(nn.Module):
         return x * self.scale + self.shift
 
 
-CUT = pytest.mark.xfail(
-    reason="scalars that are not called 'step' are taken for parameter state",
-    strict=True,
-)
-
-
 def check_scalars(world: World, kind: type[torch.optim.Optimizer]) -> None:
     model = fully_shard(Scalars())
     optimizer = kind(model.parameters())  # type: ignore[call-arg]
@@ -505,8 +492,8 @@ def check_scalars(world: World, kind: type[torch.optim.Optimizer]) -> None:
         torch.optim.Adagrad,
         torch.optim.Rprop,
         torch.optim.RMSprop,
-        pytest.param(torch.optim.NAdam, marks=CUT),
-        pytest.param(torch.optim.ASGD, marks=CUT),
+        torch.optim.NAdam,
+        torch.optim.ASGD,
     ],
 )
 def test_state_of_a_parameter_without_dimensions_round_trips(
@@ -531,7 +518,6 @@ def check_empty_group(world: World) -> None:
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
-@pytest.mark.xfail(reason="its options are lost, and the next step raises", strict=True)
 def test_a_group_without_parameters_keeps_its_options(ranks: RankCount) -> None:
     """A group that will be filled later survives saving and loading."""
     ranks(2).run(check_empty_group)

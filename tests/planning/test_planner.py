@@ -180,7 +180,10 @@ def test_mixed_dtypes_and_frozen_weights_share_a_unit() -> None:
         (torch.float32, False),
     ]
     assert unit.gradient_bytes == 64 * 2 // 2 + 8 * 4 // 2
-    assert unit.traffic(is_root=True, in_backward=True).reduce_scatter_bytes == 64 * 2 + 8 * 4
+    assert (
+        unit.traffic(is_root=True, in_backward=True).reduce_scatter_bytes
+        == 64 * 2 + 8 * 4
+    )
 
 
 @pytest.mark.req("B-03")

@@ -293,14 +293,6 @@ def plain_error(what: str) -> str:
     return text.replace("Normed", "Model")
 
 
-COMPONENT = pytest.mark.xfail(
-    reason="messages of torch itself show the wrapper's component", strict=True
-)
-VERSION = pytest.mark.xfail(
-    reason="the wrapper loses the versions in the metadata", strict=True
-)
-
-
 @pytest.mark.req("D-01")
 @pytest.mark.parametrize(
     ("path", "what"),
@@ -308,11 +300,11 @@ VERSION = pytest.mark.xfail(
         ("composable", "names"),
         ("wrapper", "names"),
         ("composable", "buffer"),
-        pytest.param("wrapper", "buffer", marks=COMPONENT),
+        ("wrapper", "buffer"),
         ("composable", "type"),
-        pytest.param("wrapper", "type", marks=COMPONENT),
+        ("wrapper", "type"),
         ("composable", "version"),
-        pytest.param("wrapper", "version", marks=VERSION),
+        ("wrapper", "version"),
     ],
 )
 def test_what_does_not_fit_is_reported_as_by_the_plain_model(
