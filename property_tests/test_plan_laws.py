@@ -246,8 +246,13 @@ def test_traffic_and_memory_add_up(recipe: ModelRecipe, world_size: int) -> None
     model = build(recipe)
 
     result = plan(model, world_size=world_size, policy=ByName(recipe.sharded))
+    trainable = [any(r.trainable and r.numel for r in u.regions) for u in result.units]
     total = sum(
-        (u.traffic(is_root=u is result.units[0]) for u in result.units), Traffic()
+        (
+            unit.traffic(is_root=i == 0, in_backward=any(trainable[: i + 1]))
+            for i, unit in enumerate(result.units)
+        ),
+        Traffic(),
     )
 
     assert result.traffic == total

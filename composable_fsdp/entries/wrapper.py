@@ -160,6 +160,8 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return super().load_state_dict(copied, strict=strict, assign=assign)
         except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise  # one of ours, whose names are plain
             raise RuntimeError(strip_wrapper_in_text(str(error))) from None
 
     @staticmethod

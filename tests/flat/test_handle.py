@@ -35,7 +35,8 @@ def handles_of(
         policy=units({name: {} for name in names}),
     )
     _, targets = plan_modules([model], request)
-    groups = Groups(None, None, rank, world_size, 1)
+    groups = Groups(None, None)
+    groups.rank, groups.shard_world_size = rank, world_size
     device = torch.device("cpu")
     return [build_handle(t, groups=groups, device=device) for t in targets]
 
