@@ -15,7 +15,8 @@ class ShardingStrategy(Enum):
     """What is kept sharded, and when (torch FSDP1's names).
 
     ``FULL_SHARD``: parameters, gradients and optimizer state (ZeRO-3).
-    ``SHARD_GRAD_OP``: parameters stay whole from forward to the end of backward (ZeRO-2).
+    ``SHARD_GRAD_OP``: parameters stay whole from forward to the end of backward
+    (ZeRO-2).
     ``NO_SHARD``: every rank holds everything and gradients are all-reduced (DDP).
     ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2``: the first two within a shard group,
     replicated across groups.
@@ -43,8 +44,8 @@ class Block(Enum):
     """What a shard boundary may not cut.
 
     ``ROW``: one index of dim 0 of a parameter with two or more dims, so that a sharded
-    leaf is ``(k, *trailing)``. ``ELEMENT``: one element, least padding; a sharded leaf is
-    one-dimensional.
+    leaf is ``(k, *trailing)``. ``ELEMENT``: one element, least padding; a sharded leaf
+    is one-dimensional.
     """
 
     ROW = auto()
@@ -72,8 +73,9 @@ class MixedPrecision:
                 continue
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise TypeError(
-                    f"MixedPrecision({name}=...) expects a floating point torch.dtype or "
-                    f"None, got {dtype!r}. Leave it out to keep the parameters' own dtype."
+                    f"MixedPrecision({name}=...) expects a floating point torch.dtype "
+                    f"or None, got {dtype!r}. Leave it out to keep the parameters' own "
+                    "dtype."
                 )
 
 

@@ -1,7 +1,7 @@
 """Fully qualified names, by path component.
 
-The wrapper adds one component to the path of what it wraps. It is taken out here and only
-here, and always as a whole component: a module that a user calls
+The wrapper adds one component to the path of what it wraps. It is taken out here and
+only here, and always as a whole component: a module that a user calls
 ``my_fsdp_wrapped_module`` keeps its name.
 """
 

@@ -21,8 +21,8 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients on each rank, without communication, while the block runs.
 
-    The next backward outside the block reduces the sum. Until then each unit keeps a full
-    reduce buffer ``(padded_numel,)``.
+    The next backward outside the block reduces the sum. Until then each unit keeps a
+    full reduce buffer ``(padded_numel,)``.
 
     Collective: none here; units are still gathered in forward and backward.
 
@@ -33,8 +33,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     states = _get_fsdp_states(module)
     if not states:
         raise CompositionError(
-            f"no_sync was called on a {type(module).__name__} that holds no fully sharded module. "
-            "Call it on the model that was sharded."
+            f"no_sync was called on a {type(module).__name__} that holds no fully "
+            "sharded module. Call it on the model that was sharded."
         )
     before = [state.sync_gradients for state in states]
     for state in states:
@@ -54,12 +54,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
-    Takes a module or parameters, sharded ones (this rank's shards) and plain ones (equal on
-    all ranks) mixed. Returns the norm before clipping, 0-d, equal on all ranks; it is that
-    of the unsharded model, and NaN or inf on every rank if it is so on one.
+    Takes a module or parameters, sharded ones (this rank's shards) and plain ones
+    (equal on all ranks) mixed. Returns the norm before clipping, 0-d, equal on all
+    ranks; it is that of the unsharded model, and NaN or inf on every rank if it is so
+    on one.
 
-    Collective: one all-reduce of one number per shard group among the parameters. All ranks
-    must pass the same parameters.
+    Collective: one all-reduce of one number per shard group among the parameters. All
+    ranks must pass the same parameters.
     """
     parameters = _parameters(module_or_params)
     norm_type = float(norm_type)
@@ -106,8 +107,9 @@ def _parameters(
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
             raise TypeError(
-                "clip_grad_norm_ expects a module or parameters, got an iterable with a "
-                f"{type(parameter).__name__}. Pass the values, not (name, parameter) pairs."
+                "clip_grad_norm_ expects a module or parameters, got an iterable with "
+                f"a {type(parameter).__name__}. Pass the values, not (name, parameter) "
+                "pairs."
             )
     return parameters
 

@@ -1,7 +1,7 @@
 """Full parameters outside the step, as a context.
 
-Three levels: ``_unshard_state`` for one unit, ``_unshard_params_recurse`` for the units of a
-tree, ``unshard_params`` for users.
+Three levels: ``_unshard_state`` for one unit, ``_unshard_params_recurse`` for the units
+of a tree, ``unshard_params`` for users.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ def unshard_params(
     """Show full parameters in ``module`` while the block runs.
 
     Args:
-        module: any module that is or holds a fully sharded module.
-        recurse: also the units below; else only the unit that ``module`` itself is.
-        writeback: what the block wrote into the parameters reaches the shards. Each rank
+        module: any module that is or holds a fully sharded module. recurse: also the
+        units below; else only the unit that ``module`` itself is. writeback: what the
+        block wrote into the parameters reaches the shards. Each rank
             writes its own part; with ``rank0_only`` rank 0's values reach every shard.
-        rank0_only: only rank 0 of each shard group gets full parameters; the others keep
+        rank0_only: only rank 0 of each shard group gets full parameters; the others
+        keep
             seeing their shards.
 
-    Collective: per unit one all-gather over the shard group (with ``rank0_only`` one gather
-    per region, and with ``writeback`` one scatter per region on exit). All its ranks must
-    enter. After a raise in the block nothing is written and nothing is sent.
+    Collective: per unit one all-gather over the shard group (with ``rank0_only`` one
+    gather per region, and with ``writeback`` one scatter per region on exit). All its
+    ranks must enter. After a raise in the block nothing is written and nothing is sent.
     Raises: PhaseError, inside forward, backward or another such block.
 
     >>> with unshard_params(model, writeback=True):     # doctest: +SKIP
@@ -55,8 +56,9 @@ def unshard_params(
     """
     if offload_to_cpu or with_grads:
         raise PlanError(
-            "unshard_params(offload_to_cpu=..., with_grads=...) is not available in this version of "
-            "composable_fsdp. Leave both out; copy what you need inside the block."
+            "unshard_params(offload_to_cpu=..., with_grads=...) is not available in "
+            "this version of composable_fsdp. Leave both out; copy what you need "
+            "inside the block."
         )
     tops = _tops(module, recurse=recurse)
     # All of them first: units side by side share one tree.
@@ -97,16 +99,17 @@ def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
     states = _get_fsdp_states(module)
     if not states:
         raise CompositionError(
-            f"unshard_params was called on a {type(module).__name__} that holds no fully "
-            "sharded module. Apply fully_shard to it, or call it on the model that was sharded."
+            f"unshard_params was called on a {type(module).__name__} that holds no "
+            "fully sharded module. Apply fully_shard to it, or call it on the model "
+            "that was sharded."
         )
     if not recurse:
         own = [s for s in states if any(m is _inner(module) for m in s.modules)]
         if not own:
             raise CompositionError(
-                f"unshard_params(recurse=False) was called on a {type(module).__name__} "
-                "that is no fully sharded module itself. Call it on one, or leave out "
-                "recurse=False."
+                "unshard_params(recurse=False) was called on a "
+                f"{type(module).__name__} that is no fully sharded module itself. Call "
+                "it on one, or leave out recurse=False."
             )
         return own
     inside = set(map(id, states))
@@ -247,9 +250,9 @@ def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:
                 else type(found).__name__
             )
             raise PhaseError(
-                f"Inside unshard_params parameter {fqn} was replaced by {got}; expected "
-                f"{tuple(expected.shape)} {expected.dtype}. Write into it in place, for example "
-                "parameter.data.copy_(values)."
+                f"Inside unshard_params parameter {fqn} was replaced by {got}; "
+                f"expected {tuple(expected.shape)} {expected.dtype}. Write into it in "
+                "place, for example parameter.data.copy_(values)."
             )
         with torch.no_grad():
             expected.copy_(found)

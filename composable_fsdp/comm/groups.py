@@ -46,7 +46,8 @@ class GroupRef:
 class Groups:
     """The process groups of one unit; ``None`` where a group would have one rank.
 
-    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's place.
+    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's
+    place.
     ``replicate``: ranks with equal shards, whose gradients are averaged.
     """
 

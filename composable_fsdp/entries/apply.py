@@ -79,8 +79,8 @@ def apply(
 
     Every check comes before the first change.
 
-    Collective: with ``sync_module_states`` one broadcast per parameter and buffer over the
-    shard (and replicate) group; else none.
+    Collective: with ``sync_module_states`` one broadcast per parameter and buffer over
+    the shard (and replicate) group; else none.
     Raises: PlanError, CompositionError; the modules are as they were.
     """
     for module in modules:
@@ -137,9 +137,10 @@ def _refuse_owned(module: nn.Module) -> None:
     owner = _get_module_fsdp_state(module)
     if owner is not None and all(module is not m for m in owner.modules):
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__} whose parameters belong to the fully "
-            f"sharded module above it, {owner.name} ({type(owner.module).__name__}). Apply "
-            "fully_shard to the children first and to the parent last."
+            f"fully_shard got a {type(module).__name__} whose parameters belong to the "
+            f"fully sharded module above it, {owner.name} "
+            f"({type(owner.module).__name__}). Apply fully_shard to the children first "
+            "and to the parent last."
         )
 
 
@@ -150,9 +151,9 @@ def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
                 fqn = next((n for n, _, s in walk_states(module) if s is state), "")
                 raise CompositionError(
                     f"fully_shard was called on a {type(module).__name__} whose unit "
-                    f"{shown(fqn)} ({type(state.module).__name__}) has already run as its "
-                    "own root. Apply fully_shard to the whole model before its first "
-                    "forward."
+                    f"{shown(fqn)} ({type(state.module).__name__}) has already run as "
+                    "its own root. Apply fully_shard to the whole model before its "
+                    "first forward."
                 )
 
 
@@ -168,8 +169,9 @@ def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
             ]
             if meta and len(meta) < len(parameters):
                 raise PlanError(
-                    f"Unit {shown(target.plan.fqn)} has parameters on meta ({', '.join(meta)}) "
-                    "beside parameters with values. Give all of them values, or none."
+                    f"Unit {shown(target.plan.fqn)} has parameters on meta "
+                    f"({', '.join(meta)}) beside parameters with values. Give all of "
+                    "them values, or none."
                 )
 
 

@@ -66,12 +66,12 @@ def _shard(
 
     The module keeps its class and every name; each parameter stays the same object, its
     data now this rank's rows (``(k, *trailing)``; see ``Block``). Forward and backward
-    gather and reduce by themselves. Apply it to children first: a call manages what nested
-    calls (and ``replicate``) left over. A list of modules becomes one unit.
+    gather and reduce by themselves. Apply it to children first: a call manages what
+    nested calls (and ``replicate``) left over. A list of modules becomes one unit.
 
     Args:
-        module: a module, or a list that becomes one unit (not the root).
-        process_group: the ranks to shard over, or a pair (shard, replicate) for the hybrid
+        module: a module, or a list that becomes one unit (not the root). process_group:
+        the ranks to shard over, or a pair (shard, replicate) for the hybrid
             strategies; the default group if nothing is given.
         device_mesh: the same as a mesh: 1-D shards, 2-D named (replicate, shard).
         policy: which modules below become units: a policy object, a function
@@ -87,11 +87,12 @@ def _shard(
         block: what a shard boundary may not cut.
         if_sharded: "error", or "skip" to return a module that is sharded with the same
             settings.
-        tied_params: what to do with a parameter tied across units: "error", or "promote"
+        tied_params: what to do with a parameter tied across units: "error", or
+        "promote"
             to the lowest unit above all its places.
 
-    Collective: one broadcast per parameter and buffer with ``sync_module_states``; else none.
-    All ranks must make the same calls in the same order.
+    Collective: one broadcast per parameter and buffer with ``sync_module_states``; else
+    none. All ranks must make the same calls in the same order.
     Raises: CompositionError, PlanError, TypeError; the module is as it was.
 
     >>> for block in model.blocks:               # doctest: +SKIP
@@ -138,9 +139,9 @@ def refuse_unavailable(**values: object) -> None:
     given = [name for name, value in values.items() if value is not None]
     if given:
         raise PlanError(
-            f"{', '.join(given)}: not available in this version of composable_fsdp, and training "
-            "without it would not be what was asked for. Leave it out; the README lists what "
-            "works today."
+            f"{', '.join(given)}: not available in this version of composable_fsdp, "
+            "and training without it would not be what was asked for. Leave it out; "
+            "the README lists what works today."
         )
 
 
@@ -183,7 +184,8 @@ class _FullyShard(Contract[Any, _FSDPState]):
                 f"fully_shard(if_sharded='skip') found {type(first).__name__} "
                 f"{shown(state.fqn)} sharded with other settings: it has "
                 f"{state.settings or 'the defaults'}, this call asks for "
-                f"{settings or 'the defaults'}. Use the same settings, or a fresh module."
+                f"{settings or 'the defaults'}. Use the same settings, or a fresh "
+                "module."
             )
         return True
 

@@ -1,7 +1,7 @@
 """``FullyShardedDataParallel``: the wrapper door, over the same code as ``fully_shard``.
 
-The wrapped module carries the state, the handle and the hooks; the wrapper adds one level
-to the tree and takes it out of every name it gives.
+The wrapped module carries the state, the handle and the hooks; the wrapper adds one
+level to the tree and takes it out of every name it gives.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         if isinstance(module, FullyShardedDataParallel):
             raise CompositionError(
-                "FullyShardedDataParallel got a module that is wrapped already. Wrap the "
-                "plain module, or pass wrapper.module."
+                "FullyShardedDataParallel got a module that is wrapped already. Wrap "
+                "the plain module, or pass wrapper.module."
             )
         if not use_orig_params:
             warnings.warn(
-                "use_orig_params=False is taken as True: composable_fsdp always keeps the "
+                "use_orig_params=False is taken as True: composable_fsdp always keeps "
+                "the "
                 "original parameters. Drop the argument.",
                 stacklevel=2,
             )

@@ -28,8 +28,8 @@ NO_TASK = -1
 class ParamInfo(NamedTuple):
     """One place of a parameter: ``module._parameters[name]``, called ``fqn`` from the unit.
 
-    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a list of
-    modules two may bear one name).
+    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a
+    list of modules two may bear one name).
     """
 
     fqn: str
@@ -172,8 +172,8 @@ class FlatParamHandle:
 
     def __repr__(self) -> str:
         return (
-            f"FlatParamHandle(fully sharded module {self.name}, {len(self._fqns)} parameters, "
-            f"{len(self.regions)} regions, {self.phase.value}, "
+            f"FlatParamHandle(fully sharded module {self.name}, {len(self._fqns)} "
+            f"parameters, {len(self.regions)} regions, {self.phase.value}, "
             f"{'full' if self.is_full else 'sharded'})"
         )
 
@@ -183,7 +183,8 @@ def build_handle(
 ) -> FlatParamHandle:
     """Turn a planned unit into buffers and leaves; the parameters are sharded afterwards.
 
-    One unit at a time, so the memory above the shards is that of one unit. Sends nothing.
+    One unit at a time, so the memory above the shards is that of one unit. Sends
+    nothing.
     """
     options = target.plan.options
     precision = options.mixed_precision

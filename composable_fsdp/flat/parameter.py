@@ -2,14 +2,15 @@
 
 ::
 
-    shard          (shard_numel,)   always      <- sharded leaves, the original parameters
-    full           (padded_numel,)  unshard..   <- full leaves, what compute and autograd see
-    reduce_buffer  (padded_numel,)  backward    <- gradients are copied here as they arrive
-    grad_shard     (shard_numel,)   always      <- ``.grad`` of the sharded leaves
+    shard          (shard_numel,)   always      <- sharded leaves, the original
+    parameters full           (padded_numel,)  unshard..   <- full leaves, what compute
+    and autograd see reduce_buffer  (padded_numel,)  backward    <- gradients are copied
+    here as they arrive grad_shard     (shard_numel,)   always      <- ``.grad`` of the
+    sharded leaves
 
-All views are made once, at build. A full leaf takes its data through ``.data``, so it has a
-version counter of its own: an all-gather into ``full`` does not invalidate what autograd
-saved (the values are the same again).
+All views are made once, at build. A full leaf takes its data through ``.data``, so it
+has a version counter of its own: an all-gather into ``full`` does not invalidate what
+autograd saved (the values are the same again).
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class FlatParameter:
     def __repr__(self) -> str:
         layout = self.layout
         return (
-            f"FlatParameter({len(self.leaves)} parameters, {layout.dtype}, numel {layout.numel}, "
-            f"padded_numel {layout.padded_numel}, shard_numel {layout.shard_numel}, rank {self.rank})"
+            f"FlatParameter({len(self.leaves)} parameters, {layout.dtype}, numel "
+            f"{layout.numel}, padded_numel {layout.padded_numel}, shard_numel "
+            f"{layout.shard_numel}, rank {self.rank})"
         )
 
 

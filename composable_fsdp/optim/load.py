@@ -31,17 +31,17 @@ def optim_state_dict_to_load(
     """Return this rank's part of a full state, ready for ``optim.load_state_dict``.
 
     Args:
-        model: the sharded model, or a module that holds it.
-        optim: the optimizer that will load the result.
-        optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a plain
+        model: the sharded model, or a module that holds it. optim: the optimizer that
+        will load the result. optim_state_dict: what ``optim_state_dict`` returned, at
+        any world size, or a plain
             model's state under its parameter names; full on every rank.
         is_named_optimizer: keep names as keys instead of the optimizer's ids.
         load_directly: also call ``optim.load_state_dict`` with the result.
         group: ignored; each unit knows its ranks. Here because FSDP1 has it.
 
     Collective: none.
-    Raises: CheckpointError, listing names that are missing, left over, or of another shape;
-    nothing has been loaded then.
+    Raises: CheckpointError, listing names that are missing, left over, or of another
+    shape; nothing has been loaded then.
     """
     for state in _get_fsdp_states(model):
         settle(state, "optim_state_dict_to_load")
@@ -85,9 +85,9 @@ def _require_same_names(members: list[Named], saved: dict[str, Any]) -> None:
     extra = sorted((set(theirs) | set(saved["state"])) - set(ours))
     if missing or extra:
         raise CheckpointError(
-            "The optimizer state is of another model: "
-            f"missing {missing or 'nothing'}, left over {extra or 'nothing'}. Load it into an "
-            "optimizer over the same parameters."
+            f"The optimizer state is of another model: missing {missing or 'nothing'}, "
+            f"left over {extra or 'nothing'}. Load it into an optimizer over the same "
+            "parameters."
         )
 
 
@@ -99,8 +99,9 @@ def _part(named: Named, name: str, value: Any) -> Any:
         return value.clone()
     if tuple(value.shape) != named.shape:
         raise CheckpointError(
-            f"Optimizer state {name!r} of {shown(named.fqn)} has shape {tuple(value.shape)}; "
-            f"expected a scalar or the parameter's full shape {named.shape}."
+            f"Optimizer state {name!r} of {shown(named.fqn)} has shape "
+            f"{tuple(value.shape)}; expected a scalar or the parameter's full shape "
+            f"{named.shape}."
         )
     if value.ndim == 0 and name in SCALARS:
         return value.clone()

@@ -48,8 +48,9 @@ def name_parameters(
             if fqn is None:
                 raise CheckpointError(
                     f"Parameter {i} of the optimizer's group {g}, of shape "
-                    f"{tuple(parameter.shape)}, is not a parameter of the {type(model).__name__} "
-                    "it was asked about. Pass the model that the optimizer trains."
+                    f"{tuple(parameter.shape)}, is not a parameter of the "
+                    f"{type(model).__name__} it was asked about. Pass the model that "
+                    "the optimizer trains."
                 )
             members.append(_named(fqn, parameter))
         groups.append(members)

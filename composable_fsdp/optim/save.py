@@ -28,8 +28,8 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return the optimizer's full state, keyed by the plain model's parameter names.
 
-    ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``, with
-    tensors of the plain model's shapes on the CPU of every rank.
+    ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``,
+    with tensors of the plain model's shapes on the CPU of every rank.
 
     Args:
         model: the sharded model, or a module that holds it.
@@ -37,8 +37,8 @@ def optim_state_dict(
         optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now.
         group: ignored; each unit knows its ranks. Here because FSDP1 has it.
 
-    Collective: per unit and state one all-gather over the shard group, and one exchange of
-    state names per group before; all ranks must call.
+    Collective: per unit and state one all-gather over the shard group, and one exchange
+    of state names per group before; all ranks must call.
     Raises: CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
@@ -85,9 +85,10 @@ def _misfit(named: Named, values: dict[str, Any]) -> str:
             return (
                 f"Optimizer state {key!r} of {shown(named.fqn)} has shape "
                 f"{tuple(value.shape)}; expected a scalar or the shape of this rank's "
-                f"shard, {tuple(named.parameter.shape)}. State that is not element-wise, "
-                "or made before fully_shard, cannot be put together from shards: use an "
-                "element-wise optimizer, and make it hold state only after fully_shard."
+                f"shard, {tuple(named.parameter.shape)}. State that is not "
+                "element-wise, or made before fully_shard, cannot be put together from "
+                "shards: use an element-wise optimizer, and make it hold state only "
+                "after fully_shard."
             )
     return ""
 

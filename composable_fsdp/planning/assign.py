@@ -2,8 +2,8 @@
 
 A parameter goes to the nearest unit above it. Subtrees that an earlier application of
 ``fully_shard`` or an incompatible API holds are not entered. A parameter that is found
-under two units would be gathered by one and used by both, so it is refused, or promoted to
-the lowest unit above all its places.
+under two units would be gathered by one and used by both, so it is refused, or promoted
+to the lowest unit above all its places.
 """
 
 from __future__ import annotations
@@ -104,16 +104,18 @@ def _check_root(module: nn.Module) -> None:
         raise CompositionError(_foreign_text("", foreign))
     if api := incompatible_api(module):
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__} that {api} already manages; the two "
-            "keep parameters in different places. Apply one of them to this module."
+            f"fully_shard got a {type(module).__name__} that {api} already manages; "
+            "the two keep parameters in different places. Apply one of them to this "
+            "module."
         )
 
 
 def _foreign_text(fqn: str, foreign: str) -> str:
     return (
-        f"Module {shown(fqn)} is sharded by {foreign}; this package would shard its pieces "
-        "again. Use one of the two for the whole model: remove the other call, or replace it "
-        "by composable_fsdp's (docs: names of FSDP1 and FSDP2 beside ours)."
+        f"Module {shown(fqn)} is sharded by {foreign}; this package would shard its "
+        "pieces again. Use one of the two for the whole model: remove the other call, "
+        "or replace it by composable_fsdp's (docs: names of FSDP1 and FSDP2 beside "
+        "ours)."
     )
 
 
@@ -124,8 +126,9 @@ def _evaluate(
         return {}
     if len(modules) != 1:
         raise PlanError(
-            f"A policy looks for units below one module; got a list of {len(modules)}. Apply "
-            "fully_shard with the policy to each module, or pass the list without a policy."
+            f"A policy looks for units below one module; got a list of {len(modules)}. "
+            "Apply fully_shard with the policy to each module, or pass the list "
+            "without a policy."
         )
     boundaries = frozenset(
         m for m in walk.modules(modules[0]) if m is not modules[0] and _is_boundary(m)
@@ -196,9 +199,9 @@ def _refuse_outside_use(fqn: str, module: nn.Module, found: _Found) -> None:
             where = join(fqn, join(walk.name_of(module, inner), name))
             raise PlanError(
                 f"Parameter {shown(found[id(parameter)][1][0].fqn)} is tied to "
-                f"{shown(where)}, which is ignored (ignored_modules, or replicate): that "
-                "module would compute with this rank's shard. Ignore both places, or "
-                "neither."
+                f"{shown(where)}, which is ignored (ignored_modules, or replicate): "
+                "that module would compute with this rank's shard. Ignore both places, "
+                "or neither."
             )
 
 
@@ -229,10 +232,10 @@ def _refuse_owned(parameter: nn.Parameter, where: str, request: PlanRequest) -> 
     owner = request.owner_of(parameter)
     if owner is not None:
         raise PlanError(
-            f"Parameter {shown(where)} is tied to {owner}, which another fully_shard call "
-            "already manages: one unit would gather it and both would use it. Apply "
-            "fully_shard to the lowest module that holds both places, instead of to the "
-            "inner one."
+            f"Parameter {shown(where)} is tied to {owner}, which another fully_shard "
+            "call already manages: one unit would gather it and both would use it. "
+            "Apply fully_shard to the lowest module that holds both places, instead of "
+            "to the inner one."
         )
 
 
@@ -254,11 +257,12 @@ def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) 
     other = next(p for p in places if p.chain[-1][0] != first.chain[-1][0])
     ancestor = lowest_common_ancestor([place.fqn for place in places])
     raise PlanError(
-        f"Parameter {shown(first.fqn)} of unit {shown(units[first.chain[-1][0]].fqn)} is the same "
-        f"object as {shown(other.fqn)} of unit {shown(units[other.chain[-1][0]].fqn)}: one unit "
-        "would gather it and both would use it. Their lowest common ancestor is "
-        f"{shown(ancestor)}: shard that module as one unit and leave the two out of the policy, "
-        "or pass tied_params='promote' to keep the parameter in the unit that holds both."
+        f"Parameter {shown(first.fqn)} of unit {shown(units[first.chain[-1][0]].fqn)} "
+        f"is the same object as {shown(other.fqn)} of unit "
+        f"{shown(units[other.chain[-1][0]].fqn)}: one unit would gather it and both "
+        f"would use it. Their lowest common ancestor is {shown(ancestor)}: shard that "
+        "module as one unit and leave the two out of the policy, or pass "
+        "tied_params='promote' to keep the parameter in the unit that holds both."
     )
 
 

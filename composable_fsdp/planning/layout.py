@@ -1,20 +1,19 @@
 """Where every parameter of a unit lies in its flat buffers: integers and names only.
 
-A region is one contiguous buffer of parameters of one dtype, all trainable or all frozen.
-``world_size`` equal shards cut it, never inside a block and always at a multiple of 16
-bytes (NCCL leaves its vector path otherwise, pytorch#195450)::
+A region is one contiguous buffer of parameters of one dtype, all trainable or all
+frozen. ``world_size`` equal shards cut it, never inside a block and always at a
+multiple of 16 bytes (NCCL leaves its vector path otherwise, pytorch#195450)::
 
-    weight (5, 4), bias (8,) in float32; world_size 4      numel 28, padded_numel 32, shard_numel 8
-    rank 0 [ 0,  8) | weight rows 0-1                |
-    rank 1 [ 8, 16) | weight rows 2-3                |
-    rank 2 [16, 24) | weight row 4     | bias 0-3    |
+    weight (5, 4), bias (8,) in float32; world_size 4      numel 28, padded_numel 32,
+    shard_numel 8 rank 0 [ 0,  8) | weight rows 0-1                | rank 1 [ 8, 16) |
+    weight rows 2-3                | rank 2 [16, 24) | weight row 4     | bias 0-3    |
     rank 3 [24, 32) | bias 4-7         | padding 4   |
 
-A parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of every
-block, so each boundary falls between two blocks. Putting block classes (rows of 768, rows
-of 3072, single elements) into one region therefore asks for the LCM of their blocks, which
-grows quickly with many ranks; giving each class its own region costs one more launch.
-``plan_regions`` takes the cheapest partition of the classes.
+A parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of
+every block, so each boundary falls between two blocks. Putting block classes (rows of
+768, rows of 3072, single elements) into one region therefore asks for the LCM of their
+blocks, which grows quickly with many ranks; giving each class its own region costs one
+more launch. ``plan_regions`` takes the cheapest partition of the classes.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ EXACT_CLASSES = 8
 class ParameterSpec(NamedTuple):
     """What a layout needs to know of one parameter.
 
-    ``fqns`` are its names from the unit's module, the first owner's first; more than one
-    if it is tied inside the unit. ``block`` is the run of elements no boundary may cut.
+    ``fqns`` are its names from the unit's module, the first owner's first; more than
+    one if it is tied inside the unit. ``block`` is the run of elements no boundary may
+    cut.
     """
 
     fqns: tuple[str, ...]
@@ -182,13 +182,12 @@ def sharded_shape(
 ) -> tuple[int, ...]:
     """Shape of a leaf that holds ``numel`` elements of a parameter of ``shape``.
 
-    With ``rows``, ``(k, *trailing)``; else ``(numel,)``. Alone in the group a rank holds
-    the parameter as it is.
+    With ``rows``, ``(k, *trailing)``; else ``(numel,)``. Alone in the group a rank
+    holds the parameter as it is.
 
-    >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
-    (2, 4)
-    >>> sharded_shape((), 1, rows=True, world_size=2), sharded_shape((), 1, rows=True, world_size=1)
-    ((1,), ())
+    >>> sharded_shape((5, 4), 8, rows=True, world_size=2) (2, 4) >>> sharded_shape((),
+    1, rows=True, world_size=2), sharded_shape((), 1, rows=True, world_size=1) ((1,),
+    ())
     """
     if world_size == 1:
         return tuple(shape)

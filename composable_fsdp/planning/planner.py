@@ -141,8 +141,8 @@ def plan(
     """Say what ``fully_shard`` would do with ``module`` on ``world_size`` ranks.
 
     Needs no process group, works on meta-device models and touches nothing; ``print()``
-    the result for a report. ``world_size`` counts ranks; sizes are in elements, bytes as
-    the fields say.
+    the result for a report. ``world_size`` counts ranks; sizes are in elements, bytes
+    as the fields say.
 
     Raises: PlanError or CompositionError, as ``fully_shard`` itself would.
 

@@ -3,16 +3,18 @@
 * *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
   buffer and counts down from the number of leaves that this graph task will reach. At 0
   the unit reduces.
-* *Weights no longer needed*: each input that needs a gradient is an alias whose node runs
+* *Weights no longer needed*: each input that needs a gradient is an alias whose node
+runs
   after everything the unit recorded. When the last one has run, and the gradients are
   complete, the unit reshards. Complete gradients alone do not allow it: the last use of
   the weights may be for the gradient of an input.
 
-The engine runs nodes by their age, youngest first, and the alias is the oldest node of its
-unit: what the unit computed has run when the alias does.
+The engine runs nodes by their age, youngest first, and the alias is the oldest node of
+its unit: what the unit computed has run when the alias does.
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the engine's
-``queue_callback`` are private; used only here, checked on torch 2.13 (and present in 2.11).
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the
+engine's ``queue_callback`` are private; used only here, checked on torch 2.13 (and
+present in 2.11).
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ KEEP = 1 << 30
 class Call:
     """One forward of a unit that a backward may follow.
 
-    Held by hooks of the autograd graph, so it must not hold a node of it: the cycle would
-    keep activations alive.
+    Held by hooks of the autograd graph, so it must not hold a node of it: the cycle
+    would keep activations alive.
     """
 
     __slots__ = ("aliases", "index", "state", "tape", "task", "waiting")

@@ -27,8 +27,8 @@ def build_units(
 ) -> list[_FSDPState]:
     """Build every unit of one application, inner ones first; states in plan order.
 
-    ``root_state`` is the one that the registry made for the first target; the others are
-    made and registered here. All checks are done; sends nothing.
+    ``root_state`` is the one that the registry made for the first target; the others
+    are made and registered here. All checks are done; sends nothing.
     """
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
     for target, state in reversed(list(zip(targets, states, strict=True))):

@@ -5,8 +5,8 @@
     pre_forward    begin the iteration if outermost, unshard, alias the inputs
     post_forward   hook the outputs, reshard unless backward wants the weights kept
 
-A recomputed forward (activation checkpointing) runs inside backward: it finds or makes the
-unit full, is not part of the execution order, and leaves resharding to backward.
+A recomputed forward (activation checkpointing) runs inside backward: it finds or makes
+the unit full, is not part of the execution order, and leaves resharding to backward.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def pre_forward(
     context = state.context or ensure_root(state)
     if context.summoned is not None:
         raise PhaseError(
-            f"Forward of fully sharded module {state.name} was called inside unshard_params "
-            f"of {context.summoned.name}, where the parameters are yours to change. Call it "
-            "after the block."
+            f"Forward of fully sharded module {state.name} was called inside "
+            f"unshard_params of {context.summoned.name}, where the parameters are "
+            "yours to change. Call it after the block."
         )
     recomputing = current_task() != NO_TASK
     handle = state.handle
@@ -82,7 +82,8 @@ def _alias_inputs(
 ) -> Arguments | None:
     """Replace each input that needs a gradient by an alias whose node tells when it has it.
 
-    The alias is of this call alone: a hook on the input itself would wait for all its users.
+    The alias is of this call alone: a hook on the input itself would wait for all its
+    users.
     """
     nodes: list[Any] = []
 

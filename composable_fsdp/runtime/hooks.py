@@ -1,8 +1,8 @@
 """Attaching the functions of ``forward`` and ``backward`` to modules and leaves, once.
 
-Forward hooks are taken out of torch.compile's sight as a whole, so that a compiled block
-stays one graph (``torch._disable_dynamo`` is lazy: unlike ``torch.compiler.disable`` it does
-not import dynamo; checked on torch 2.13).
+Forward hooks are taken out of torch.compile's sight as a whole, so that a compiled
+block stays one graph (``torch._disable_dynamo`` is lazy: unlike
+``torch.compiler.disable`` it does not import dynamo; checked on torch 2.13).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Where an iteration begins, and what puts a tree in order after one that broke.
 
-A raise in forward passes the hooks, so the units are resharded at once. A raise in backward
-passes nothing of ours: whoever comes next (a forward, ``unshard_params``, a state dict) finds
-graph tasks that never ended and clears them. Resharding is local; no peer is waited for.
+A raise in forward passes the hooks, so the units are resharded at once. A raise in
+backward passes nothing of ours: whoever comes next (a forward, ``unshard_params``, a
+state dict) finds graph tasks that never ended and clears them. Resharding is local; no
+peer is waited for.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """Start a forward at ``state``, the outermost unit of this call.
 
-    Units that an earlier forward left full are resharded: the optimizer may have changed
-    the shards since. Sends nothing.
+    Units that an earlier forward left full are resharded: the optimizer may have
+    changed the shards since. Sends nothing.
 
     Raises: PlanError, if a leaf was torn out of its shard and does not fit.
     """
@@ -81,8 +82,8 @@ def is_live(context: RuntimeContext) -> bool:
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     """Reshard every unit and forget the forwards and backwards that were under way.
 
-    ``drop_gradients`` also discards gradients that arrived and were not reduced. Waits for
-    collectives of this rank that were issued; sends nothing.
+    ``drop_gradients`` also discards gradients that arrived and were not reduced. Waits
+    for collectives of this rank that were issued; sends nothing.
     """
     context.outermost = context.frame = None
     context.tasks.clear()

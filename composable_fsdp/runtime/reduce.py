@@ -1,13 +1,13 @@
 """From gradients in the reduce buffers to ``.grad`` of the sharded leaves.
 
-One reduction is in flight at a time: the next one first finishes it. On CPU that waits for
-the ``Work``. On CUDA the reduce stream does all of it and only the memory is left::
+One reduction is in flight at a time: the next one first finishes it. On CPU that waits
+for the ``Work``. On CUDA the reduce stream does all of it and only the memory is left::
 
-    compute  [.. k+1 ..]--event  [.. k ..]  [wait done(k+1): free its buffer] [.. k-1 ..]
-    reduce              [reduce-scatter k+1, divide, add]--event done(k+1)
+    compute  [.. k+1 ..]--event  [.. k ..]  [wait done(k+1): free its buffer] [.. k-1
+    ..] reduce              [reduce-scatter k+1, divide, add]--event done(k+1)
 
-So at most two reduce buffers are alive, and the buffer, which the compute stream allocated,
-is freed behind the wait of that stream.
+So at most two reduce buffers are alive, and the buffer, which the compute stream
+allocated, is freed behind the wait of that stream.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def prepare_reduce(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Average the arrived gradients over ranks and give each leaf its part.
 
-    Reads the reduce buffers ``(padded_numel,)``; the sharded leaves' ``.grad`` become views
-    of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that did not
-    arrive on this rank count as zeros and leave ``.grad`` as it was.
+    Reads the reduce buffers ``(padded_numel,)``; the sharded leaves' ``.grad`` become
+    views of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that
+    did not arrive on this rank count as zeros and leave ``.grad`` as it was.
 
-    Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard group,
-    then one all-reduce per region over the replicate group; those of one rank are left out.
+    Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
+    group, then one all-reduce per region over the replicate group; those of one rank
+    are left out.
     """
     finish_reduction(context)
     _zero_what_is_missing(handle)
@@ -80,7 +81,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def finish_reduction(context: RuntimeContext) -> None:
     """Wait for the reduction in flight, if any, and free its buffers. Sends nothing.
 
-    On CPU also divides, adds, and sets ``.grad``; on CUDA the reduce stream has done so.
+    On CPU also divides, adds, and sets ``.grad``; on CUDA the reduce stream has done
+    so.
     """
     reduction = context.reducing
     if reduction is None:

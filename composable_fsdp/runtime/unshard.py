@@ -1,16 +1,16 @@
 """Making a unit's parameters full, and sharded again.
 
-``unshard`` issues, ``wait_unsharded`` orders compute behind it and shows the full leaves,
-``reshard`` hides them and gives the memory back. On CUDA the memory of full buffers belongs
-to the gather stream::
+``unshard`` issues, ``wait_unsharded`` orders compute behind it and shows the full
+leaves, ``reshard`` hides them and gives the memory back. On CUDA the memory of full
+buffers belongs to the gather stream::
 
-    gather   [wait free(k-2)] [all-gather k]---event k
-    compute                  [ ... k-1 ... ]  [wait event k] [ ... k ... ]--event free(k)
+    gather   [wait free(k-2)] [all-gather k]---event k compute                  [ ...
+    k-1 ... ]  [wait event k] [ ... k ... ]--event free(k)
 
 ``reshard`` frees nothing on CUDA at once: it records when compute is through. The next
-``unshard`` makes the gather stream wait for the oldest such event and frees then, so the
-block is reused only behind its last reader, at most one resharded unit is kept beside the
-one in use, and the CPU never waits.
+``unshard`` makes the gather stream wait for the oldest such event and frees then, so
+the block is reused only behind its last reader, at most one resharded unit is kept
+beside the one in use, and the CPU never waits.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     ``(padded_numel,)`` in rank order, cast to the compute dtype. Does not wait:
     ``wait_unsharded`` comes before compute.
 
-    Collective: one all-gather (regions coalesced) over the shard group, all of whose ranks
-    must call; none if the group has one rank.
+    Collective: one all-gather (regions coalesced) over the shard group, all of whose
+    ranks must call; none if the group has one rank.
     Raises: PhaseError, if the unit is full or on its way already.
     """
     if handle.gathered and not handle.retiring:
         raise PhaseError(
-            f"unshard expects fully sharded module {handle.name} to be sharded; it is full "
-            "already. Ask handle.gathered first."
+            f"unshard expects fully sharded module {handle.name} to be sharded; it is "
+            "full already. Ask handle.gathered first."
         )
     if not handle.needs_gather:
         handle.gathered = True
@@ -115,7 +115,8 @@ def retire(context: RuntimeContext, *, keep: int) -> None:
 def wait_unsharded(handle: FlatParamHandle) -> None:
     """Order compute behind the all-gather and put the full leaves into the modules.
 
-    On CPU this waits for the collective; on CUDA the current stream does. Sends nothing.
+    On CPU this waits for the collective; on CUDA the current stream does. Sends
+    nothing.
     """
     if handle.ready is not None:
         handle.ready.wait()

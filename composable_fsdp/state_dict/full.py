@@ -16,10 +16,11 @@ from composable_fsdp.planning.layout import ParameterSlot
 def gather_unit(handle: FlatParamHandle) -> dict[int, Tensor]:
     """Return the unit's full parameters by slot index, in the shards' dtype.
 
-    The tensors are new and of the plain model's shapes. Holds one unit's buffers besides.
+    The tensors are new and of the plain model's shapes. Holds one unit's buffers
+    besides.
 
-    Collective: one all-gather (regions coalesced) over the shard group; none if it has one
-    rank.
+    Collective: one all-gather (regions coalesced) over the shard group; none if it has
+    one rank.
     """
     fulls = gather_flat_values(handle, [region.shard for region in handle.regions])
     return {
@@ -37,8 +38,8 @@ def gather_flat_values(handle: FlatParamHandle, shards: list[Tensor]) -> list[Te
 
     ``shards`` goes with the unit's regions, one to one.
 
-    Collective: one all-gather (buffers coalesced) over the shard group; none if it has one
-    rank, and then the shards themselves are returned.
+    Collective: one all-gather (buffers coalesced) over the shard group; none if it has
+    one rank, and then the shards themselves are returned.
     """
     group = handle.groups.shard
     if group is None:

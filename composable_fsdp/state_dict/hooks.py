@@ -1,9 +1,9 @@
 """Full state dicts through ``module.state_dict()`` and ``module.load_state_dict()``.
 
-Hooks sit on the fully sharded modules, so the calls work on any module that holds one, with
-the keys of the plain model. Saving replaces each shard by the whole parameter after torch
-has filled in the subtree; loading replaces each whole value by this rank's part before
-torch copies it.
+Hooks sit on the fully sharded modules, so the calls work on any module that holds one,
+with the keys of the plain model. Saving replaces each shard by the whole parameter
+after torch has filled in the subtree; loading replaces each whole value by this rank's
+part before torch copies it.
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ class _Load:
 
 def _shape_text(key: str, value: Tensor, expected: tuple[int, ...]) -> str:
     return (
-        f"{shown(strip_wrapper(key))}: expected the full parameter of shape {expected}, got "
-        f"{tuple(value.shape)}. Load a state dict of the plain model's shapes, on every rank."
+        f"{shown(strip_wrapper(key))}: expected the full parameter of shape "
+        f"{expected}, got {tuple(value.shape)}. Load a state dict of the plain model's "
+        "shapes, on every rank."
     )
 
 

@@ -171,6 +171,7 @@ def test_each_leaf_leads_to_its_handle_and_place() -> None:
 
 def test_a_handle_that_is_gone_leaves_no_entry() -> None:
     """Nothing keeps a handle alive but its model, and the table forgets its leaves."""
+    gc.collect()  # handles of other tests go now, not below
     before = set(_LEAVES)
     model = tiny_mlp()
     (handle,) = handles_of(model)

@@ -397,7 +397,9 @@ def test_a_state_that_does_not_fit_is_refused_by_name(
             in texts["groups"]
         )
         assert "expects parameters by name, got ids ([0, 1, 2])" in texts["numbers"]
-        assert "expects a dict with the keys 'state' and 'param_groups'" in texts["empty"]
+        assert (
+            "expects a dict with the keys 'state' and 'param_groups'" in texts["empty"]
+        )
 
 
 def check_full_before(world: World, path: str, whole: bool) -> str:
