@@ -1,4 +1,4 @@
-"""Fully sharded data parallel training as a functional, composable API over flat buffers."""
+"""Fully sharded data parallel training as a composable API over flat buffers."""
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.unshard_params import unshard_params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,4 +56,7 @@ def joined_world() -> Iterator[World]:
     try:
         yield World(rank, size, device)
     finally:
+        # The sharded model lives in reference cycles and holds the process group, whose
+        # threads would outlive main and now and then abort the process at exit.
+        gc.collect()
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from tests.import_graph import DOORS, FORBIDDEN, PACKAGE, Module, imports
 
 COLLECTIVES_HOME = f"{PACKAGE}.comm.collectives"
 TESTING = f"{PACKAGE}.testing"
-"""The harness talks to its own ranks between runs; nothing it sends is the library's."""
+"""The harness talks to its own ranks between runs; that is not the library."""
 GROUP_MAKERS_HOME = (f"{PACKAGE}.comm.groups", f"{PACKAGE}.testing")
 """Modules, and packages with all they hold, that may make process groups."""
 

@@ -87,8 +87,8 @@ def clip_grad_norm_(
         for flat in _gradients(handle, chosen, done):
             where.append(flat)
             gradients.append(flat)
-    # Powers overflow half precision, and a rank that holds no element of a parameter has
-    # to send what the others send: so a dtype that the parameters alone decide.
+    # Powers overflow half precision, and a rank that holds no element of a parameter
+    # has to send what the others send: so a dtype that the parameters alone decide.
     wide = any(p.dtype == torch.float64 for p in parameters)
     dtype = torch.float64 if wide else torch.float32
     total = _total_norm(plain, sharded, norm_type, device, dtype)
@@ -117,7 +117,7 @@ def _parameters(
 def _gradients(
     handle: FlatParamHandle, chosen: set[int], done: set[int]
 ) -> Iterator[Tensor]:
-    """Gradients of the chosen leaves of a unit: a whole flat gradient where it is theirs."""
+    """Gradients of the chosen leaves: a whole flat gradient where it is theirs."""
     for region in handle.trainable:
         leaves = [leaf for leaf in region.leaves if id(leaf) in chosen]
         done.update(map(id, leaves))
@@ -152,7 +152,7 @@ def _total_norm(
     for group, gradients in sharded.items():
         part = _power(gradients, norm_type, device, dtype)
         if infinite:
-            # A maximum may lose a NaN (gloo does), so that travels as a number beside it.
+            # A maximum may lose a NaN (gloo's does): it travels as a number beside.
             both = torch.stack(
                 [part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(dtype)]
             )
@@ -183,7 +183,7 @@ def _power(
 
 
 def _scale(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
-    """Multiply by ``max_norm / total`` where that is below 1, without asking the GPU."""
+    """Multiply by ``max_norm / total`` if that is below 1, without asking the GPU."""
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:

@@ -195,7 +195,7 @@ def _unshard_state(
 
 
 def _gather_to_first(handle: FlatParamHandle) -> None:
-    """Fill ``full`` on the first rank of the shard group; the others allocate nothing."""
+    """Fill ``full`` on the first rank of the shard group; others allocate nothing."""
     group = handle.groups.shard
     assert group is not None
     first = handle.groups.rank == 0
@@ -209,7 +209,7 @@ def _gather_to_first(handle: FlatParamHandle) -> None:
 
 @torch.no_grad()
 def _write_back(handle: FlatParamHandle, *, rank0_only: bool) -> None:
-    """Copy the full values into the shards: each rank its part, or the first rank's to all.
+    """Copy the full values into the shards: own parts, or the first rank's to all.
 
     Replicas of NO_SHARD hold everything: with ``rank0_only`` the first one's values are
     broadcast. Collective: one scatter (or broadcast) per region with ``rank0_only``.

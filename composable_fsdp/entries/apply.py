@@ -75,7 +75,9 @@ def prepare(
 def apply(
     modules: Sequence[nn.Module], state: _FSDPState, application: Application
 ) -> ShardingPlan:
-    """Shard ``modules`` (several form one unit); ``state`` is what the registry made for them.
+    """Shard ``modules`` (several form one unit).
+
+    ``state`` is what the registry made for them.
 
     Every check comes before the first change.
 
@@ -123,7 +125,7 @@ def _request(application: Application) -> PlanRequest:
 
 
 def _owner_of(parameter: nn.Parameter) -> str | None:
-    """How messages call a parameter that a unit holds already; ``None`` if none does."""
+    """How messages call a parameter that a unit holds; ``None`` if none does."""
     found = find_leaf(parameter)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: the wrapper door, over the same code as ``fully_shard``.
+"""``FullyShardedDataParallel``: the wrapper door over the code of ``fully_shard``.
 
 The wrapped module carries the state, the handle and the hooks; the wrapper adds one
 level to the tree and takes it out of every name it gives.
@@ -202,7 +202,7 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients without communication inside the block; see ``no_sync``."""
+        """Accumulate gradients without communication; see ``no_sync``."""
         return no_sync(self)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

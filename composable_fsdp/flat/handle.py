@@ -1,4 +1,4 @@
-"""``FlatParamHandle``: the regions of one fully sharded module, and which form is current.
+"""``FlatParamHandle``: the regions of one unit, and which form is current.
 
 The handle holds data and answers questions. What happens to it is done by the verbs of
 ``views`` here and of ``runtime``.
@@ -26,7 +26,7 @@ NO_TASK = -1
 
 
 class ParamInfo(NamedTuple):
-    """One place of a parameter: ``module._parameters[name]``, called ``fqn`` from the unit.
+    """One place of a parameter: ``module._parameters[name]``, ``fqn`` from the unit.
 
     ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a
     list of modules two may bear one name).
@@ -111,11 +111,12 @@ class FlatParamHandle:
     accumulators: tuple[Any, ...]
     """The autograd nodes that accumulate into the trainable full leaves."""
     calls: list[Any]
-    """Forwards of the unit that are running, outermost first; ``None`` if without gradients."""
+    """Forwards that are running, outermost first; ``None`` if without gradients."""
     gather_check: tuple[tuple[nn.Parameter, int], ...]
     """Leaves with elements on this rank, and where their data has to be."""
-    # Backward. ``task`` is the graph task whose pre-backward has seen this unit, ``pending``
-    # the gradients it still owes, ``open_calls`` the forwards whose inputs wait for theirs.
+    # Backward. ``task`` is the graph task whose pre-backward has seen this unit,
+    # ``pending`` the gradients it still owes, ``open_calls`` the forwards whose inputs
+    # wait for theirs.
     task: int
     pending: int
     open_calls: int
@@ -157,7 +158,7 @@ class FlatParamHandle:
 
     @property
     def _shard_param_indices(self) -> tuple[int, ...]:
-        """Indices into ``_fqns`` of the parameters of which this rank holds elements."""
+        """Indices into ``_fqns`` of parameters of which this rank holds elements."""
         spans = [
             r.layout.interval(slot, r.rank)
             for r in self.regions
@@ -181,7 +182,7 @@ class FlatParamHandle:
 def build_handle(
     target: Target, *, groups: Groups, device: torch.device
 ) -> FlatParamHandle:
-    """Turn a planned unit into buffers and leaves; the parameters are sharded afterwards.
+    """Turn a planned unit into buffers and leaves; its parameters are sharded then.
 
     One unit at a time, so the memory above the shards is that of one unit. Sends
     nothing.
@@ -236,7 +237,7 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
     same = [r.full.dtype == r.shard.dtype for r in gathering]
     handle.gather_lists = (
         [r.full for r in gathering],
-        # Equal dtypes: gather from the shard. Else the cast goes straight into our slice.
+        # Equal dtypes: gather from the shard. Else the cast goes into our slice.
         [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
     )
     handle.gather_check = tuple(
@@ -293,7 +294,7 @@ def remember_leaves(handle: FlatParamHandle) -> None:
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
-    """The handle whose sharded leaf ``parameter`` is, and its index; ``None`` if of none."""
+    """The handle whose sharded leaf this is, and its index; ``None`` if of none."""
     entry = _LEAVES.get(id(parameter))
     handle = entry[0]() if entry else None
     return (handle, entry[1]) if entry and handle is not None else None

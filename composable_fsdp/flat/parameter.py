@@ -49,7 +49,7 @@ class FlatParameter:
     layout: RegionLayout
     rank: int
     is_cut: bool
-    """Whether ``full`` is memory of its own; else it is ``shard`` (one rank, one dtype)."""
+    """Whether ``full`` has its own memory; else it is ``shard`` (one rank, one dtype)."""
     shard: Tensor
     full: Tensor
     own_slice: Tensor
@@ -65,7 +65,7 @@ class FlatParameter:
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
     arrived: bytearray
-    """Per parameter: 1 if ``reduce_buffer`` holds a gradient that is not reduced yet."""
+    """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
     temporary: Tensor | None
     """Where a reduction writes while ``grad_shard`` still holds earlier gradients."""
 
@@ -114,7 +114,7 @@ def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> No
         return
     parts = layout.parts(region.rank)
     if sum(stop - start for start, stop, _ in parts) < layout.shard_numel:
-        # Padding is zero, so that a norm or a checksum of the whole shard means something.
+        # Padding is zero, so that a norm of the whole shard means something.
         shard.zero_()
     for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
         if stop > start:
@@ -172,7 +172,7 @@ def _make_full(
 def full_views(
     layout: RegionLayout, buffer: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Views of a ``(padded_numel,)`` buffer: each parameter in its shape, and the padding."""
+    """Views of a ``(padded_numel,)`` buffer: parameters in their shapes, and padding."""
     sizes, parameters, gaps = layout.cuts
     pieces = buffer.split_with_sizes(sizes)
     views = []
@@ -210,7 +210,7 @@ def _make_gradients(
 
 
 def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
-    """Make ``grad_shard`` ``(shard_numel,)`` and its views; done at the first reduction.
+    """Make ``grad_shard`` ``(shard_numel,)`` and its views, at the first reduction.
 
     Not at build: between build and the first backward the memory is the optimizer's and
     the activations'.

@@ -1,4 +1,4 @@
-"""From the plain model's optimizer state to what ``optim.load_state_dict`` takes here."""
+"""From the plain model's optimizer state to what ``load_state_dict`` takes here."""
 
 from __future__ import annotations
 

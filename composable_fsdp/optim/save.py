@@ -183,7 +183,7 @@ def _empty_shard(
     indices: list[int],
     name: str,
 ) -> Tensor:
-    """A zeroed ``(shard_numel,)`` in the state's dtype; without elements if nobody has it."""
+    """A zeroed ``(shard_numel,)`` in the state's dtype; empty if nobody has it."""
     region = handle.regions[index]
     for i in indices:
         value = states[i].get(name)

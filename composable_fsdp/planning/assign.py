@@ -32,7 +32,7 @@ API = "fully_shard"
 
 
 class Place(NamedTuple):
-    """Where a parameter is held: ``module._parameters[name]``, called ``fqn`` from the unit."""
+    """Where a parameter is held: ``module._parameters[name]``, ``fqn`` from the unit."""
 
     module: nn.Module
     name: str
@@ -59,7 +59,7 @@ class PlanRequest:
 
 
 Chain = tuple[tuple[int, int], ...]
-"""Units from the root down to the nearest: (index, length of the name of its module)."""
+"""Units from the root down to the nearest: (index, length of its module's name)."""
 
 
 class Occurrence(NamedTuple):
@@ -82,7 +82,7 @@ class Unit:
 
 
 def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Unit]:
-    """Return the units of one application with their parameters, in ``.modules()`` order.
+    """Return the units with their parameters, in ``.modules()`` order.
 
     Only reads.
 

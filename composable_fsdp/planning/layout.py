@@ -34,7 +34,7 @@ LAUNCH_BYTES = 64 * 1024
 """Padding, in bytes of the whole buffer, that is accepted to save one launch."""
 
 EXACT_CLASSES = 8
-"""Up to this many block classes the partition is optimal; above, classes are merged greedily."""
+"""Up to this many block classes the partition is optimal; above, merged greedily."""
 
 
 class ParameterSpec(NamedTuple):
@@ -105,13 +105,13 @@ class RegionLayout:
     parameters: tuple[ParameterSlot, ...]
 
     def interval(self, slot: ParameterSlot, rank: int) -> tuple[int, int]:
-        """Elements ``[start, stop)`` of the parameter that ``rank`` owns; may be empty."""
+        """Elements ``[start, stop)`` of the parameter on ``rank``; may be empty."""
         low = rank * self.shard_numel - slot.offset
         start = min(max(low, 0), slot.numel)
         return start, min(max(low + self.shard_numel, 0), slot.numel)
 
     def shard_offset(self, slot: ParameterSlot, rank: int) -> int:
-        """Where in ``rank``'s shard its part of the parameter starts (0 if it has none)."""
+        """Where in ``rank``'s shard its part starts (0 if it has none)."""
         start, stop = self.interval(slot, rank)
         return slot.offset + start - rank * self.shard_numel if stop > start else 0
 
@@ -149,7 +149,7 @@ class RegionLayout:
         return tuple((start, stop) for start, stop in cut if stop > start)
 
     def parts(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Per parameter, what ``rank`` owns of it: ``(start, stop, offset in the shard)``."""
+        """Per parameter, what ``rank`` owns: ``(start, stop, offset in the shard)``."""
         known = self._parts.get(rank)
         if known is None:
             known = self._parts[rank] = tuple(
@@ -265,7 +265,7 @@ _Members = tuple[tuple[int, int], ...]  # (numel, block) of each
 
 @lru_cache(maxsize=4096)
 def _pack(members: _Members, itemsize: int, world_size: int) -> _Packing:
-    """Place the members one after the other, wide blocks first, so that few gaps arise."""
+    """Place the members one after the other, wide blocks first, for few gaps."""
     align = max(SHARD_ALIGNMENT // itemsize, 1)
     order = sorted(range(len(members)), key=lambda i: (-members[i][1], i))
     offsets = [0] * len(members)

@@ -1,4 +1,4 @@
-"""From a module tree and options to a frozen plan; every check happens before a tensor moves."""
+"""From a module tree to a frozen plan; every check comes before a tensor moves."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _engine = torch.autograd.Variable._execution_engine
 
 KEEP = 1 << 30
-"""Open calls of a unit whose backward builds a graph: it stays full until the next one."""
+"""Open calls of a unit whose backward builds a graph: it stays full."""
 
 
 class Call:
@@ -231,7 +231,7 @@ class TaskEnd:
 
 
 def bury(context: RuntimeContext) -> None:
-    """Reset the units of graph tasks that raised; their unreduced gradients are dropped.
+    """Reset units of graph tasks that raised; their unreduced gradients are dropped.
 
     Waits for collectives of this rank that were issued; sends nothing.
     """

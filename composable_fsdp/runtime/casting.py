@@ -1,4 +1,4 @@
-"""Walking inputs and outputs of any shape, with a fast path for a tensor or a tuple of them.
+"""Walking inputs and outputs of any shape, fast for a tensor or a tuple of them.
 
 Containers that pytree knows are walked by it; dataclasses that it does not know are
 walked by their fields. A tensor that is missed would be an error in backward.

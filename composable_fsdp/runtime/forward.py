@@ -80,7 +80,7 @@ def pre_forward(
 def _alias_inputs(
     call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Replace each input that needs a gradient by an alias whose node tells when it has it.
+    """Replace each input that needs a gradient by an alias whose node tells its time.
 
     The alias is of this call alone: a hook on the input itself would wait for all its
     users.
@@ -144,7 +144,7 @@ def post_forward(
 
 
 def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
-    """Have backward make the unit full when it reaches an output; False if it never will."""
+    """Have backward make the unit full at an output; False if it never will."""
     aliases, call.aliases = call.aliases, ()
     if type(output) is Tensor:
         node = output.grad_fn
@@ -163,8 +163,8 @@ def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
     handle = call.state.handle
     if record:
         call.index = call.tape.order.record(handle)
-    # Without an alias nothing will count this call down, and that is meant: the unit may
-    # use its weights for a gradient that did not come in by its inputs (an attribute, a
+    # Without an alias nothing will count this call down, and that is meant: the unit
+    # may use its weights for a gradient that did not come in by its inputs (an attribute, a
     # closure), so only the end of backward is safe.
     calls = call.tape.open_calls
     calls[handle] = calls.get(handle, 0) + 1

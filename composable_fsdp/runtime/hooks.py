@@ -34,8 +34,8 @@ def install_hooks(state: _FSDPState) -> None:
     for region in state.handle.trainable:
         arrivals = make_arrivals(state, region)
         for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            # A leaf keeps its node only weakly: the handle does, so that the node we ask
-            # the engine about is the node it runs.
+            # A leaf keeps its node only weakly: the handle does, so that the node we
+            # ask the engine about is the node it runs.
             nodes.append(_accumulator(leaf))
             leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
     state.handle.accumulators = tuple(nodes)

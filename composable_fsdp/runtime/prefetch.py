@@ -8,7 +8,7 @@ from composable_fsdp.tree.state import RuntimeContext, Tape
 
 
 def prefetch_backward(context: RuntimeContext, tape: Tape, index: int) -> None:
-    """Unshard the unit whose backward comes next: the one used before ``index`` in forward.
+    """Unshard the unit whose backward comes next: the one used before ``index``.
 
     One unit ahead; none if that unit is full already. Every rank walks the same record,
     so all decide alike.

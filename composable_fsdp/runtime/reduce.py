@@ -210,7 +210,7 @@ def _replicate(
 
 
 def _settle(reduction: Reduction) -> None:
-    """Divide, add to earlier gradients, and set ``.grad`` of the leaves that got one."""
+    """Divide, add to earlier gradients, set ``.grad`` of the leaves that got one."""
     handle = reduction.handle
     divisor = 1 if handle.device.type == "cuda" else handle.groups.world_size
     for region, arrived in zip(handle.trainable, reduction.arrived, strict=True):
@@ -232,7 +232,7 @@ def _settle(reduction: Reduction) -> None:
 
 
 def _add(region: FlatParameter, sums: Tensor) -> None:
-    """Add ``sums`` to the gradients that leaves have; slots of the others start from zero."""
+    """Add ``sums`` to the leaves' gradients; slots without one start from zero."""
     assert region.grad_shard is not None
     # The padding starts from zero each time: what a user multiplies a whole gradient by
     # (0 times inf is NaN) must not stay in it.

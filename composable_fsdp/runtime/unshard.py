@@ -95,7 +95,7 @@ def _limit(handle: FlatParamHandle) -> int:
 
 
 def retire(context: RuntimeContext, *, keep: int) -> None:
-    """Free resharded units until ``keep`` are left, oldest first. CUDA only; sends nothing.
+    """Free resharded units until ``keep`` are left, oldest first. Sends nothing.
 
     Legal at any time: the gather stream waits for the last reader, and whatever it
     allocates from the block comes after that wait.
@@ -146,8 +146,8 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     else:
         assert handle.free_event is not None
         current = torch.cuda.current_stream(handle.device)
-        # Hooks of leaves run on the stream that was current at build; the last reader of
-        # the weights may be on the forward's.
+        # Hooks of leaves run on the stream that was current at build; the last reader
+        # of the weights may be on the forward's.
         current.wait_stream(context.streams.compute)
         handle.free_event.record(current)
         handle.retiring = True

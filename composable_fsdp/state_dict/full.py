@@ -34,7 +34,7 @@ def gather_unit(handle: FlatParamHandle) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def gather_flat_values(handle: FlatParamHandle, shards: list[Tensor]) -> list[Tensor]:
-    """Return a full buffer ``(padded_numel,)`` for each ``(shard_numel,)`` of ``shards``.
+    """Return a full ``(padded_numel,)`` for each ``(shard_numel,)`` of ``shards``.
 
     ``shards`` goes with the unit's regions, one to one.
 
@@ -57,6 +57,6 @@ def gather_flat_values(handle: FlatParamHandle, shards: list[Tensor]) -> list[Te
 def part_of(
     region: FlatParameter, slot: ParameterSlot, value: Tensor, *, like: Tensor
 ) -> Tensor:
-    """This rank's part of a full ``value``, in the shape of ``like``, the sharded leaf."""
+    """This rank's part of a full ``value``, in the shape of ``like``, its leaf."""
     start, stop = region.layout.interval(slot, region.rank)
     return value.detach().reshape(-1)[start:stop].view(like.shape)
