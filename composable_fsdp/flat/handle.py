@@ -274,8 +274,9 @@ def _reset(handle: FlatParamHandle) -> None:
 
 # Which unit a parameter belongs to, so that functions which are given bare parameters
 # (``clip_grad_norm_``) find the groups. Keyed by identity and not by a weak reference,
-# because a weak reference to a parameter makes ``torch.utils.swap_tensors`` refuse it; the
-# handle keeps its leaves alive, so an identity cannot be reused while the entry stands.
+# because a weak reference to a parameter makes ``torch.utils.swap_tensors`` refuse it;
+# the handle keeps its leaves alive, so an identity cannot be reused while the entry
+# stands.
 _LEAVES: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
 
 

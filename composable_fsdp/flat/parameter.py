@@ -49,7 +49,7 @@ class FlatParameter:
     layout: RegionLayout
     rank: int
     is_cut: bool
-    """Whether ``full`` has its own memory; else it is ``shard`` (one rank, one dtype)."""
+    """Whether ``full`` has memory of its own; else it is ``shard``."""
     shard: Tensor
     full: Tensor
     own_slice: Tensor
@@ -172,7 +172,7 @@ def _make_full(
 def full_views(
     layout: RegionLayout, buffer: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Views of a ``(padded_numel,)`` buffer: parameters in their shapes, and padding."""
+    """Views of a ``(padded_numel,)`` buffer: parameters, and padding."""
     sizes, parameters, gaps = layout.cuts
     pieces = buffer.split_with_sizes(sizes)
     views = []

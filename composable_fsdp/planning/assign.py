@@ -32,7 +32,7 @@ API = "fully_shard"
 
 
 class Place(NamedTuple):
-    """Where a parameter is held: ``module._parameters[name]``, ``fqn`` from the unit."""
+    """Where a parameter is: ``module._parameters[name]``, ``fqn`` from the unit."""
 
     module: nn.Module
     name: str

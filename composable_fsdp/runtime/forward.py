@@ -164,8 +164,8 @@ def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
     if record:
         call.index = call.tape.order.record(handle)
     # Without an alias nothing will count this call down, and that is meant: the unit
-    # may use its weights for a gradient that did not come in by its inputs (an attribute, a
-    # closure), so only the end of backward is safe.
+    # may use its weights for a gradient that did not come in by its inputs (an
+    # attribute, a closure), so only the end of backward is safe.
     calls = call.tape.open_calls
     calls[handle] = calls.get(handle, 0) + 1
     return True
