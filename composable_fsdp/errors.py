@@ -10,14 +10,31 @@
       DesyncError      (RuntimeError)    ranks that disagree |- NotRootError
       (AttributeError)  root-only data asked of another state
 
-Every message gives what was expected, what came, where, and the way out.
+Every message gives what was expected, what came, where, and the way out; where ranks
+exist it ends with the rank that raised.
 """
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 
 class FSDPError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    ``rank`` is the global rank that raised, ``None`` without torch.distributed.
+    """
+
+    rank: int | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if self.rank is None else f"{text} [rank {self.rank}]"
 
 
 class CompositionError(FSDPError, ValueError):

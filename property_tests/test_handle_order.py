@@ -14,7 +14,7 @@ from hypothesis import example, given
 
 from composable_fsdp import CustomPolicy, plan
 from composable_fsdp.testing.models import build, module_at
-from composable_fsdp.testing.recipes import ModelRecipe
+from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
 from composable_fsdp.testing.strategies import FEATURES, model_recipes
 from composable_fsdp.testing.world import RankPool, fake_world
 from property_tests.live import batches, examples
@@ -36,6 +36,32 @@ WORLD_SIZES = (1, 2, 3, 4)
 UNMARKED = FEATURES - {"replicate"}
 MARKED = FEATURES - {"shared", "tied"}
 TREES = model_recipes(3, 3, UNMARKED) | model_recipes(3, 3, MARKED)
+
+# Found by the long profile: a unit that stands inside another unit as well, wrapped by
+# hand in one of its two places.
+UNIT_IN_TWO_PLACES = ModelRecipe(
+    ModuleRecipe(
+        children=(
+            ModuleRecipe(
+                children=(
+                    ModuleRecipe(),
+                    ModuleRecipe(
+                        children=(
+                            ModuleRecipe(),
+                            ModuleRecipe(),
+                            ModuleRecipe(kind="again"),
+                        )
+                    ),
+                    ModuleRecipe(),
+                )
+            ),
+            ModuleRecipe(),
+            ModuleRecipe(),
+        )
+    ),
+    width=1,
+    sharded=("block", "block.block", "block.block_1"),
+)
 
 
 @pytest.mark.req("S1-17", "S1-18", "S1-22", "S1-23", "S1-26", "S1-28", "S0-09")
@@ -65,6 +91,7 @@ def test_replicate_subtrees_are_left_out_on_live_ranks(
 @examples(200)
 @given(recipe=TREES)
 @example(recipe=SUB1_SUB2)
+@example(recipe=UNIT_IN_TWO_PLACES)
 def test_handle_order_is_that_of_modules_in_every_fake_world(
     recipe: ModelRecipe,
 ) -> None:

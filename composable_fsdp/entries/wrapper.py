@@ -31,6 +31,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.save import optim_state_dict
+from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.state_dict.hooks import install_wrapper_hooks
@@ -238,12 +239,17 @@ _optim_state_dict = optim_state_dict
 
 
 def _wrap_units_below(module: nn.Module) -> None:
-    """Put a wrapper in the place of every unit below that has none yet."""
+    """Put a wrapper in the place of every unit below, in all places of a shared one."""
     wrapped = {
-        id(each.module)
+        id(each.module): each
         for each in module.modules()
         if isinstance(each, FullyShardedDataParallel)
     }
+    for parent in list(walk.modules(module)):
+        for _, name, child in list(walk.edges(parent)):
+            # Wrapped by hand where one parent holds it: the others get that wrapper.
+            if id(child) in wrapped and parent is not wrapped[id(child)]:
+                setattr(parent, name, wrapped[id(child)])
     targets: dict[nn.Module, dict[str, Any]] = {
         owner: {}
         for _, owner, state in walk_states(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -71,9 +72,10 @@ def own_parts(
 
 
 def message_of(act: Callable[[], object]) -> str:
-    """Kind and text of what ``act`` raises."""
+    """Kind and text of what ``act`` raises, without the rank at its end."""
     try:
         act()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
+        return re.sub(r" \[rank \d+\]$", "", text)
     return "nothing was raised"
