@@ -13,14 +13,13 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from composable_fsdp.planning.layout import (
-    EXACT_CLASSES,
-    SHARD_ALIGNMENT,
     ParameterSpec,
     RegionLayout,
     plan_regions,
     row_block,
     sharded_shape,
 )
+from composable_fsdp.planning.partition import EXACT_CLASSES, SHARD_ALIGNMENT
 from composable_fsdp.testing.strategies import shapes, world_sizes
 
 DTYPES = (

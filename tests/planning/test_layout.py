@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from composable_fsdp.planning.layout import (
-    EXACT_CLASSES,
     ParameterSpec,
     RegionLayout,
     plan_regions,
     row_block,
     sharded_shape,
 )
+from composable_fsdp.planning.partition import EXACT_CLASSES
 
 Shapes = dict[str, tuple[int, ...]]
 WIDE = 10**15
