@@ -10,16 +10,22 @@ from hypothesis import strategies as st
 
 from composable_fsdp.testing.recipes import ModelRecipe
 
+LONG = 2000
+"""Examples of a law in the long profile."""
 PER_RUN = 3
 """Recipes in one example."""
 
 
 def examples(everyday: int) -> settings:
-    """``everyday`` examples in the everyday profile, in proportion in the others."""
+    """``everyday`` examples in the everyday profile, those of the long one in it.
+
+    Any other number that was asked for scales ``everyday`` in proportion.
+    """
     profile = settings.default
     assert profile is not None
+    asked = profile.max_examples
     return settings(
-        max_examples=max(1, everyday * profile.max_examples // 50),
+        max_examples=asked if asked >= LONG else max(1, everyday * asked // 50),
         # Without the explain phase: each failing run restarts a pool of ranks.
         phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
         suppress_health_check=[
