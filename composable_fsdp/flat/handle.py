@@ -59,7 +59,6 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
-        "has_trainable",
         "infos",
         "is_full",
         "kept",
@@ -103,7 +102,6 @@ class FlatParamHandle:
     needs_gather: bool
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """``full`` and gather input of each region that has elements to gather."""
-    has_trainable: bool
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
@@ -248,7 +246,6 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
         if leaf.numel()
     )
     handle.trainable = tuple(r for r in handle.regions if r.layout.trainable)
-    handle.has_trainable = bool(handle.trainable)
     groups: dict[torch.dtype, list[FlatParameter]] = {}
     for region in handle.trainable:
         if region.reduce_buffer is not None and region.layout.padded_numel:

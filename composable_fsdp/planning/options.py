@@ -53,11 +53,6 @@ class UnitOptions:
                 )
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether parameters are cut over ranks at all."""
-        return self.strategy is not ShardingStrategy.NO_SHARD
-
-    @property
     def reshard_after_forward(self) -> bool:
         """Whether full parameters are freed between forward and backward."""
         return self.strategy in (
