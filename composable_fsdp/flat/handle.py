@@ -64,6 +64,7 @@ class FlatParamHandle:
         "kept",
         "needs_gather",
         "open_calls",
+        "other_form",
         "pending",
         "phase",
         "plan",
@@ -79,6 +80,7 @@ class FlatParamHandle:
         "tapes",
         "task",
         "trainable",
+        "wide",
     )
 
     plan: UnitPlan
@@ -112,6 +114,9 @@ class FlatParamHandle:
     """Forwards that are running, outermost first; ``None`` if without gradients."""
     gather_check: tuple[tuple[nn.Parameter, int], ...]
     """Leaves with elements on this rank, and where their data has to be."""
+    wide: bool
+    """Whether the full form is that of the parameters' own dtype; see ``forms``."""
+    other_form: Any
     # Backward. ``task`` is the graph task whose pre-backward has seen this unit,
     # ``pending`` the gradients it still owes, ``open_calls`` the forwards whose inputs
     # wait for theirs.
@@ -186,16 +191,12 @@ def build_handle(
     nothing.
     """
     options = target.plan.options
-    precision = options.mixed_precision
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
     regions = []
     for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
-        floating = layout.dtype.is_floating_point
-        compute = precision.param_dtype if precision and floating else None
-        reduce = precision.reduce_dtype if precision and floating else None
         regions.append(
             build_region(
                 layout,
@@ -203,8 +204,7 @@ def build_handle(
                 rank=groups.rank,
                 rows=handle.rows,
                 device=device,
-                compute_dtype=compute or layout.dtype,
-                reduce_dtype=reduce or compute or layout.dtype,
+                dtypes=options.dtypes(layout.dtype),
             )
         )
     handle.regions = tuple(regions)
@@ -230,14 +230,7 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
         )
         for place in held
     )
-    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
-    handle.needs_gather = bool(gathering)
-    same = [r.full.dtype == r.shard.dtype for r in gathering]
-    handle.gather_lists = (
-        [r.full for r in gathering],
-        # Equal dtypes: gather from the shard. Else the cast goes into our slice.
-        [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
-    )
+    make_gather_lists(handle)
     handle.gather_check = tuple(
         (leaf, leaf.data_ptr())
         for region in handle.regions
@@ -254,10 +247,23 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
     handle.accumulators = ()
 
 
+def make_gather_lists(handle: FlatParamHandle) -> None:
+    """Note what is gathered, and from where."""
+    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
+    handle.needs_gather = bool(gathering)
+    same = [r.full.dtype == r.shard.dtype for r in gathering]
+    handle.gather_lists = (
+        [r.full for r in gathering],
+        # Equal dtypes: gather from the shard. Else the cast goes into our slice.
+        [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
+    )
+
+
 def _reset(handle: FlatParamHandle) -> None:
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
-    handle.ready = None
+    handle.ready = handle.other_form = None
+    handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
 from composable_fsdp.planning.layout import RegionLayout, sharded_shape
+from composable_fsdp.planning.options import Dtypes
 
 
 class FlatParameter:
@@ -32,6 +33,7 @@ class FlatParameter:
         "full",
         "full_leaves",
         "gaps",
+        "grad_dtype",
         "grad_gaps",
         "grad_shard",
         "grad_views",
@@ -60,6 +62,8 @@ class FlatParameter:
     reduce_views: tuple[Tensor, ...]
     gaps: tuple[Tensor, ...]
     """Views of the padding in ``reduce_buffer``."""
+    grad_dtype: torch.dtype
+    """Dtype of ``grad_shard``: the parameters', unless low precision is kept."""
     grad_shard: Tensor | None
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
@@ -85,8 +89,7 @@ def build_region(
     rank: int,
     rows: bool,
     device: torch.device,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    dtypes: Dtypes,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
 
@@ -99,12 +102,12 @@ def build_region(
     meta = any(p.is_meta for p in parameters)
     home = torch.device("meta") if meta else device
     region.shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
-    region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype
+    region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
         _fill_shard(region, parameters)
         _make_sharded_leaves(region, parameters, rows=rows)
-        _make_full(region, compute_dtype, home)
-        _make_gradients(region, reduce_dtype, home)
+        make_full(region, dtypes.compute)
+        _make_gradients(region, dtypes.reduce, home)
     return region
 
 
@@ -146,16 +149,23 @@ def _make_sharded_leaves(
         # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
         parameter.grad = None
         parameter.data = view
+        if region.grad_dtype != view.dtype:
+            parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
 
 
-def _make_full(
-    region: FlatParameter, compute_dtype: torch.dtype, device: torch.device
-) -> None:
+def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
+    """Give the region a ``full`` ``(padded_numel,)`` of ``dtype``, leaves included.
+
+    It has no memory afterwards, unless it is the shard itself.
+    """
     layout = region.layout
+    region.is_cut = layout.world_size > 1 or dtype != layout.dtype
     if region.is_cut:
-        region.full = storage.new_buffer(layout.padded_numel, compute_dtype, device)
+        region.full = storage.new_buffer(
+            layout.padded_numel, dtype, region.shard.device
+        )
     else:
         region.full = region.shard
     start = region.rank * layout.shard_numel
@@ -216,7 +226,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     the activations'.
     """
     region.grad_shard = storage.new_buffer(
-        region.layout.shard_numel, region.layout.dtype, region.shard.device
+        region.layout.shard_numel, region.grad_dtype, region.shard.device
     )
     with torch.inference_mode(False), torch.no_grad():
         # Sums are added to it as a whole: padding has to start from zero.

@@ -151,7 +151,7 @@ def _choose_targets(handle: FlatParamHandle) -> None:
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         dtype = region.reduce_buffer.dtype
-        direct = dtype == region.layout.dtype
+        direct = dtype == region.grad_dtype
         for leaf in region.leaves:
             if leaf.grad is not None:
                 direct = False

@@ -22,6 +22,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.order import ExecutionOrder
+from composable_fsdp.tree.precision import Precision
 
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
@@ -50,6 +51,7 @@ class RuntimeContext:
         "handles",
         "lists",
         "outermost",
+        "precisions",
         "rank0_only",
         "reducing",
         "retiring",
@@ -65,6 +67,8 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.precisions: tuple[_FSDPState, ...] = ()
+        """Units whose buffers are cast."""
         self.streams: Streams | None = None
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
@@ -122,6 +126,7 @@ class _FSDPState:
         "handle",
         "modules",
         "options",
+        "precision",
         "ranks",
         "remaining",
         "reshard_after_forward",
@@ -133,6 +138,8 @@ class _FSDPState:
     options: UnitOptions
     ranks: RankLayout
     device: torch.device
+    precision: Precision | None
+    """Casts of inputs, outputs and buffers; ``None`` if there are none."""
     settings: dict[str, object]
     """What the caller passed, to compare a repeated application with."""
 
