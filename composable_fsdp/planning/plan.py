@@ -71,6 +71,22 @@ class UnitPlan:
         return sum(r.nbytes for r in self.regions) if self.shard_world_size > 1 else 0
 
     @property
+    def trainable(self) -> dict[str, int]:
+        """Elements of each parameter that gets a gradient, by name from the unit."""
+        return self._numels(trainable=True)
+
+    @property
+    def frozen(self) -> dict[str, int]:
+        """Elements of each parameter that gets none, by name from the unit."""
+        return self._numels(trainable=False)
+
+    def _numels(self, *, trainable: bool) -> dict[str, int]:
+        slots = [
+            s for r in self.regions if r.trainable is trainable for s in r.parameters
+        ]
+        return {s.fqn: s.numel for s in sorted(slots, key=lambda slot: slot.index)}
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any parameter of the unit gets a gradient."""
         return any(r.trainable and r.numel for r in self.regions)
@@ -136,7 +152,10 @@ class ShardingPlan:
     @property
     def report(self) -> str:
         """The plan as text: a table of units, totals, then what deserves a look."""
-        return "\n".join([_table(self.units), *_totals(self), *self.warnings])
+        mixed = [
+            _mixed_text(unit) for unit in self.units if unit.frozen and unit.trainable
+        ]
+        return "\n".join([_table(self.units), *_totals(self), *mixed, *self.warnings])
 
     def __str__(self) -> str:
         return self.report
@@ -192,6 +211,17 @@ def _totals(plan: ShardingPlan) -> list[str]:
         f"{size_text(max(u.full_bytes for u in plan.units))} while it is full",
         f"per step: {', '.join(sent) or 'no communication'}",
     ]
+
+
+def _mixed_text(unit: UnitPlan) -> str:
+    trainable, frozen = unit.trainable, unit.frozen
+    shown = list(trainable)[:4]
+    more = f" and {len(trainable) - 4} more" if len(trainable) > 4 else ""
+    return (
+        f"unit {unit.fqn or ROOT_NAME} trains {len(trainable)} of "
+        f"{len(trainable) + len(frozen)} parameters ({sum(trainable.values()):,} "
+        f"elements; {sum(frozen.values()):,} are frozen): {', '.join(shown)}{more}"
+    )
 
 
 def size_text(nbytes: int) -> str:

@@ -180,3 +180,38 @@ def test_a_marked_subtree_is_not_in_the_totals() -> None:
     set_state(model[1], "replicate", object())
 
     assert plan(model, world_size=2).numel == 16
+
+
+def adapted(frozen: int = 2) -> nn.Module:
+    """Two linear layers with biases, of which the first ``frozen`` parameters are."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in list(model.parameters())[:frozen]:
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.req("S0-06")
+def test_a_plan_lists_what_trains_and_what_is_frozen() -> None:
+    """Names and elements per unit, without what is ignored; the report says it."""
+    model = adapted(frozen=3)
+    ignored = [model.get_parameter("1.bias")]
+
+    found = plan(model, world_size=2, ignored_states=ignored)
+    mixed = plan(adapted(), world_size=2)
+
+    assert found.units[0].frozen == {"0.weight": 16, "0.bias": 4, "1.weight": 16}
+    assert found.units[0].trainable == {}
+    assert mixed.units[0].trainable == {"1.weight": 16, "1.bias": 4}
+    assert (
+        "unit (root) trains 2 of 4 parameters (20 elements; 20 are frozen): "
+        "1.weight, 1.bias"
+    ) in str(mixed)
+
+
+@pytest.mark.req("S0-06")
+def test_a_mixed_unit_is_planned_in_silence(recwarn: pytest.WarningsRecorder) -> None:
+    """It is legal, and no warning of Python or of the plan."""
+    found = plan(adapted(), world_size=2)
+
+    assert found.warnings == ()
+    assert list(recwarn) == []
