@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,38 +150,43 @@ def make_arrivals(
     Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
     arrival copies, later ones of the same reduction add.
     """
-    arrived = region.arrived
     # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
     # strong reference would keep the model alive for ever.
     owner = weakref.ref(state)
+    return [
+        partial(_arrive, owner, region.arrived, index, view)
+        for index, view in enumerate(region.reduce_views)
+    ]
 
-    def make(index: int, view: Tensor) -> Callable[[Tensor], None]:
-        def arrive(leaf: Tensor) -> None:
-            unit = owner()
-            assert unit is not None
-            handle = unit.handle
-            gradient = leaf.grad
-            # None, if a custom Function returned no gradient: counted, nothing to move.
-            if gradient is not None:
-                leaf.grad = None
-                if torch.is_grad_enabled():
-                    gradient = gradient.detach()
-                if not handle.reduce_is_allocated:
-                    _late(unit, handle)
-                if arrived[index]:
-                    view.add_(gradient)
-                else:
-                    view.copy_(gradient)
-                    arrived[index] = 1
-            # Of another graph task (a checkpoint inside the unit): only accumulated.
-            if handle.task == current_task():
-                handle.pending -= 1
-                if handle.pending == 0:
-                    _gradients_complete(unit, handle)
 
-        return arrive
-
-    return [make(index, view) for index, view in enumerate(region.reduce_views)]
+def _arrive(
+    owner: weakref.ref[_FSDPState],
+    arrived: bytearray,
+    index: int,
+    view: Tensor,
+    leaf: Tensor,
+) -> None:
+    unit = owner()
+    assert unit is not None
+    handle = unit.handle
+    gradient = leaf.grad
+    # None, if a custom Function returned no gradient: counted, nothing to move.
+    if gradient is not None:
+        leaf.grad = None
+        if torch.is_grad_enabled():
+            gradient = gradient.detach()
+        if not handle.reduce_is_allocated:
+            _late(unit, handle)
+        if arrived[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            arrived[index] = 1
+    # Of another graph task (a checkpoint inside the unit): only accumulated.
+    if handle.task == current_task():
+        handle.pending -= 1
+        if handle.pending == 0:
+            _gradients_complete(unit, handle)
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -38,10 +38,9 @@ def build_units(
             if isinstance(below, _FSDPState) and below.parent is None:
                 _link(below, state)
         # Inner units have entered theirs, and a module has one owner.
-        OWNERS.set(
-            state,
-            *[m for m in target.members if m in target.modules or OWNERS.get(m) is None],
-        )
+        heads = target.modules
+        free = [m for m in target.members if m in heads or OWNERS.get(m) is None]
+        OWNERS.set(state, *free)
         install_hooks(state)
     return states
 

@@ -7,6 +7,7 @@ block stays one graph (``torch._disable_dynamo`` is lazy: unlike
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,20 +31,29 @@ def install_hooks(state: _FSDPState) -> None:
             partial(_pre_forward, state), prepend=True, with_kwargs=True
         )
         module.register_forward_hook(partial(_post_forward, state), always_call=True)
-    nodes = []
+    leaves: list[nn.Parameter] = []
     for region in state.handle.trainable:
         arrivals = make_arrivals(state, region)
         for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            # A leaf keeps its node only weakly: the handle does, so that the node we
-            # ask the engine about is the node it runs.
-            nodes.append(_accumulator(leaf))
             leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
-    state.handle.accumulators = tuple(nodes)
+        leaves += region.full_leaves
+    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
+    # engine about is the node it runs.
+    state.handle.accumulators = _accumulators(leaves) if leaves else ()
 
 
-def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it."""
+class _Users(torch.autograd.Function):
+    """A node that all of its inputs feed: what feeds it are their accumulators."""
+
+    @staticmethod
+    def forward(ctx: object, *leaves: Tensor) -> Tensor:
+        """Read nothing: the leaves have no memory now."""
+        return torch.empty(0)
+
+
+def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[object, ...]:
+    """The nodes that accumulate into ``leaves``."""
     with torch.enable_grad():
-        alias: Tensor = leaf.view_as(leaf)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]
+        used: Tensor = _Users.apply(*leaves)  # type: ignore[no-untyped-call]  # as above
+    assert used.grad_fn is not None
+    return tuple([node for node, _ in used.grad_fn.next_functions])
