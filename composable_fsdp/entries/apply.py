@@ -100,13 +100,7 @@ def apply(
     _refuse_mixed_meta(targets)
     if application.sync_module_states:
         _broadcast(modules, parameters, ranks)
-    states = build_units(
-        targets,
-        state,
-        ranks=ranks,
-        device=device,
-        ignored=application.ignored_modules,
-    )
+    states = build_units(targets, state, ranks=ranks, device=device)
     for each in states:
         install_state_dict_hooks(each)
     if application.policy is not None and application.options.mixed_precision:

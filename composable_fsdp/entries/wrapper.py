@@ -104,7 +104,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _take(self, module: nn.Module) -> None:
         setattr(self, WRAPPED_MODULE, module)
-        OWNERS.set(self, self._state)
+        OWNERS.set(self._state, self)
         install_wrapper_hooks(self)
 
     @property

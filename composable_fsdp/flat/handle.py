@@ -7,7 +7,7 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,12 @@ from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
+from composable_fsdp.planning.assign import ParamInfo
 from composable_fsdp.planning.plan import UnitPlan
 from composable_fsdp.planning.planner import Target
 
 NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
-
-
-class ParamInfo(NamedTuple):
-    """One place of a parameter: ``module._parameters[name]``, ``fqn`` from the unit.
-
-    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a
-    list of modules two may bear one name).
-    """
-
-    fqn: str
-    module: nn.Module
-    name: str
-    primary: str
-    slot_index: int
 
 
 Swap = tuple[dict[str, "nn.Parameter | None"], str, nn.Parameter, nn.Parameter]
@@ -208,27 +195,27 @@ def build_handle(
             )
         )
     handle.regions = tuple(regions)
-    handle.infos = tuple(
-        ParamInfo(place.fqn, place.module, place.name, slot.fqn, slot.index)
-        for layout, places in zip(target.plan.regions, target.places, strict=True)
-        for slot, held in zip(layout.parameters, places, strict=True)
-        for place in held
-    )
-    _make_tables(handle, target)
+    handle.infos = target.infos
+    _make_tables(handle)
     _reset(handle)
     remember_leaves(handle)
     return handle
 
 
-def _make_tables(handle: FlatParamHandle, target: Target) -> None:
+def _make_tables(handle: FlatParamHandle) -> None:
     """Compute once what every step needs."""
-    handle.swaps = tuple(
-        (place.module._parameters, place.name, leaf, full)
-        for region, places in zip(handle.regions, target.places, strict=True)
-        for leaf, full, held in zip(
-            region.leaves, region.full_leaves, places, strict=True
+    leaves = {
+        slot.index: (leaf, full)
+        for region in handle.regions
+        for slot, leaf, full in zip(
+            region.layout.parameters, region.leaves, region.full_leaves, strict=True
         )
-        for place in held
+    }
+    handle.swaps = tuple(
+        [
+            (info.module._parameters, info.name, *leaves[info.slot_index])
+            for info in handle.infos
+        ]
     )
     make_gather_lists(handle)
     handle.gather_check = tuple(

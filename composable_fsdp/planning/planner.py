@@ -13,24 +13,28 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
     Occurrence,
-    Place,
+    ParamInfo,
     PlanRequest,
     Unit,
     assign_units,
 )
-from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.layout import plan_unit_regions
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan, UnitPlan, padding_notes
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The live objects behind one ``UnitPlan``, region by region and slot by slot."""
+    """The live objects behind one ``UnitPlan``."""
 
     plan: UnitPlan
     modules: tuple[nn.Module, ...]
+    members: tuple[nn.Module, ...]
+    """These and the modules below of which this unit is the nearest above."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    places: tuple[tuple[tuple[Place, ...], ...], ...]
+    """Region by region and slot by slot."""
+    infos: tuple[ParamInfo, ...]
+    """Every place of every parameter, in the same order."""
     parent: int
     """Index of the unit above; of the first target, itself."""
     units_below: tuple[object, ...]
@@ -69,55 +73,63 @@ def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
 
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
     shard_world_size, replicas = _group_sizes(unit.options, request)
-    rows = unit.options.block is Block.ROW
-    held: list[tuple[nn.Parameter, tuple[Place, ...]]] = []
-    specs = []
-    for parameter, occurrences in unit.parameters:
-        names, places = _places(occurrences, index)
-        held.append((parameter, places))
-        shape = tuple(parameter.shape)
-        block = row_block(shape) if rows else 1
-        specs.append(
-            ParameterSpec(names, shape, parameter.dtype, parameter.requires_grad, block)
-        )
+    infos = [
+        _infos(occurrences, index, slot_index)
+        for slot_index, (_, occurrences) in enumerate(unit.parameters)
+    ]
+    regions = plan_unit_regions(
+        tuple(
+            [
+                (names, parameter.shape, parameter.dtype, parameter.requires_grad)
+                for (names, _), (parameter, _) in zip(
+                    infos, unit.parameters, strict=True
+                )
+            ]
+        ),
+        rows=unit.options.block is Block.ROW,
+        world_size=shard_world_size,
+    )
     plan = UnitPlan(
         fqn=unit.fqn,
         class_name=type(unit.modules[0]).__name__,
-        regions=plan_regions(specs, world_size=shard_world_size),
+        regions=regions,
         options=unit.options,
         shard_world_size=shard_world_size,
         replicas=replicas,
     )
     notes.extend(padding_notes(plan))
-    slots = [[held[slot.index] for slot in r.parameters] for r in plan.regions]
+    slots = [[slot.index for slot in region.parameters] for region in regions]
     return Target(
         plan,
         unit.modules,
-        tuple(tuple(parameter for parameter, _ in region) for region in slots),
-        tuple(tuple(places for _, places in region) for region in slots),
+        tuple(unit.members),
+        tuple([tuple([unit.parameters[i][0] for i in region]) for region in slots]),
+        tuple([info for region in slots for i in region for info in infos[i][1]]),
         unit.parent,
         tuple(unit.units_below),
     )
 
 
-def _places(
-    occurrences: list[Occurrence], index: int
-) -> tuple[tuple[str, ...], tuple[Place, ...]]:
+def _infos(
+    occurrences: list[Occurrence], index: int, slot_index: int
+) -> tuple[tuple[str, ...], tuple[ParamInfo, ...]]:
     """All names of a parameter from its unit, and the places that hold it.
 
     A module that is met along two paths holds the parameter once and names it twice.
     """
+    first = _relative(occurrences[0], index)
     if len(occurrences) == 1:
         o = occurrences[0]
-        fqn = _relative(o, index)
-        return (fqn,), (Place(o.module, o.name, fqn),)
+        return (first,), (ParamInfo(first, o.module, o.name, first, slot_index),)
     names: dict[str, None] = {}
-    places: dict[tuple[int, str], Place] = {}
+    infos: dict[tuple[int, str], ParamInfo] = {}
     for o in occurrences:
         fqn = _relative(o, index)
         names[fqn] = None
-        places.setdefault((id(o.module), o.name), Place(o.module, o.name, fqn))
-    return tuple(names), tuple(places.values())
+        infos.setdefault(
+            (id(o.module), o.name), ParamInfo(fqn, o.module, o.name, first, slot_index)
+        )
+    return tuple(names), tuple(infos.values())
 
 
 def _relative(place: Occurrence, index: int) -> str:
