@@ -17,6 +17,7 @@ from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.forms import has_two_forms
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.integrity import full_homes, is_at, reattach_full
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.backward import use_form
@@ -192,6 +193,8 @@ def _unshard_state(
             written = True
     finally:
         handle.phase = Phase.IDLE
+        if handle.is_full:
+            reattach_full(handle)
         reshard(context, handle)
         use_form(context, state, wide=False)
         if not written:
@@ -235,20 +238,24 @@ def _write_back(handle: FlatParamHandle, *, rank0_only: bool) -> None:
 
 
 def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:
-    """Take up parameters that the block assigned, or refuse them by name."""
+    """Take up parameters that the block assigned, or refuse them by name.
+
+    ``parameter.data = values`` counts, too: the parameter stays, its memory does not.
+    """
     full = not rank0_only or handle.groups.rank == 0
+    homes = {id(leaf): home for leaf, home in full_homes(handle)} if full else {}
     for info, (parameters, name, sharded, whole) in zip(
         handle.infos, handle.swaps, strict=True
     ):
-        expected = whole if full else sharded
+        home = homes.get(id(whole), sharded)
         found = parameters.get(name)
-        if found is expected:
+        if found is (whole if full else sharded) and is_at(found, home):
             continue
         fqn = shown(join(handle.full_fqn, info.fqn))
         if (
             not isinstance(found, torch.Tensor)
-            or found.shape != expected.shape
-            or found.dtype != expected.dtype
+            or found.shape != home.shape
+            or found.dtype != home.dtype
         ):
             got = (
                 f"{tuple(found.shape)} {found.dtype}"
@@ -257,9 +264,10 @@ def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:
             )
             raise PhaseError(
                 f"Inside unshard_params parameter {fqn} was replaced by {got}; "
-                f"expected {tuple(expected.shape)} {expected.dtype}. Write into it in "
+                f"expected {tuple(home.shape)} {home.dtype}. Write into it in "
                 "place, for example parameter.data.copy_(values)."
             )
         with torch.no_grad():
-            expected.copy_(found)
-        parameters[name] = expected
+            # A clone: what was found may be another view of the same memory.
+            home.copy_(found.clone())
+        parameters[name] = whole if full else sharded

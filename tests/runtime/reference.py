@@ -30,8 +30,10 @@ STRATEGIES = (
     ShardingStrategy.NO_SHARD,
 )
 
-Input = Callable[[int, int], Tensor]
+Input = Callable[[int, int], Any]
 """The input of (step, rank)."""
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The loss of a model on one input."""
 Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Clip = Callable[[nn.Module], object]
 
@@ -113,7 +115,9 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": list(parameters)}], lr=0.05, eps=1e-3)
 
 
-def averaged_gradients(model: nn.Module, inputs: Sequence[Tensor]) -> list[float]:
+def averaged_gradients(
+    model: nn.Module, inputs: Sequence[Any], loss_of: Loss = loss_of
+) -> list[float]:
     """Leave the mean of the gradients of ``inputs`` in ``.grad``; the losses."""
     losses = []
     sums: dict[nn.Parameter, Tensor] = {}
@@ -146,13 +150,14 @@ def train_reference(
     *,
     steps: int = 3,
     clip: Clip | None = None,
+    loss_of: Loss = loss_of,
 ) -> list[list[float]]:
     """Train the plain ``model`` on the inputs of all ranks; losses by step and rank."""
     optimizer = optimize(model.parameters())
     losses = []
     for step in range(steps):
         inputs = [make_input(step, rank) for rank in range(world_size)]
-        losses.append(averaged_gradients(model, inputs))
+        losses.append(averaged_gradients(model, inputs, loss_of))
         if clip is not None:
             clip(model)
         optimizer.step()
@@ -167,6 +172,7 @@ def train(
     *,
     steps: int = 3,
     clip: Clip | None = None,
+    loss_of: Loss = loss_of,
 ) -> list[float]:
     """Train ``model`` on the inputs of ``rank``; its losses by step."""
     optimizer = optimize(model.parameters())
