@@ -30,8 +30,10 @@ STRATEGIES = (
     ShardingStrategy.NO_SHARD,
 )
 
-Input = Callable[[int, int], Any]
+Input = Callable[[int, int], Tensor]
 """The input of (step, rank)."""
+AnyInput = Callable[[int, int], Any]
+"""The same for models that take more than a tensor."""
 Loss = Callable[[nn.Module, Any], Tensor]
 """The loss of a model on one input."""
 Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -145,7 +147,7 @@ def gradients_of(model: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tensor
 def train_reference(
     model: nn.Module,
     world_size: int,
-    make_input: Input,
+    make_input: AnyInput,
     optimize: Optimize,
     *,
     steps: int = 3,
@@ -167,7 +169,7 @@ def train_reference(
 def train(
     model: nn.Module,
     rank: int,
-    make_input: Input,
+    make_input: AnyInput,
     optimize: Optimize,
     *,
     steps: int = 3,
