@@ -29,9 +29,8 @@ def ignoring(model: TinyGPT, path: str, *, by_policy: bool) -> nn.Module:
     options: dict[str, Any] = {"ignored_states": states, "ignored_modules": modules}
     if by_policy:
         name = "policy" if path == "composable" else "auto_wrap_policy"
-        return apply_units(
-            model, [], path=path, **options, **{name: ModuleWrapPolicy({TinyBlock})}
-        )
+        options[name] = ModuleWrapPolicy({TinyBlock})
+        return apply_units(model, [], path=path, **options)
     return apply_units(model, ["blocks.0", "blocks.1"], path=path, **options)
 
 
