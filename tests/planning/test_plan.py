@@ -11,10 +11,8 @@ from torch import nn
 
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.config import Block, ShardingStrategy
-from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan, Traffic
-from composable_fsdp.planning.planner import plan, plan_modules
+from composable_fsdp.planning.planner import plan
 from tests.planning.trees import linears, units
 
 MATRIX = 16 * 4
@@ -59,14 +57,12 @@ def test_without_sharding_a_step_only_averages_gradients() -> None:
 
 def test_hybrid_sharding_reduces_within_a_group_and_averages_its_shards() -> None:
     """Two replicas of two shards: half of each gradient is averaged across replicas."""
-    request = PlanRequest(
-        options=UnitOptions(strategy=ShardingStrategy.HYBRID_SHARD),
+    result = plan(
+        linears(1),
         world_size=4,
         shard_world_size=2,
-        replicas=2,
+        strategy=ShardingStrategy.HYBRID_SHARD,
     )
-
-    result, _ = plan_modules([linears(1)], request)
 
     assert result.traffic == Traffic(
         all_gather_calls=1,
