@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp.config import Block, ShardingStrategy
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
@@ -148,6 +154,10 @@ def plan(
     shard_world_size: int | None = None,
     policy: object = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    limit_all_gathers: bool = True,
     block: Block = Block.ROW,
     ignored_modules: Sequence[nn.Module] | None = None,
     ignored_states: Sequence[nn.Parameter] | Sequence[nn.Module] | None = None,
@@ -183,7 +193,14 @@ def plan(
             f"{world_size}, got {shard_world_size!r}."
         )
     request = PlanRequest(
-        options=UnitOptions(strategy=strategy, block=block),
+        options=UnitOptions(
+            strategy=strategy,
+            block=block,
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+        ),
         world_size=world_size,
         sizes=partial(
             group_sizes, world_size=world_size, shard_world_size=shard_world_size

@@ -227,8 +227,9 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
     key = "sharding_strategy" if path == "wrapper" else "strategy"
     policy = CustomPolicy(lambda m: {key: given[m]} if m in given else False)
     options = {**ranks_of(form, (2, 2)), key: ShardingStrategy.FULL_SHARD}
+    options["auto_wrap_policy" if path == "wrapper" else "policy"] = policy
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        sharded = apply_units(model, [], path=path, **options, **named(path, policy))
+        sharded = apply_units(model, [], path=path, **options)
 
     expected = train_reference(
         plain,
@@ -248,11 +249,6 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
         handle.fqn: (handle.groups.shard_world_size, handle.groups.replicas)
         for handle in _get_fsdp_handles(sharded)
     }
-
-
-def named(path: str, policy: object) -> dict[str, object]:
-    """The policy under the name of the door."""
-    return {"auto_wrap_policy" if path == "wrapper" else "policy": policy}
 
 
 @pytest.mark.req("D-07")
