@@ -65,7 +65,7 @@ def prepare(
     """Check what was passed and resolve groups; touches no module and sends nothing."""
     return Application(
         options=options,
-        ranks=resolve_ranks(process_group, device_mesh, options.strategy),
+        ranks=resolve_ranks(process_group, device_mesh),
         policy=policy,
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
@@ -85,7 +85,8 @@ def apply(
     Every check comes before the first change.
 
     Collective: with ``sync_module_states`` one broadcast per parameter and buffer over
-    the shard (and replicate) group; else none.
+    the shard (and replicate) group; the first hybrid unit that shards within a node
+    makes the nodes' groups; else none.
     Raises: PlanError, CompositionError; the modules are as they were.
     """
     for module in modules:
@@ -93,8 +94,6 @@ def apply(
     ranks = application.ranks
     plan, targets = plan_modules(modules, _request(application))
     _refuse_started(modules[0], targets)
-    for target in targets:
-        ranks.for_strategy(target.plan.options.strategy)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
     _refuse_mixed_meta(targets)
@@ -130,8 +129,7 @@ def _request(application: Application) -> PlanRequest:
     return PlanRequest(
         options=application.options,
         world_size=ranks.world_size,
-        shard_world_size=ranks.shard.size(),
-        replicas=ranks.replicate.size() if ranks.replicate is not None else 1,
+        sizes=ranks.sizes,
         policy=application.policy,
         ignored_modules=application.ignored_modules,
         ignored_parameters=application.ignored_parameters,

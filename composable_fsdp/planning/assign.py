@@ -20,6 +20,7 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
     other_apis,
 )
+from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.planning import walk
@@ -57,13 +58,13 @@ class PlanRequest:
     """Everything a plan depends on besides the tree.
 
     ``owner_of`` tells which unit of an earlier application holds a parameter, if any.
-    ``shard_world_size`` and ``replicas`` apply to the hybrid strategies.
+    ``sizes`` gives, by strategy, the ranks that share a unit's parameters and the
+    number of copies; the default is one group of ``world_size`` ranks.
     """
 
     options: UnitOptions
     world_size: int
-    shard_world_size: int = 0
-    replicas: int = 1
+    sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
     policy: object = None
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
