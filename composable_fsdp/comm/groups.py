@@ -84,7 +84,15 @@ class Groups:
 class RankLayout:
     """What the caller said about ranks: one group, or a (shard, replicate) pair."""
 
-    __slots__ = ("_replicate", "_shard", "device_type")
+    __slots__ = (
+        "_groups",
+        "_replicate",
+        "_shard",
+        "device_type",
+        "is_nccl",
+        "replicas",
+        "shard_world_size",
+    )
 
     def __init__(
         self,
@@ -95,6 +103,10 @@ class RankLayout:
         self._shard = GroupRef(shard)
         self._replicate = None if replicate is None else GroupRef(replicate)
         self.device_type = device_type
+        self.is_nccl = dist.get_backend(shard) == "nccl"
+        self.shard_world_size = shard.size()
+        self.replicas = replicate.size() if replicate is not None else 1
+        self._groups: dict[ShardingStrategy, Groups] = {}
 
     @property
     def shard(self) -> dist.ProcessGroup:
@@ -109,10 +121,15 @@ class RankLayout:
     @property
     def world_size(self) -> int:
         """Ranks in both groups together."""
-        return self.shard.size() * (self.replicate.size() if self.replicate else 1)
+        return self.shard_world_size * self.replicas
 
     def for_strategy(self, strategy: ShardingStrategy) -> Groups:
-        """The groups of a unit with this strategy."""
+        """The groups of a unit with this strategy; equal ones are one object."""
+        if strategy not in self._groups:
+            self._groups[strategy] = self._make(strategy)
+        return self._groups[strategy]
+
+    def _make(self, strategy: ShardingStrategy) -> Groups:
         if self.replicate is not None:
             shard, replicate = self.shard, self.replicate
             if strategy not in HYBRID:
@@ -165,8 +182,17 @@ def resolve_ranks(
                 f"{len(process_group)} groups."
             )
         return RankLayout(_member(process_group[0]), _member(process_group[1]), None)
-    group = process_group if process_group is not None else dist.group.WORLD
-    return RankLayout(_member(group), None, None)
+    group = _member(process_group if process_group is not None else dist.group.WORLD)
+    layout = _layouts.get(group)
+    if layout is None:
+        layout = _layouts[group] = RankLayout(group, None, None)
+    return layout
+
+
+# What units of one group share: it holds its group weakly, so it goes with the group.
+_layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, RankLayout] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _member(group: object) -> dist.ProcessGroup:
@@ -222,7 +248,7 @@ def resolve_device(
         return _indexed(torch.device(device_id))
     if ranks.device_type is not None:
         wanted = _indexed(torch.device(ranks.device_type))
-    elif dist.get_backend(ranks.shard) == "nccl":
+    elif ranks.is_nccl:
         wanted = _indexed(torch.device("cuda"))
     else:
         return parameters[0].device if parameters else torch.device("cpu")

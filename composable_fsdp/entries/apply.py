@@ -6,8 +6,7 @@ Both doors, ``fully_shard`` and ``FullyShardedDataParallel``, end here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,18 +32,13 @@ from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 
 
-@dataclass(frozen=True, slots=True)
-class Application:
+class Application(NamedTuple):
     """Everything a caller may say about one application, after checking."""
 
-    options: UnitOptions
+    request: PlanRequest
     ranks: RankLayout
-    policy: object
-    ignored_modules: frozenset[nn.Module]
-    ignored_parameters: frozenset[int]
     device_id: int | torch.device | None
     sync_module_states: bool
-    tied_params: str
 
 
 def prepare(
@@ -60,16 +54,19 @@ def prepare(
     tied_params: str = "error",
 ) -> Application:
     """Check what was passed and resolve groups; touches no module and sends nothing."""
-    return Application(
+    ranks = resolve_ranks(process_group, device_mesh, options.strategy)
+    request = PlanRequest(
         options=options,
-        ranks=resolve_ranks(process_group, device_mesh, options.strategy),
+        world_size=ranks.world_size,
+        shard_world_size=ranks.shard_world_size,
+        replicas=ranks.replicas,
         policy=policy,
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
-        device_id=device_id,
-        sync_module_states=sync_module_states,
         tied_params=check_tied(tied_params),
+        owner_of=_owner_of,
     )
+    return Application(request, ranks, device_id, sync_module_states)
 
 
 def apply(
@@ -88,34 +85,20 @@ def apply(
     for module in modules:
         _refuse_owned(module)
     ranks = application.ranks
-    plan, targets = plan_modules(modules, _request(application))
+    plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
     for target in targets:
         ranks.for_strategy(target.plan.options.strategy)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
-    _refuse_mixed_meta(targets)
+    if any(parameter.is_meta for parameter in parameters):
+        _refuse_mixed_meta(targets)
     if application.sync_module_states:
         _broadcast(modules, parameters, ranks)
     states = build_units(targets, state, ranks=ranks, device=device)
     for each in states:
         install_state_dict_hooks(each)
     return plan
-
-
-def _request(application: Application) -> PlanRequest:
-    ranks = application.ranks
-    return PlanRequest(
-        options=application.options,
-        world_size=ranks.world_size,
-        shard_world_size=ranks.shard.size(),
-        replicas=ranks.replicate.size() if ranks.replicate is not None else 1,
-        policy=application.policy,
-        ignored_modules=application.ignored_modules,
-        ignored_parameters=application.ignored_parameters,
-        tied_params=application.tied_params,
-        owner_of=_owner_of,
-    )
 
 
 def _owner_of(parameter: nn.Parameter) -> str | None:

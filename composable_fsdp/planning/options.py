@@ -23,6 +23,13 @@ from composable_fsdp.naming import shown
 E = TypeVar("E", bound=Enum)
 
 
+_ENUMS: tuple[tuple[str, type[Enum]], ...] = (
+    ("strategy", ShardingStrategy),
+    ("block", Block),
+    ("backward_prefetch", BackwardPrefetch),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
     """How one unit is sharded and when it communicates; a value."""
@@ -37,12 +44,10 @@ class UnitOptions:
     cpu_offload: CPUOffload | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("strategy", ShardingStrategy),
-            ("block", Block),
-            ("backward_prefetch", BackwardPrefetch),
-        ):
+        for name, kind in _ENUMS:
             value = getattr(self, name)
+            if isinstance(value, kind):
+                continue
             if value is None and name == "backward_prefetch":
                 continue
             object.__setattr__(self, name, by_name(kind, value, argument=name))
