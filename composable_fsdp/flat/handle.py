@@ -226,13 +226,15 @@ def _make_tables(handle: FlatParamHandle) -> None:
         [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
     )
     handle.gather_check = tuple(
-        (leaf, leaf.data_ptr())
-        for region in handle.regions
-        if not region.shard.is_meta
-        for leaf in region.leaves
-        if leaf.numel()
+        [
+            (leaf, leaf.data_ptr())
+            for region in handle.regions
+            if not region.shard.is_meta
+            for leaf in region.leaves
+            if leaf.numel()
+        ]
     )
-    handle.trainable = tuple(r for r in handle.regions if r.layout.trainable)
+    handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     groups: dict[torch.dtype, list[FlatParameter]] = {}
     for region in handle.trainable:
         if region.reduce_buffer is not None and region.layout.padded_numel:
