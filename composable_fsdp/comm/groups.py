@@ -91,7 +91,16 @@ class RankLayout:
     The hybrid strategies need a pair; if nothing was given they shard within a node.
     """
 
-    __slots__ = ("_replicate", "_shard", "by_node", "device_type")
+    __slots__ = (
+        "_groups",
+        "_replicate",
+        "_shard",
+        "by_node",
+        "device_type",
+        "is_nccl",
+        "replicas",
+        "shard_world_size",
+    )
 
     def __init__(
         self,
@@ -105,6 +114,10 @@ class RankLayout:
         self._replicate = None if replicate is None else GroupRef(replicate)
         self.device_type = device_type
         self.by_node = by_node
+        self.is_nccl = dist.get_backend(shard) == "nccl"
+        self.shard_world_size = shard.size()
+        self.replicas = replicate.size() if replicate is not None else 1
+        self._groups: dict[ShardingStrategy, Groups] = {}
 
     @property
     def shard(self) -> dist.ProcessGroup:
@@ -119,7 +132,7 @@ class RankLayout:
     @property
     def world_size(self) -> int:
         """Ranks in both groups together."""
-        return self.shard.size() * (self.replicate.size() if self.replicate else 1)
+        return self.shard_world_size * self.replicas
 
     def sizes(self, strategy: ShardingStrategy) -> tuple[int, int]:
         """Ranks that share a unit's parameters, and copies of them. Only reads.
@@ -131,7 +144,7 @@ class RankLayout:
             self._require_everyone()
             return 1, self.world_size
         if replicate is not None:
-            return self.shard.size(), replicate.size()
+            return self.shard_world_size, self.replicas
         if strategy not in HYBRID:
             return self.world_size, 1
         if not self.by_node:
@@ -144,18 +157,22 @@ class RankLayout:
         return size, self.world_size // size
 
     def for_strategy(self, strategy: ShardingStrategy) -> Groups:
-        """The groups of a unit with this strategy.
+        """The groups of a unit with this strategy; equal ones are one object.
 
         Collective: makes the groups of the nodes the first time they are asked for;
         else none.
         Raises: PlanError, as ``sizes``.
         """
-        self.sizes(strategy)
-        if strategy is ShardingStrategy.NO_SHARD:
-            return Groups(None, self._everyone())
-        if self.replicate is None and strategy in HYBRID:
-            return Groups(*node_groups(self.world_size))
-        return Groups(self.shard, self.replicate)
+        if strategy not in self._groups:
+            self.sizes(strategy)
+            if self.replicate is None and strategy in HYBRID:
+                # Not kept: the nodes' groups may be destroyed before this one.
+                return Groups(*node_groups(self.world_size))
+            if strategy is ShardingStrategy.NO_SHARD:
+                self._groups[strategy] = Groups(None, self._everyone())
+            else:
+                self._groups[strategy] = Groups(self.shard, self.replicate)
+        return self._groups[strategy]
 
     def _everyone(self) -> dist.ProcessGroup | None:
         """One group of all ranks."""
@@ -207,8 +224,18 @@ def resolve_ranks(
                 f"{len(process_group)} groups."
             )
         return RankLayout(_member(process_group[0]), _member(process_group[1]), None)
-    group = process_group if process_group is not None else dist.group.WORLD
-    return RankLayout(_member(group), None, None, by_node=process_group is None)
+    group = _member(process_group if process_group is not None else dist.group.WORLD)
+    by_node = process_group is None
+    layouts = _layouts.setdefault(group, {})
+    if by_node not in layouts:
+        layouts[by_node] = RankLayout(group, None, None, by_node=by_node)
+    return layouts[by_node]
+
+
+# What units of one group share: it holds its group weakly, so it goes with the group.
+_layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _member(group: object) -> dist.ProcessGroup:
@@ -258,7 +285,7 @@ def resolve_device(
         return _indexed(torch.device(device_id))
     if ranks.device_type is not None:
         wanted = _indexed(torch.device(ranks.device_type))
-    elif dist.get_backend(ranks.shard) == "nccl":
+    elif ranks.is_nccl:
         wanted = _indexed(torch.device("cuda"))
     else:
         return parameters[0].device if parameters else torch.device("cpu")

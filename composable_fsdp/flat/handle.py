@@ -219,13 +219,15 @@ def _make_tables(handle: FlatParamHandle) -> None:
     )
     make_gather_lists(handle)
     handle.gather_check = tuple(
-        (leaf, leaf.data_ptr())
-        for region in handle.regions
-        if not region.shard.is_meta
-        for leaf in region.leaves
-        if leaf.numel()
+        [
+            (leaf, leaf.data_ptr())
+            for region in handle.regions
+            if not region.shard.is_meta
+            for leaf in region.leaves
+            if leaf.numel()
+        ]
     )
-    handle.trainable = tuple(r for r in handle.regions if r.layout.trainable)
+    handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     groups: dict[torch.dtype, list[FlatParameter]] = {}
     for region in handle.trainable:
         if region.reduce_buffer is not None and region.layout.padded_numel:
@@ -267,25 +269,33 @@ def _reset(handle: FlatParamHandle) -> None:
 # because a weak reference to a parameter makes ``torch.utils.swap_tensors`` refuse it;
 # the handle keeps its leaves alive, so an identity cannot be reused while the entry
 # stands.
-_LEAVES: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
+class _LeavesOf(weakref.ref[FlatParamHandle]):
+    """A weak reference to a handle; ``indices`` are its leaves', by identity."""
+
+    __slots__ = ("indices",)
+    indices: dict[int, int]
+
+
+_LEAVES: dict[int, _LeavesOf] = {}
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Make ``find_leaf`` know this handle's leaves until the handle is gone."""
-    keys = [id(leaf) for leaf in handle.leaves]
+    link = _LeavesOf(handle, _forget)
+    link.indices = {id(leaf): index for index, leaf in enumerate(handle.leaves)}
+    _LEAVES.update(dict.fromkeys(link.indices, link))
 
-    def forget(_: weakref.ref[FlatParamHandle]) -> None:
-        for key in keys:
-            if _LEAVES.get(key, (None,))[0] is reference:
-                del _LEAVES[key]
 
-    reference = weakref.ref(handle, forget)
-    for index, key in enumerate(keys):
-        _LEAVES[key] = (reference, index)
+def _forget(link: weakref.ref[FlatParamHandle]) -> None:
+    assert isinstance(link, _LeavesOf)
+    for key in link.indices:
+        if _LEAVES.get(key) is link:
+            del _LEAVES[key]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
     """The handle whose sharded leaf this is, and its index; ``None`` if of none."""
-    entry = _LEAVES.get(id(parameter))
-    handle = entry[0]() if entry else None
-    return (handle, entry[1]) if entry and handle is not None else None
+    key = id(parameter)
+    link = _LEAVES.get(key)
+    handle = None if link is None else link()
+    return (handle, link.indices[key]) if link and handle is not None else None

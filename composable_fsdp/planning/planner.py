@@ -229,6 +229,8 @@ def expand_ignored(
     ignored_modules: Sequence[nn.Module] | None, ignored_states: Sequence[Any] | None
 ) -> frozenset[nn.Module]:
     """All modules that are ignored, with everything below them."""
+    if not ignored_modules and not ignored_states:
+        return frozenset()
     given = list(ignored_modules or ())
     given += [state for state in ignored_states or () if isinstance(state, nn.Module)]
     for module in given:
@@ -242,14 +244,16 @@ def expand_ignored(
 
 def ignored_parameters(ignored_states: Sequence[Any] | None) -> frozenset[int]:
     """Identities of the parameters that are ignored by themselves."""
-    for state in ignored_states or ():
+    if not ignored_states:
+        return frozenset()
+    for state in ignored_states:
         if not isinstance(state, (nn.Parameter, nn.Module)):
             raise TypeError(
                 "ignored_states expects parameters or modules, got "
                 f"{type(state).__name__}."
             )
     return frozenset(
-        id(state) for state in ignored_states or () if isinstance(state, nn.Parameter)
+        id(state) for state in ignored_states if isinstance(state, nn.Parameter)
     )
 
 
