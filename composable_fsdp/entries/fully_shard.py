@@ -78,6 +78,9 @@ def _shard(
             ``(module, recurse, nonwrapped_numel) -> bool``, or one that returns
             ``{module: options}``. Units made by hand before are boundaries.
         strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or a hybrid one.
+        cpu_offload: with ``CPUOffload(offload_params=True)`` shards and their gradients
+            live on the host, where the optimizer then works; compute stays on the
+            device. While a backward runs their ``.grad`` is None.
         ignored_modules, ignored_states: modules or parameters to leave as they are.
         device_id: compute device; else the mesh's, else cuda under NCCL, else where the
             parameters are.
@@ -104,7 +107,6 @@ def _shard(
         raise TypeError(_unknown_text(sorted(unknown)))
     refuse_unavailable(
         mixed_precision=mixed_precision,
-        cpu_offload=cpu_offload if cpu_offload and cpu_offload.offload_params else None,
         param_init_fn=param_init_fn,
         forward_prefetch=forward_prefetch or None,
     )
@@ -116,6 +118,7 @@ def _shard(
         backward_prefetch=backward_prefetch,
         limit_all_gathers=limit_all_gathers,
         use_orig_params=use_orig_params,
+        cpu_offload=cpu_offload,
     )
     application = prepare(
         options,

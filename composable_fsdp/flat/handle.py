@@ -51,6 +51,7 @@ class FlatParamHandle:
         "accumulators",
         "calls",
         "device",
+        "fills",
         "fqn",
         "free_event",
         "full_fqn",
@@ -63,6 +64,7 @@ class FlatParamHandle:
         "is_full",
         "kept",
         "needs_gather",
+        "offload",
         "open_calls",
         "pending",
         "phase",
@@ -89,6 +91,9 @@ class FlatParamHandle:
     regions: tuple[FlatParameter, ...]
     groups: Groups
     device: torch.device
+    """Where full parameters are, and compute."""
+    offload: bool
+    """Whether the shards and their gradients are on the host."""
     rows: bool
     infos: tuple[ParamInfo, ...]
     swaps: tuple[Swap, ...]
@@ -102,6 +107,8 @@ class FlatParamHandle:
     needs_gather: bool
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """``full`` and gather input of each region that has elements to gather."""
+    fills: tuple[tuple[Tensor, Tensor], ...]
+    """Our slice of ``full`` and the shard it is filled from, before the gather."""
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
@@ -191,6 +198,7 @@ def build_handle(
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
+    handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
     regions = []
     for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
         floating = layout.dtype.is_floating_point
@@ -205,6 +213,7 @@ def build_handle(
                 device=device,
                 compute_dtype=compute or layout.dtype,
                 reduce_dtype=reduce or compute or layout.dtype,
+                offload=handle.offload,
             )
         )
     handle.regions = tuple(regions)
@@ -232,11 +241,17 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
     )
     gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
     handle.needs_gather = bool(gathering)
-    same = [r.full.dtype == r.shard.dtype for r in gathering]
+    # Gather from the shard, if it is what compute takes and where compute is. Else it
+    # is cast, or copied to the device, into our slice, and the gather is in place.
+    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
+    handle.fills = tuple(
+        (r.own_slice, r.shard)
+        for r, fill in zip(gathering, filled, strict=True)
+        if fill
+    )
     handle.gather_lists = (
         [r.full for r in gathering],
-        # Equal dtypes: gather from the shard. Else the cast goes into our slice.
-        [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
+        [r.own_slice if f else r.shard for r, f in zip(gathering, filled, strict=True)],
     )
     handle.gather_check = tuple(
         (leaf, leaf.data_ptr())

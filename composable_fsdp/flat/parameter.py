@@ -35,9 +35,11 @@ class FlatParameter:
         "grad_gaps",
         "grad_shard",
         "grad_views",
+        "in_flight",
         "is_cut",
         "layout",
         "leaves",
+        "offload",
         "own_slice",
         "rank",
         "reduce_buffer",
@@ -50,6 +52,8 @@ class FlatParameter:
     rank: int
     is_cut: bool
     """Whether ``full`` has memory of its own; else it is ``shard``."""
+    offload: bool
+    """Whether ``shard`` and ``grad_shard`` are on the host, pinned for a GPU."""
     shard: Tensor
     full: Tensor
     own_slice: Tensor
@@ -67,7 +71,11 @@ class FlatParameter:
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
     temporary: Tensor | None
-    """Where a reduction writes while ``grad_shard`` still holds earlier gradients."""
+    """Where a reduction writes while ``grad_shard`` still holds earlier gradients, or
+    is on the host."""
+    in_flight: bytearray | None
+    """Offloaded, while a copy to ``grad_shard`` is on its way: per parameter, 1 if its
+    part will be a gradient. Nobody on the host may touch ``grad_shard`` then."""
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -87,25 +95,38 @@ def build_region(
     device: torch.device,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    offload: bool = False,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
+
+    ``device`` computes; with ``offload`` the shard is on the host, and ``full`` has
+    memory of its own also where one rank holds everything.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
     object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
-    region.temporary = None
-    meta = any(p.is_meta for p in parameters)
-    home = torch.device("meta") if meta else device
-    region.shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
-    region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype
+    region.temporary = region.in_flight = None
+    if any(p.is_meta for p in parameters):
+        device = torch.device("meta")
+    region.offload = offload
+    region.shard = _new_shard(layout, device, offload=offload)
+    region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype or offload
     with torch.inference_mode(False), torch.no_grad():
         _fill_shard(region, parameters)
         _make_sharded_leaves(region, parameters, rows=rows)
-        _make_full(region, compute_dtype, home)
-        _make_gradients(region, reduce_dtype, home)
+        _make_full(region, compute_dtype, device)
+        _make_gradients(region, reduce_dtype, device)
     return region
+
+
+def _new_shard(layout: RegionLayout, device: torch.device, *, offload: bool) -> Tensor:
+    """An uninitialised ``(shard_numel,)`` where shards live."""
+    # Only from pinned memory do copies run beside the CPU and the GPU's compute.
+    pinned = offload and device.type == "cuda"
+    home = torch.device("cpu") if offload and device.type != "meta" else device
+    return storage.new_buffer(layout.shard_numel, layout.dtype, home, pinned=pinned)
 
 
 def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> None:
@@ -215,8 +236,8 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     Not at build: between build and the first backward the memory is the optimizer's and
     the activations'.
     """
-    region.grad_shard = storage.new_buffer(
-        region.layout.shard_numel, region.layout.dtype, region.shard.device
+    region.grad_shard = _new_shard(
+        region.layout, region.full.device, offload=region.offload
     )
     with torch.inference_mode(False), torch.no_grad():
         # Sums are added to it as a whole: padding has to start from zero.

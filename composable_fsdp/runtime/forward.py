@@ -24,6 +24,7 @@ from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.backward import Call, current_task, pre_backward
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
@@ -131,6 +132,9 @@ def post_forward(
     ended = context.outermost is state and not handle.calls
     if ended:
         context.outermost = context.frame = None
+        if context.offload and not awaited:
+            # No backward will wait before somebody changes the shards on the host.
+            wait_for_copies(context)
     if handle.calls or state.remaining:
         return
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE

@@ -49,6 +49,7 @@ class RuntimeContext:
         "frame",
         "handles",
         "lists",
+        "offload",
         "outermost",
         "rank0_only",
         "reducing",
@@ -65,6 +66,8 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.offload = False
+        """Whether any unit keeps its shards on the host."""
         self.streams: Streams | None = None
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
