@@ -15,9 +15,11 @@ from torch import nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 from composable_fsdp.flat import views
+from composable_fsdp.flat.forms import has_two_forms
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.backward import use_form
 from composable_fsdp.runtime.offload import on_device, wait_for_copies
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
@@ -169,6 +171,9 @@ def _unshard_state(
     """
     context, handle = ensure_root(state), state.handle
     handle.phase = Phase.SUMMON
+    if has_two_forms(handle):
+        # The parameters themselves, and not what compute makes of them.
+        use_form(context, state, wide=True)
     if context.streams is not None:
         # The optimizer wrote the shards on the caller's stream.
         context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
@@ -190,6 +195,7 @@ def _unshard_state(
     finally:
         handle.phase = Phase.IDLE
         reshard(context, handle)
+        use_form(context, state, wide=False)
         if not written:
             # Where nothing is cut, the block wrote into the shard itself.
             for shard, values in kept:

@@ -5,6 +5,7 @@ Both doors, ``fully_shard`` and ``FullyShardedDataParallel``, end here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,9 @@ from composable_fsdp.planning.planner import (
     ignored_parameters,
     plan_modules,
 )
+from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
+from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
@@ -106,7 +109,26 @@ def apply(
     )
     for each in states:
         install_state_dict_hooks(each)
+    if application.policy is not None and application.options.mixed_precision:
+        _keep_full_precision([t.modules[0] for t in targets[1:]], application.options)
     return plan
+
+
+def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> None:
+    """Have units of the ignored classes compute in their own dtype, and say so."""
+    classes = ignored_classes(options.mixed_precision)
+    kept = [module for module in units if isinstance(module, classes)]
+    for module in kept:
+        keep_full_precision(module)
+    found = overridden_classes(kept, options.mixed_precision)
+    if found:
+        names = ", ".join(sorted(each.__name__ for each in found))
+        warnings.warn(
+            f"Mixed precision and a policy were given, and the tree has modules of "
+            f"{names}: each becomes a unit of its own without mixed precision "
+            "(MixedPrecision(_module_classes_to_ignore=()) casts them, too).",
+            stacklevel=2,
+        )
 
 
 def _request(application: Application) -> PlanRequest:

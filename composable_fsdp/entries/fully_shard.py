@@ -106,7 +106,6 @@ def _shard(
     if unknown:
         raise TypeError(_unknown_text(sorted(unknown)))
     refuse_unavailable(
-        mixed_precision=mixed_precision,
         param_init_fn=param_init_fn,
         forward_prefetch=forward_prefetch or None,
     )
@@ -118,6 +117,7 @@ def _shard(
         backward_prefetch=backward_prefetch,
         limit_all_gathers=limit_all_gathers,
         use_orig_params=use_orig_params,
+        mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
     )
     application = prepare(

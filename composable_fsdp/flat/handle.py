@@ -66,6 +66,7 @@ class FlatParamHandle:
         "needs_gather",
         "offload",
         "open_calls",
+        "other_form",
         "pending",
         "phase",
         "plan",
@@ -81,6 +82,7 @@ class FlatParamHandle:
         "tapes",
         "task",
         "trainable",
+        "wide",
     )
 
     plan: UnitPlan
@@ -119,6 +121,9 @@ class FlatParamHandle:
     """Forwards that are running, outermost first; ``None`` if without gradients."""
     gather_check: tuple[tuple[nn.Parameter, int], ...]
     """Leaves with elements on this rank, and where their data has to be."""
+    wide: bool
+    """Whether the full form is that of the parameters' own dtype; see ``forms``."""
+    other_form: Any
     # Backward. ``task`` is the graph task whose pre-backward has seen this unit,
     # ``pending`` the gradients it still owes, ``open_calls`` the forwards whose inputs
     # wait for theirs.
@@ -193,7 +198,6 @@ def build_handle(
     nothing.
     """
     options = target.plan.options
-    precision = options.mixed_precision
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.fqn = handle.full_fqn = target.plan.fqn
@@ -201,9 +205,6 @@ def build_handle(
     handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
     regions = []
     for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
-        floating = layout.dtype.is_floating_point
-        compute = precision.param_dtype if precision and floating else None
-        reduce = precision.reduce_dtype if precision and floating else None
         regions.append(
             build_region(
                 layout,
@@ -211,8 +212,7 @@ def build_handle(
                 rank=groups.rank,
                 rows=handle.rows,
                 device=device,
-                compute_dtype=compute or layout.dtype,
-                reduce_dtype=reduce or compute or layout.dtype,
+                dtypes=options.dtypes(layout.dtype),
                 offload=handle.offload,
             )
         )
@@ -239,20 +239,7 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
         )
         for place in held
     )
-    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
-    handle.needs_gather = bool(gathering)
-    # Gather from the shard, if it is what compute takes and where compute is. Else it
-    # is cast, or copied to the device, into our slice, and the gather is in place.
-    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
-    handle.fills = tuple(
-        (r.own_slice, r.shard)
-        for r, fill in zip(gathering, filled, strict=True)
-        if fill
-    )
-    handle.gather_lists = (
-        [r.full for r in gathering],
-        [r.own_slice if f else r.shard for r, f in zip(gathering, filled, strict=True)],
-    )
+    make_gather_lists(handle)
     handle.gather_check = tuple(
         (leaf, leaf.data_ptr())
         for region in handle.regions
@@ -269,10 +256,30 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
     handle.accumulators = ()
 
 
+def make_gather_lists(handle: FlatParamHandle) -> None:
+    """Note what is gathered, and from where."""
+    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
+    handle.needs_gather = bool(gathering)
+    # Gather from the shard, if it is what compute takes and where compute is. Else it
+    # is cast, or copied to the device, into our slice, and the gather is in place.
+    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
+    inputs = [
+        r.own_slice if fill else r.shard
+        for r, fill in zip(gathering, filled, strict=True)
+    ]
+    handle.gather_lists = ([r.full for r in gathering], inputs)
+    handle.fills = tuple(
+        (r.own_slice, r.shard)
+        for r, fill in zip(gathering, filled, strict=True)
+        if fill
+    )
+
+
 def _reset(handle: FlatParamHandle) -> None:
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
-    handle.ready = None
+    handle.ready = handle.other_form = None
+    handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False

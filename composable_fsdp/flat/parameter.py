@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
 from composable_fsdp.planning.layout import RegionLayout, sharded_shape
+from composable_fsdp.planning.options import Dtypes
 
 
 class FlatParameter:
@@ -29,9 +30,11 @@ class FlatParameter:
 
     __slots__ = (
         "arrived",
+        "device",
         "full",
         "full_leaves",
         "gaps",
+        "grad_dtype",
         "grad_gaps",
         "grad_shard",
         "grad_views",
@@ -52,6 +55,8 @@ class FlatParameter:
     rank: int
     is_cut: bool
     """Whether ``full`` has memory of its own; else it is ``shard``."""
+    device: torch.device
+    """Where ``full`` and ``reduce_buffer`` are."""
     offload: bool
     """Whether ``shard`` and ``grad_shard`` are on the host, pinned for a GPU."""
     shard: Tensor
@@ -64,6 +69,8 @@ class FlatParameter:
     reduce_views: tuple[Tensor, ...]
     gaps: tuple[Tensor, ...]
     """Views of the padding in ``reduce_buffer``."""
+    grad_dtype: torch.dtype
+    """Dtype of ``grad_shard``: the parameters', unless low precision is kept."""
     grad_shard: Tensor | None
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
@@ -93,8 +100,7 @@ def build_region(
     rank: int,
     rows: bool,
     device: torch.device,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    dtypes: Dtypes,
     offload: bool = False,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
@@ -108,25 +114,27 @@ def build_region(
     region = FlatParameter()
     region.layout, region.rank = layout, rank
     region.temporary = region.in_flight = None
-    if any(p.is_meta for p in parameters):
-        device = torch.device("meta")
+    meta = any(p.is_meta for p in parameters)
+    region.device = torch.device("meta") if meta else device
     region.offload = offload
-    region.shard = _new_shard(layout, device, offload=offload)
-    region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype or offload
+    region.shard = _new_shard(region, layout.dtype)
+    region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
         _fill_shard(region, parameters)
         _make_sharded_leaves(region, parameters, rows=rows)
-        _make_full(region, compute_dtype, device)
-        _make_gradients(region, reduce_dtype, device)
+        make_full(region, dtypes.compute)
+        _make_gradients(region, dtypes.reduce)
     return region
 
 
-def _new_shard(layout: RegionLayout, device: torch.device, *, offload: bool) -> Tensor:
+def _new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
     """An uninitialised ``(shard_numel,)`` where shards live."""
+    numel, device = region.layout.shard_numel, region.device
+    if not region.offload or device.type == "meta":
+        return storage.new_buffer(numel, dtype, device)
     # Only from pinned memory do copies run beside the CPU and the GPU's compute.
-    pinned = offload and device.type == "cuda"
-    home = torch.device("cpu") if offload and device.type != "meta" else device
-    return storage.new_buffer(layout.shard_numel, layout.dtype, home, pinned=pinned)
+    pinned = device.type == "cuda"
+    return storage.new_buffer(numel, dtype, torch.device("cpu"), pinned=pinned)
 
 
 def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> None:
@@ -167,16 +175,21 @@ def _make_sharded_leaves(
         # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
         parameter.grad = None
         parameter.data = view
+        if region.grad_dtype != view.dtype:
+            parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
 
 
-def _make_full(
-    region: FlatParameter, compute_dtype: torch.dtype, device: torch.device
-) -> None:
+def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
+    """Give the region a ``full`` ``(padded_numel,)`` of ``dtype``, leaves included.
+
+    It has no memory afterwards, unless it is the shard itself.
+    """
     layout = region.layout
+    region.is_cut = layout.world_size > 1 or dtype != layout.dtype or region.offload
     if region.is_cut:
-        region.full = storage.new_buffer(layout.padded_numel, compute_dtype, device)
+        region.full = storage.new_buffer(layout.padded_numel, dtype, region.device)
     else:
         region.full = region.shard
     start = region.rank * layout.shard_numel
@@ -214,16 +227,14 @@ def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _make_gradients(
-    region: FlatParameter, reduce_dtype: torch.dtype, device: torch.device
-) -> None:
+def _make_gradients(region: FlatParameter, reduce_dtype: torch.dtype) -> None:
     layout = region.layout
     region.reduce_buffer = region.grad_shard = None
     region.reduce_views = region.grad_views = ()
     region.gaps = region.grad_gaps = ()
     if not layout.trainable:
         return
-    buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, device)
+    buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, region.device)
     region.reduce_buffer = buffer
     views, region.gaps = full_views(layout, buffer)
     region.reduce_views = tuple(views)
@@ -236,9 +247,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     Not at build: between build and the first backward the memory is the optimizer's and
     the activations'.
     """
-    region.grad_shard = _new_shard(
-        region.layout, region.full.device, offload=region.offload
-    )
+    region.grad_shard = _new_shard(region, region.grad_dtype)
     with torch.inference_mode(False), torch.no_grad():
         # Sums are added to it as a whole: padding has to start from zero.
         region.grad_shard.zero_()

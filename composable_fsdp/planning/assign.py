@@ -26,6 +26,7 @@ from composable_fsdp.planning.checks import (
 )
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
 from composable_fsdp.planning.policies import evaluate_policy
+from composable_fsdp.planning.precision import with_full_precision
 
 API = "fully_shard"
 """Name under which the registry holds the states of this package."""
@@ -133,13 +134,21 @@ def _evaluate(
     boundaries = frozenset(
         m for m in walk.modules(modules[0]) if m is not modules[0] and _is_boundary(m)
     )
-    return evaluate_policy(
+    root_kwargs = as_keywords(request.options)
+    targets = evaluate_policy(
         request.policy,
         modules[0],
         ignored_modules=request.ignored_modules,
         ignored_params=request.ignored_parameters,
         boundaries=boundaries,
-        root_kwargs=as_keywords(request.options),
+        root_kwargs=root_kwargs,
+    )
+    return with_full_precision(
+        targets,
+        modules[0],
+        mixed_precision=request.options.mixed_precision,
+        left_out=walk.subtrees([*request.ignored_modules, *boundaries]),
+        root_kwargs=root_kwargs,
     )
 
 

@@ -24,9 +24,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
@@ -39,7 +40,13 @@ from composable_fsdp.runtime.reduce import (
     prepare_reduce,
     reduce_gradients,
 )
-from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
+from composable_fsdp.runtime.unshard import (
+    release,
+    reshard,
+    retire,
+    unshard,
+    wait_unsharded,
+)
 from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
@@ -59,7 +66,7 @@ class Call:
     would keep activations alive.
     """
 
-    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting")
+    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting", "wide")
 
     def __init__(self, state: _FSDPState, tape: Tape) -> None:
         self.state, self.tape = state, tape
@@ -68,6 +75,7 @@ class Call:
         self.index = -1
         self.task = NO_TASK
         self.waiting = 0
+        self.wide = state.handle.wide
 
     def input_done(self, *_: object) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
@@ -108,6 +116,8 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
         handle.open_calls += call.tape.open_calls.get(handle, 0)
+    if handle.wide is not call.wide:
+        use_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     wait_unsharded(handle)
@@ -140,6 +150,40 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
     state.handle.task = task
+
+
+def arm_leaves(state: _FSDPState) -> None:
+    """Attach the arrival hooks to the full leaves of the current form, once."""
+    nodes = []
+    for region in state.handle.trainable:
+        arrivals = make_arrivals(state, region)
+        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+            # A leaf keeps its node only weakly: the handle does, so that the node we
+            # ask the engine about is the node it runs.
+            nodes.append(_accumulator(leaf))
+            leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
+    state.handle.accumulators = tuple(nodes)
+
+
+def _accumulator(leaf: nn.Parameter) -> object:
+    """The node that accumulates into ``leaf``, by way of any node that feeds it."""
+    with torch.enable_grad():
+        alias: Tensor = leaf.view_as(leaf)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]
+
+
+def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
+    """Make the unit ready to be full in the parameters' own dtype, or in compute's.
+
+    A unit that is full in the other one gives it up. Sends nothing.
+    """
+    handle = state.handle
+    if handle.wide is wide:
+        return
+    release(context, handle)
+    if switch_form(handle):
+        arm_leaves(state)
 
 
 def make_arrivals(

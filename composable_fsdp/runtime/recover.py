@@ -19,6 +19,7 @@ from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.runtime.backward import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
+from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
     drop_reduction,
@@ -49,6 +50,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         require_leaves(handle)
     for unit in context.lists:
         unit.remaining.clear()
+    for unit in context.precisions:
+        cast_buffers(unit)
     context.tape = Tape()
     streams = context.streams
     if streams is not None:

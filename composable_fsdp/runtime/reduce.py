@@ -165,7 +165,7 @@ def _choose_targets(handle: FlatParamHandle) -> None:
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         dtype = region.reduce_buffer.dtype
-        direct = dtype == region.layout.dtype and not region.offload
+        direct = dtype == region.grad_dtype and not region.offload
         for leaf in region.leaves:
             if leaf.grad is not None:
                 direct = False
@@ -173,7 +173,7 @@ def _choose_targets(handle: FlatParamHandle) -> None:
         region.temporary = None
         if not direct:
             region.temporary = storage.new_buffer(
-                region.layout.shard_numel, dtype, region.full.device
+                region.layout.shard_numel, dtype, region.device
             )
 
 

@@ -151,3 +151,21 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.free_event.record(current)
         handle.retiring = True
         context.retiring.append(handle)
+
+
+def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Reshard, and have nothing of the full parameters left. Sends nothing.
+
+    On CUDA the gather stream waits for the last reader and frees; the CPU does not
+    wait.
+    """
+    handle.kept = False
+    reshard(context, handle)
+    if handle.retiring:
+        assert context.streams is not None
+        assert handle.free_event is not None
+        context.retiring.remove(handle)
+        handle.retiring = False
+        with torch.cuda.stream(context.streams.gather):
+            handle.free_event.wait()
+            views.free_full(handle)

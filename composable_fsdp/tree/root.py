@@ -68,6 +68,9 @@ def _initialise(top: _FSDPState) -> None:
     context.handles = root._root_handles
     context.lists = tuple(s for s in root._root_states if len(s.modules) > 1)
     context.offload = any(handle.offload for handle in context.handles)
+    context.precisions = tuple(
+        s for s in root._root_states if s.precision and s.precision.buffer_dtype
+    )
     context.streams = make_streams(root.device)
 
 

@@ -22,6 +22,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.order import ExecutionOrder
+from composable_fsdp.tree.precision import Precision
 
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
@@ -51,6 +52,7 @@ class RuntimeContext:
         "lists",
         "offload",
         "outermost",
+        "precisions",
         "rank0_only",
         "reducing",
         "retiring",
@@ -68,6 +70,8 @@ class RuntimeContext:
         """Units of several modules."""
         self.offload = False
         """Whether any unit keeps its shards on the host."""
+        self.precisions: tuple[_FSDPState, ...] = ()
+        """Units whose buffers are cast."""
         self.streams: Streams | None = None
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
@@ -125,6 +129,7 @@ class _FSDPState:
         "handle",
         "modules",
         "options",
+        "precision",
         "ranks",
         "remaining",
         "reshard_after_forward",
@@ -136,6 +141,8 @@ class _FSDPState:
     options: UnitOptions
     ranks: RankLayout
     device: torch.device
+    precision: Precision | None
+    """Casts of inputs, outputs and buffers; ``None`` if there are none."""
     settings: dict[str, object]
     """What the caller passed, to compare a repeated application with."""
 

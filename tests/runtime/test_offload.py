@@ -18,6 +18,7 @@ from composable_fsdp import (
     CPUOffload,
     CustomPolicy,
     FullyShardedDataParallel,
+    MixedPrecision,
     ShardingStrategy,
     fully_shard,
     optim_state_dict,
@@ -115,6 +116,37 @@ def test_offload_sends_what_is_sent_without_it(
 ) -> None:
     """Same collectives, same sizes, same order."""
     ranks(2).run(send_as_without, strategy)
+
+
+PRECISIONS = [
+    MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
+]
+
+
+def equal_in_low_precision(world: World, precision: MixedPrecision) -> None:
+    """Gradients of two microbatches, with offload and without it, bit by bit."""
+    found = []
+    for option in (None, OFFLOAD):
+        model, _ = offloaded_gpt(world, cpu_offload=option, mixed_precision=precision)
+        for step in range(2):
+            backward(loss_of(model, gpt_input(step, world.rank)))
+        found.append([p.grad for p in model.parameters()])
+
+    for plain, offloaded in zip(*found, strict=True):
+        assert plain is not None
+        assert offloaded is not None
+        assert plain.dtype == offloaded.dtype
+        assert torch.equal(plain, offloaded)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=["reduce wide", "keep narrow"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_offloaded_mixed_precision_accumulates_as_without_offload(
+    ranks: RankCount, world_size: int, precision: MixedPrecision
+) -> None:
+    """The sum on the device rounds as the sum in the gradients' own dtype does."""
+    ranks(world_size).run(equal_in_low_precision, precision)
 
 
 def offload_one_unit(world: World) -> None:
