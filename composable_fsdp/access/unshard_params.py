@@ -21,6 +21,7 @@ from composable_fsdp.flat.integrity import full_homes, is_at, reattach_full
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.backward import use_form
+from composable_fsdp.runtime.offload import on_device, wait_for_copies
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
@@ -95,6 +96,7 @@ def _summon(
     finally:
         context.summoned = None
         retire(context, keep=0)
+        wait_for_copies(context)
 
 
 def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
@@ -213,7 +215,7 @@ def _gather_to_first(handle: FlatParamHandle) -> None:
     for region in handle.regions:
         if region.is_cut and region.layout.padded_numel:
             full = region.full if first else None
-            collectives.gather_flat(full, region.shard, group)
+            collectives.gather_flat(full, on_device(handle, region.shard), group)
 
 
 @torch.no_grad()
@@ -228,13 +230,16 @@ def _write_back(handle: FlatParamHandle, *, rank0_only: bool) -> None:
     for region in handle.regions:
         if not region.layout.padded_numel:
             continue
+        shard = on_device(handle, region.shard)
         if rank0_only and groups.shard is not None:
             full = region.full if first else None
-            collectives.scatter_flat(region.shard, full, groups.shard)
+            collectives.scatter_flat(shard, full, groups.shard)
         elif region.is_cut:
-            region.shard.copy_(region.own_slice)
+            shard.copy_(region.own_slice)
         if rank0_only and groups.replicate is not None:
-            collectives.broadcast(region.shard, groups.replicate)
+            collectives.broadcast(shard, groups.replicate)
+        if shard is not region.shard:
+            region.shard.copy_(shard)
 
 
 def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:

@@ -81,6 +81,9 @@ def _shard(
         strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or a hybrid one, which wants a
             pair, a 2-D mesh, or nothing. A pair or a 2-D mesh makes the first two
             hybrid as well: ranks say who shares, the strategy says when.
+        cpu_offload: with ``CPUOffload(offload_params=True)`` shards and their gradients
+            live on the host, where the optimizer then works; compute stays on the
+            device. While a backward runs their ``.grad`` is None.
         ignored_modules, ignored_states: modules or parameters to leave as they are.
         device_id: compute device; else the mesh's, else cuda under NCCL, else where the
             parameters are.
@@ -107,7 +110,6 @@ def _shard(
     if unknown:
         raise TypeError(_unknown_text(sorted(unknown)))
     refuse_unavailable(
-        cpu_offload=cpu_offload if cpu_offload and cpu_offload.offload_params else None,
         param_init_fn=param_init_fn,
         forward_prefetch=forward_prefetch or None,
     )
@@ -120,6 +122,7 @@ def _shard(
         limit_all_gathers=limit_all_gathers,
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,
+        cpu_offload=cpu_offload,
     )
     application = prepare(
         options,

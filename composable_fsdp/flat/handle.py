@@ -38,6 +38,7 @@ class FlatParamHandle:
         "accumulators",
         "calls",
         "device",
+        "fills",
         "fqn",
         "free_event",
         "full_fqn",
@@ -50,6 +51,7 @@ class FlatParamHandle:
         "is_full",
         "kept",
         "needs_gather",
+        "offload",
         "open_calls",
         "other_form",
         "pending",
@@ -78,6 +80,9 @@ class FlatParamHandle:
     regions: tuple[FlatParameter, ...]
     groups: Groups
     device: torch.device
+    """Where full parameters are, and compute."""
+    offload: bool
+    """Whether the shards and their gradients are on the host."""
     rows: bool
     infos: tuple[ParamInfo, ...]
     swaps: tuple[Swap, ...]
@@ -91,6 +96,8 @@ class FlatParamHandle:
     needs_gather: bool
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """``full`` and gather input of each region that has elements to gather."""
+    fills: tuple[tuple[Tensor, Tensor], ...]
+    """Our slice of ``full`` and the shard it is filled from, before the gather."""
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
@@ -182,6 +189,7 @@ def build_handle(
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
+    handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
     regions = []
     for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
         regions.append(
@@ -192,6 +200,7 @@ def build_handle(
                 rows=handle.rows,
                 device=device,
                 dtypes=options.dtypes(layout.dtype),
+                offload=handle.offload,
             )
         )
     handle.regions = tuple(regions)
@@ -240,11 +249,18 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
     """Note what is gathered, and from where."""
     gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
     handle.needs_gather = bool(gathering)
-    same = [r.full.dtype == r.shard.dtype for r in gathering]
-    handle.gather_lists = (
-        [r.full for r in gathering],
-        # Equal dtypes: gather from the shard. Else the cast goes into our slice.
-        [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
+    # Gather from the shard, if it is what compute takes and where compute is. Else it
+    # is cast, or copied to the device, into our slice, and the gather is in place.
+    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
+    inputs = [
+        r.own_slice if fill else r.shard
+        for r, fill in zip(gathering, filled, strict=True)
+    ]
+    handle.gather_lists = ([r.full for r in gathering], inputs)
+    handle.fills = tuple(
+        (r.own_slice, r.shard)
+        for r, fill in zip(gathering, filled, strict=True)
+        if fill
     )
 
 

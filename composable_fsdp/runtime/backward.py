@@ -32,6 +32,7 @@ from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.offload import land
 from composable_fsdp.runtime.prefetch import prefetch_backward
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
@@ -316,7 +317,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     """End of a graph task: reduce and reshard what the events left, reset the units.
 
     The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream behind the last reduction. A backward that built a graph
+    orders the caller's stream, and the host's reads of offloaded gradients, behind the
+    last reduction. A backward that built a graph
     keeps its units in memory until the next one ends.
 
     Collective: the reductions of units whose gradients came unannounced.
@@ -343,6 +345,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             if handle.gathered or handle.is_full:
                 reshard(context, handle)
     finish_reduction(context)
+    land(context)
     retire(context, keep=0)
 
 
