@@ -13,40 +13,62 @@ from composable_fsdp.planning.layout import ParameterSlot
 
 
 @torch.no_grad()
-def gather_unit(handle: FlatParamHandle) -> dict[int, Tensor]:
+def gather_unit(
+    handle: FlatParamHandle, *, first_only: bool = False, to_cpu: bool = False
+) -> dict[int, Tensor]:
     """Return the unit's full parameters by slot index, in the shards' dtype.
 
     The tensors are new and of the plain model's shapes. Holds one unit's buffers
-    besides.
+    besides. ``first_only``: nothing on the other ranks.
 
-    Collective: one all-gather (regions coalesced) over the shard group; none if it has
-    one rank.
+    Collective: as ``gather_flat_values``.
     """
-    fulls = gather_flat_values(handle, [region.shard for region in handle.regions])
+    shards = [region.shard for region in handle.regions]
+    fulls = gather_flat_values(handle, shards, first_only=first_only)
+    if not fulls:
+        return {}
     return {
-        slot.index: full[slot.offset : slot.offset + slot.numel]
-        .view(slot.shape)
-        .clone()
+        slot.index: _copy(
+            full[slot.offset : slot.offset + slot.numel].view(slot.shape), to_cpu
+        )
         for region, full in zip(handle.regions, fulls, strict=True)
         for slot in region.layout.parameters
     }
 
 
+def _copy(value: Tensor, to_cpu: bool) -> Tensor:
+    return value.to("cpu", copy=True) if to_cpu else value.clone()
+
+
 @torch.no_grad()
-def gather_flat_values(handle: FlatParamHandle, shards: list[Tensor]) -> list[Tensor]:
+def gather_flat_values(
+    handle: FlatParamHandle, shards: list[Tensor], *, first_only: bool = False
+) -> list[Tensor]:
     """Return a full ``(padded_numel,)`` for each ``(shard_numel,)`` of ``shards``.
 
-    ``shards`` goes with the unit's regions, one to one.
+    ``shards`` goes with the unit's regions, one to one. ``first_only``: an empty list
+    on all ranks but the first, which allocate nothing.
 
-    Collective: one all-gather (buffers coalesced) over the shard group; none if it has
-    one rank, and then the shards themselves are returned.
+    Collective: one all-gather (buffers coalesced) over the shard group; with
+    ``first_only`` one gather per buffer over the first replica's shard group. None if
+    it has one rank, and then the shards themselves are returned.
     """
-    group = handle.groups.shard
+    groups = handle.groups
+    group, size = groups.shard, groups.shard_world_size
+    if first_only and not groups.in_first_replica:
+        return []
     if group is None:
         return shards
-    size = handle.groups.shard_world_size
-    fulls = [storage.new_buffer(s.numel() * size, s.dtype, s.device) for s in shards]
+    wanted = not first_only or groups.rank == 0
+    fulls = [
+        storage.new_buffer(s.numel() * size if wanted else 0, s.dtype, s.device)
+        for s in shards
+    ]
     filled = [i for i, s in enumerate(shards) if s.numel()]
+    if first_only:
+        for i in filled:
+            collectives.gather_flat(fulls[i] if wanted else None, shards[i], group)
+        return fulls if wanted else []
     if filled:
         collectives.all_gather_flat(
             [fulls[i] for i in filled], [shards[i] for i in filled], group
