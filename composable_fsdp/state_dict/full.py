@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composable_fsdp.comm import collectives
-from composable_fsdp.flat import storage
+from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
@@ -21,8 +20,10 @@ def gather_unit(
     The tensors are new and of the plain model's shapes. Holds one unit's buffers
     besides. ``first_only``: nothing on the other ranks.
 
-    Collective: as ``gather_flat_values``.
+    Collective: as ``gather_flat_values``; with ``first_only`` the first replica alone.
     """
+    if first_only and not handle.groups.in_first_replica:
+        return {}
     shards = [region.shard for region in handle.regions]
     fulls = gather_flat_values(handle, shards, first_only=first_only)
     if not fulls:
@@ -38,42 +39,6 @@ def gather_unit(
 
 def _copy(value: Tensor, to_cpu: bool) -> Tensor:
     return value.to("cpu", copy=True) if to_cpu else value.clone()
-
-
-@torch.no_grad()
-def gather_flat_values(
-    handle: FlatParamHandle, shards: list[Tensor], *, first_only: bool = False
-) -> list[Tensor]:
-    """Return a full ``(padded_numel,)`` for each ``(shard_numel,)`` of ``shards``.
-
-    ``shards`` goes with the unit's regions, one to one. ``first_only``: an empty list
-    on all ranks but the first, which allocate nothing.
-
-    Collective: one all-gather (buffers coalesced) over the shard group; with
-    ``first_only`` one gather per buffer over the first replica's shard group. None if
-    it has one rank, and then the shards themselves are returned.
-    """
-    groups = handle.groups
-    group, size = groups.shard, groups.shard_world_size
-    if first_only and not groups.in_first_replica:
-        return []
-    if group is None:
-        return shards
-    wanted = not first_only or groups.rank == 0
-    fulls = [
-        storage.new_buffer(s.numel() * size if wanted else 0, s.dtype, s.device)
-        for s in shards
-    ]
-    filled = [i for i, s in enumerate(shards) if s.numel()]
-    if first_only:
-        for i in filled:
-            collectives.gather_flat(fulls[i] if wanted else None, shards[i], group)
-        return fulls if wanted else []
-    if filled:
-        collectives.all_gather_flat(
-            [fulls[i] for i in filled], [shards[i] for i in filled], group
-        )
-    return fulls
 
 
 def part_of(

@@ -67,7 +67,7 @@ def _short(value: object) -> str:
 
 
 def local_values(handle: FlatParamHandle) -> dict[int, Tensor]:
-    """This rank's shards by slot index: they share the model's memory. Sends nothing."""
+    """This rank's shards by slot index; they share the model's memory."""
     return {
         slot.index: leaf.detach()
         for region in handle.regions

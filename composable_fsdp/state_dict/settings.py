@@ -129,9 +129,14 @@ def _require_units(module: nn.Module) -> list[_FSDPState]:
 def refuse_sharded(state: _FSDPState, what: str) -> None:
     """Refuse the type that this version cannot give or take, rather than another."""
     if state.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        raise CheckpointError(
-            f"{what} of {state.name} is set to SHARDED_STATE_DICT, which this version "
-            "of composable_fsdp does not have. Use FULL_STATE_DICT (with "
-            "rank0_only=True and offload_to_cpu=True it holds one unit in device "
-            "memory), or LOCAL_STATE_DICT to load it again at the same world size."
-        )
+        raise no_sharded(f"{what} of {state.name}")
+
+
+def no_sharded(what: str) -> CheckpointError:
+    """The error for ``what`` with sharded tensors; names what to use instead."""
+    return CheckpointError(
+        f"{what} asks for SHARDED_STATE_DICT, which this version of composable_fsdp "
+        "does not have. Use FULL_STATE_DICT (rank0_only=True and offload_to_cpu=True "
+        "keep one unit at a time in device memory), or LOCAL_STATE_DICT to load it "
+        "again at the same world size."
+    )
