@@ -9,7 +9,6 @@ block stays one graph (``torch._disable_dynamo`` is lazy: unlike
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,31 +35,26 @@ def install_hooks(state: _FSDPState) -> None:
             partial(_pre_forward, state), prepend=True, with_kwargs=True
         )
         module.register_forward_hook(partial(_post_forward, state), always_call=True)
-    leaves: list[nn.Parameter] = []
-    for region in state.handle.trainable:
-        arrivals = make_arrivals(state, region)
-        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            # What register_post_accumulate_grad_hook sets, without its checks and its
-            # handle, which cost as much as all else here. Torch numbers from 0 up.
-            leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
-        leaves += region.full_leaves
-    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
-    # engine about is the node it runs.
-    state.handle.accumulators = _accumulators(leaves) if leaves else ()
-
-
-class _Users(torch.autograd.Function):
-    """A node that all of its inputs feed: what feeds it are their accumulators."""
-
-    @staticmethod
-    def forward(ctx: object, *leaves: Tensor) -> Tensor:
-        """Read nothing: the leaves have no memory now."""
-        return torch.empty(0)
-
-
-def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[object, ...]:
-    """The nodes that accumulate into ``leaves``."""
+    nodes = []
+    # Once for all leaves: entering it costs as much as asking two of them.
     with torch.enable_grad():
-        used: Tensor = _Users.apply(*leaves)  # type: ignore[no-untyped-call]  # as above
-    assert used.grad_fn is not None
-    return tuple([node for node, _ in used.grad_fn.next_functions])
+        for region in state.handle.trainable:
+            arrivals = make_arrivals(state, region)
+            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+                # A leaf keeps its node only weakly: the handle does, so that the node
+                # we ask the engine about is the node it runs.
+                nodes.append(_accumulator(leaf))
+                # What register_post_accumulate_grad_hook sets, less its checks and its
+                # handle, which took longer than all else. Torch numbers from 0 up.
+                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
+    state.handle.accumulators = tuple(nodes)
+
+
+def _accumulator(leaf: nn.Parameter) -> object:
+    """The node that accumulates into ``leaf``, by way of any node that feeds it.
+
+    Gradients must be enabled.
+    """
+    alias: Tensor = leaf.view_as(leaf)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]
