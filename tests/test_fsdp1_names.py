@@ -101,13 +101,13 @@ def test_each_name_stands_under_its_path(path: str, name: str, thing: object) ->
     assert name in module.__all__
 
 
-CLASSES = {
-    param.values[1]: param.values[2]
+CLASSES: dict[str, Any] = {
+    str(param.values[1]): param.values[2]
     for param in THINGS
     if inspect.isclass(param.values[2]) and param.values[1] not in ("FlatParamHandle",)
 }
-FUNCTIONS = {
-    param.values[1]: (param.values[0], param.values[2])
+FUNCTIONS: dict[str, Any] = {
+    str(param.values[1]): (param.values[0], param.values[2])
     for param in THINGS
     if inspect.isfunction(param.values[2])
 }
