@@ -214,7 +214,7 @@ def half_precision(
 
 
 def check_full_precision(world: World, rank0_only: bool) -> None:
-    plain = {f"{n}": p.detach().clone() for n, p in tiny_mlp().named_parameters()}
+    plain = {n: p.detach().clone() for n, p in tiny_mlp().named_parameters()}
     model = fully_shard(tiny_mlp(), policy=half_precision)
     visible = shows(model, world, rank0_only=rank0_only)
 
@@ -223,10 +223,10 @@ def check_full_precision(world: World, rank0_only: bool) -> None:
         if visible:
             assert differences(dict(model.named_parameters()), plain) == {}
             with torch.no_grad():
-                model[0].weight.mul_(1.001)
+                next(model.parameters()).mul_(1.001)
 
     with unshard_params(model):
-        assert torch.equal(model[0].weight, plain["0.weight"] * 1.001)
+        assert torch.equal(next(model.parameters()), plain["0.weight"] * 1.001)
 
 
 @one_to_three_ranks
