@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     FullyShardedDataParallel,
@@ -45,10 +46,10 @@ in_host_memory = pytest.mark.parametrize("offload", [False, True], ids=["", "off
 
 
 def with_gradients(
-    world: World, path: str, strategy: ShardingStrategy
+    world: World, path: str, strategy: ShardingStrategy, **options: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A sharded GPT after one backward, and the gradients it should have in full."""
-    model, plain = gpt(path, strategy=strategy), TinyGPT()
+    model, plain = gpt(path, strategy=strategy, **options), TinyGPT()
     inputs = [gpt_input(0, rank) for rank in range(world.world_size)]
     averaged_gradients(plain, inputs)
     backward(loss_of(model, inputs[world.rank]))
@@ -181,6 +182,35 @@ def test_gradients_in_the_block_are_those_of_the_plain_model(
 ) -> None:
     """They are full; what the block sets, scales or takes away reaches the shards."""
     ranks(world_size).run(check_gradients, path, strategy, rank0_only, offload)
+
+
+def check_replicas(world: World, path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model, expected = with_gradients(world, path, strategy, device_mesh=mesh)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    with unshard_params(model, rank0_only=True, with_grads=True), torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if world.rank == 0:
+                parameter.add_(1.0)
+                parameter.grad.mul_(2.0)
+
+    after = {name: p.detach() - 1.0 for name, p in model.named_parameters()}
+    assert max(differences(after, before).values(), default=0.0) < 1e-6
+    with unshard_params(model, writeback=False, with_grads=True):
+        doubled = {name: gradient * 2 for name, gradient in expected.items()}
+        assert max(differences(gradients(model), doubled).values()) < 1e-5
+
+
+@pytest.mark.req("D-12")
+@both_paths
+def test_what_the_first_rank_writes_reaches_the_replicas(
+    ranks: RankCount, path: str
+) -> None:
+    """Parameters and gradients of all four ranks of two replicas are rank 0's."""
+    ranks(4).run(check_replicas, path)
 
 
 def check_some_gradients(world: World) -> list[tuple[str, int]]:

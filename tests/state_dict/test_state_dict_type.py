@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CheckpointError,
@@ -123,6 +124,8 @@ def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
     )
     assert "this Linear holds none. Call it on the model that was" in texts[2]
     assert texts[2] == texts[3]
+    with pytest.raises(CompositionError, match=r"\[rank 0\]$"):
+        get_state_dict_type(plain)
     assert get_state_dict_type(model) == FULL_BY_DEFAULT
 
 
@@ -198,6 +201,33 @@ def test_optimizer_state_that_the_first_rank_holds_reaches_all(
 ) -> None:
     """One tensor at a time; what does not fit raises on every rank."""
     ranks(world_size).run(check_from_first, path)
+
+
+def check_replicas(world: World, path: str) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    model, optimizer = trained(world, path, **hybrid)
+    whole = optim_state_dict(model, optimizer)
+    fresh = adamw(model.parameters())
+
+    with state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST):
+        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
+        fresh.load_state_dict(optim_state_dict_to_load(model, fresh, state))
+
+    again = optim_state_dict(model, fresh)
+    for name, values in again["state"].items():
+        assert differences(values, whole["state"][name]) == {}
+    return len(saved), len(state)
+
+
+@both_paths
+def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
+    ranks: RankCount, path: str
+) -> None:
+    """Of four ranks in two replicas one saves, and all four load what it has."""
+    names = len(TinyGPT().state_dict())
+
+    assert ranks(4).run(check_replicas, path) == [(names, 2), (0, 0), (0, 0), (0, 0)]
 
 
 def through_a_file(value: Any) -> Any:
