@@ -1,6 +1,14 @@
 """Fully sharded data parallel training as a composable API over flat buffers."""
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.settings import (
+    register_comm_hook,
+    set_gradient_divide_factor,
+    set_is_last_backward,
+    set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
+)
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
@@ -36,6 +44,14 @@ from composable_fsdp.planning.policies import (
     ModuleWrapPolicy,
     SizePolicy,
 )
+from composable_fsdp.runtime.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
 
 __all__ = [
     "BackwardPrefetch",
@@ -44,9 +60,11 @@ __all__ = [
     "CheckpointError",
     "CompositionError",
     "CustomPolicy",
+    "DefaultState",
     "DesyncError",
     "FSDPError",
     "FullyShardedDataParallel",
+    "LowPrecisionState",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NotRootError",
@@ -55,15 +73,25 @@ __all__ = [
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
+    "allreduce_hook",
     "always_wrap_policy",
+    "bf16_compress_hook",
     "clip_grad_norm_",
     "contract",
+    "fp16_compress_hook",
     "fully_shard",
     "lambda_auto_wrap_policy",
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "reduce_scatter_hook",
+    "register_comm_hook",
+    "set_gradient_divide_factor",
+    "set_is_last_backward",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "unshard_params",

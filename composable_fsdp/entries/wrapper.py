@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
@@ -209,6 +210,10 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global norm of all gradients; see ``clip_grad_norm_``."""
         return clip_grad_norm_(self, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Have ``hook`` reduce this tree's gradients; see ``register_comm_hook``."""
+        register_comm_hook(self, state, hook)
 
     @staticmethod
     def optim_state_dict(

@@ -16,6 +16,7 @@ from composable_fsdp.comm.device import StreamEvent, Waitable
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
+from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.plan import UnitPlan
@@ -59,6 +60,7 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
+        "held",
         "infos",
         "is_full",
         "kept",
@@ -76,6 +78,7 @@ class FlatParamHandle:
         "regions",
         "retiring",
         "rows",
+        "rule",
         "swaps",
         "tapes",
         "task",
@@ -128,6 +131,9 @@ class FlatParamHandle:
     kept: bool
     """Whether the memory of ``full`` stays until the end of the next backward."""
     reduce_is_allocated: bool
+    rule: ReduceRule
+    held: tuple[bytes, ...] | None
+    """What had arrived when sums went into ``partial``; ``None`` if nothing waits."""
     # CUDA only: made once, recorded again each time.
     gather_event: StreamEvent | None
     free_event: StreamEvent | None
@@ -214,7 +220,9 @@ def build_handle(
         for slot, held in zip(layout.parameters, places, strict=True)
         for place in held
     )
+    handle.rule = ReduceRule()
     _make_tables(handle, target)
+    set_divisions(handle)
     _reset(handle)
     remember_leaves(handle)
     return handle
@@ -259,6 +267,16 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
     )
 
 
+def set_divisions(handle: FlatParamHandle) -> None:
+    """Compute how each region's sums are divided, from the unit's rule."""
+    ranks = handle.groups.world_size
+    for region in handle.trainable:
+        assert region.reduce_buffer is not None
+        region.division = division(
+            handle.rule, region.reduce_buffer.dtype, handle.device, ranks=ranks
+        )
+
+
 def _reset(handle: FlatParamHandle) -> None:
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
@@ -267,7 +285,7 @@ def _reset(handle: FlatParamHandle) -> None:
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
-    handle.reduce_owner = None
+    handle.reduce_owner = handle.held = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
+from composable_fsdp.flat.reduce_rule import Division
 from composable_fsdp.planning.layout import RegionLayout, sharded_shape
 from composable_fsdp.planning.options import Dtypes
 
@@ -30,6 +31,7 @@ class FlatParameter:
 
     __slots__ = (
         "arrived",
+        "division",
         "full",
         "full_leaves",
         "gaps",
@@ -41,6 +43,7 @@ class FlatParameter:
         "layout",
         "leaves",
         "own_slice",
+        "partial",
         "rank",
         "reduce_buffer",
         "reduce_views",
@@ -70,6 +73,11 @@ class FlatParameter:
     """Views of the padding in ``grad_shard``."""
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
+    division: Division
+    """How sums over ranks become averages."""
+    partial: Tensor | None
+    """``(shard_numel,)`` in the reduce dtype: sums of earlier reductions that were not
+    taken over the replicas yet; see ``set_requires_all_reduce``."""
     temporary: Tensor | None
     """Where a reduction writes while ``grad_shard`` still holds earlier gradients."""
 
@@ -98,7 +106,7 @@ def build_region(
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
-    region.temporary = None
+    region.temporary = region.partial = None
     meta = any(p.is_meta for p in parameters)
     home = torch.device("meta") if meta else device
     region.shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)

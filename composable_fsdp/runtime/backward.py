@@ -318,16 +318,21 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         reshard(context, handle)
     if context.tasks:
         return
-    for state in root_of(context)._all_fsdp_states:
+    root = root_of(context)
+    for state in root._all_fsdp_states:
         handle = state.handle
-        if handle.reduce_is_allocated and state.sync_gradients:
-            # Arrived under no_sync, and this backward did not come by.
+        waits = handle.held is not None and handle.rule.all_reduce
+        if (handle.reduce_is_allocated or waits) and state.sync_gradients:
+            # Arrived under no_sync, or waits for its replicas, and this backward did
+            # not come by.
+            prepare_reduce(context, handle)
             reduce_gradients(context, handle)
         if not keep and context.outermost is None:
             handle.kept = False
             if handle.gathered or handle.is_full:
                 reshard(context, handle)
-    finish_reduction(context)
+    if root.is_last_backward:
+        finish_reduction(context)
     retire(context, keep=0)
 
 

@@ -93,17 +93,21 @@ class Reduction:
     """A reduction on its way: whose, what to wait for, and which gradients it carries.
 
     ``arrived`` is per trainable region and parameter; see ``FlatParameter.arrived``.
+    One that is not ``final`` leaves its sums in ``FlatParameter.partial``.
     """
 
-    __slots__ = ("arrived", "handle", "works")
+    __slots__ = ("arrived", "final", "handle", "works")
 
     def __init__(
         self,
         handle: FlatParamHandle,
         works: list[Waitable],
         arrived: tuple[bytes, ...],
+        *,
+        final: bool,
     ) -> None:
         self.handle, self.works, self.arrived = handle, works, arrived
+        self.final = final
 
 
 class _FSDPState:
@@ -124,6 +128,7 @@ class _FSDPState:
         "device",
         "fqn",
         "handle",
+        "is_last_backward",
         "modules",
         "options",
         "precision",
@@ -152,6 +157,8 @@ class _FSDPState:
         self._root_handles: tuple[FlatParamHandle, ...] = ()
         self.context: RuntimeContext | None = None
         self.sync_gradients = True
+        self.is_last_backward = True
+        """Of the outermost unit: whether the end of backward waits for reductions."""
         self.reshard_after_forward = True
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
