@@ -39,6 +39,7 @@ class FlatParameter:
         "grad_gaps",
         "grad_shard",
         "grad_views",
+        "has_tensor_hooks",
         "is_cut",
         "layout",
         "leaves",
@@ -73,6 +74,8 @@ class FlatParameter:
     """Views of the padding in ``grad_shard``."""
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
+    has_tensor_hooks: bool
+    """Whether a leaf has hooks of the user that see its gradient; of this reduction."""
     division: Division
     """How sums over ranks become averages."""
     partial: Tensor | None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from operator import or_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Waitable
@@ -24,6 +24,7 @@ from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
+from composable_fsdp.runtime.leaf_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -181,10 +182,12 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         assert region.reduce_buffer is not None
         dtype = region.reduce_buffer.dtype
         direct = whole and dtype == region.grad_dtype
+        region.has_tensor_hooks = False
         for leaf in region.leaves:
             if leaf.grad is not None:
                 direct = False
-                break
+            if leaf._backward_hooks:
+                region.has_tensor_hooks = True
         region.temporary = None
         if not direct:
             region.temporary = storage.new_buffer(
@@ -254,17 +257,23 @@ def _replicate(
 
 
 def _settle(reduction: Reduction) -> None:
-    """Divide, add to earlier gradients, set ``.grad`` of the leaves that got one."""
+    """Divide, add to earlier gradients, set ``.grad`` of the leaves that got one.
+
+    Calls the user's hooks on those leaves.
+    """
     handle = reduction.handle
     if not reduction.final:
         _hold(reduction)
         return
-    hooked = handle.rule.hook is not None
+    by_hook = handle.rule.hook is not None
+    hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.trainable, reduction.arrived, strict=True):
         target = _target(region)
         divisor = region.division.after
-        if divisor != 1 and target.numel() and not hooked:
+        if divisor != 1 and target.numel() and not by_hook:
             target.div_(divisor)
+        if region.has_tensor_hooks:
+            call_tensor_hooks(region, target, arrived, rows=handle.rows)
         if region.temporary is not None:
             _add(region, region.temporary)
             region.temporary = None
@@ -277,6 +286,10 @@ def _settle(reduction: Reduction) -> None:
                     # The loss used the sharded parameter itself, beside its unit.
                     view.add_(meanwhile)
                 leaf.grad = view
+                if leaf._post_accumulate_grad_hooks:
+                    hooked.append(leaf)
+    if hooked:
+        call_post_hooks(hooked)
 
 
 def _hold(reduction: Reduction) -> None:
