@@ -31,6 +31,7 @@ from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.fill import catch_up, finish_filling, has_arrived
 from composable_fsdp.runtime.prefetch import prefetch_backward
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
@@ -65,13 +66,22 @@ class Call:
     would keep activations alive.
     """
 
-    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting", "wide")
+    __slots__ = (
+        "aliases",
+        "begin",
+        "index",
+        "state",
+        "tape",
+        "task",
+        "waiting",
+        "wide",
+    )
 
     def __init__(self, state: _FSDPState, tape: Tape) -> None:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
-        self.index = -1
+        self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
         self.wide = state.handle.wide
@@ -88,7 +98,7 @@ class Call:
         if handle.open_calls == 0 and handle.pending == 0:
             _reshard_after_backward(self.state, handle)
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if post and self.index > 0:
+        if post and self.index > 0 and self.tape.schedule is None:
             assert self.state.context is not None
             prefetch_backward(self.state.context, self.tape, self.index)
 
@@ -111,6 +121,8 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     assert context is not None
     if handle.task != task:
         _begin(context, state, task)
+    if call.tape.schedule is not None and call.index >= 0:
+        catch_up(context, call.tape, call.index)
     if call.tape not in handle.tapes:
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
@@ -241,7 +253,9 @@ def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
 def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     context = state.context
     assert context is not None
-    if state.sync_gradients:
+    # With a schedule, in the unit's turn; see ``fill``.
+    scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    if state.sync_gradients and not scheduled:
         reduce_gradients(context, handle)
     if handle.open_calls == 0:
         _reshard_after_backward(state, handle)
@@ -280,6 +294,7 @@ def bury(context: RuntimeContext) -> None:
     Waits for collectives of this rank that were issued; sends nothing.
     """
     dead, context.dead = context.dead, set()
+    context.filling.clear()
     drop_reduction(context)
     for task in dead:
         for state in context.tasks.pop(task, ()):
@@ -307,12 +322,14 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     Collective: the reductions of units whose gradients came unannounced.
     """
     keep = torch.is_grad_enabled()
+    if context.filling and len(context.tasks) == 1:
+        finish_filling(context)
     for state in context.tasks.pop(task, ()):
         handle = state.handle
         if handle.task != task:
             continue
         reset_backward(handle)
-        if state.sync_gradients and _has_arrived(handle):
+        if state.sync_gradients and has_arrived(handle):
             reduce_gradients(context, handle)
         handle.kept = keep
         reshard(context, handle)
@@ -334,7 +351,3 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     if root.is_last_backward:
         finish_reduction(context)
     retire(context, keep=0)
-
-
-def _has_arrived(handle: FlatParamHandle) -> bool:
-    return handle.reduce_is_allocated and any(1 in r.arrived for r in handle.trainable)

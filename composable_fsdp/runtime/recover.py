@@ -26,7 +26,7 @@ from composable_fsdp.runtime.reduce import (
 )
 from composable_fsdp.runtime.unshard import reshard, retire
 from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
@@ -41,17 +41,20 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
+    schedule: Schedule | None = None
     for handle in context.handles:
         if handle.gathered or handle.is_full:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
             handle.gathered = handle.retiring
         require_leaves(handle)
+        if handle.rule.fill:
+            schedule = schedule or Schedule()
     for unit in context.lists:
         unit.remaining.clear()
     for unit in context.precisions:
         cast_buffers(unit)
-    context.tape = Tape()
+    context.tape = Tape(schedule)
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -91,6 +94,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     context.outermost = context.frame = None
     context.tasks.clear()
     context.dead.clear()
+    context.filling.clear()
     if drop_gradients:
         # Not settled: the user may have zeroed the gradients since backward raised.
         drop_reduction(context)

@@ -27,6 +27,28 @@ from composable_fsdp.tree.precision import Precision
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
+class Schedule:
+    """What every rank does in the backward of one forward; see ``runtime.fill``.
+
+    ``uses``: the unit of each use. ``begins``: per unit, how many uses had been
+    recorded when its first forward began. ``next``: the use that backward reached last.
+    ``waiting``: of ``begins``, the units not reduced yet.
+    """
+
+    __slots__ = ("begins", "next", "uses", "waiting")
+
+    def __init__(self) -> None:
+        self.uses: list[_FSDPState] = []
+        self.begins: dict[_FSDPState, int] = {}
+        self.next = 0
+        self.waiting: dict[_FSDPState, int] = {}
+
+    def record(self, state: _FSDPState, begin: int) -> None:
+        """Note a use whose forward began after ``begin`` others had ended."""
+        self.uses.append(state)
+        self.begins[state] = min(begin, self.begins.get(state, begin))
+
+
 class Tape:
     """What one forward through the root leaves for its backward.
 
@@ -35,10 +57,11 @@ class Tape:
     graph alone, so a forward without a backward leaves nothing behind.
     """
 
-    __slots__ = ("open_calls", "order")
+    __slots__ = ("open_calls", "order", "schedule")
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Schedule | None = None) -> None:
         self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
+        self.schedule = schedule
         self.open_calls: dict[FlatParamHandle, int] = {}
 
 
@@ -47,6 +70,7 @@ class RuntimeContext:
 
     __slots__ = (
         "dead",
+        "filling",
         "frame",
         "handles",
         "lists",
@@ -79,6 +103,8 @@ class RuntimeContext:
         """Graph tasks that raised and are still in ``tasks``."""
         self.tasks: dict[int, list[_FSDPState]] = {}
         """Per live graph task, the units whose backward it runs, first come first."""
+        self.filling: list[Tape] = []
+        """Forwards whose backward runs and in which all ranks send the same."""
         self.retiring: deque[FlatParamHandle] = deque()
         """Units resharded on the CPU that the GPU may still read; oldest first."""
         self.reducing: Reduction | None = None
