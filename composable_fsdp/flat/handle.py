@@ -7,6 +7,7 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.plan import UnitPlan
 from composable_fsdp.planning.planner import Target
 
@@ -52,6 +54,7 @@ class FlatParamHandle:
         "accumulators",
         "calls",
         "device",
+        "epoch",
         "fqn",
         "free_event",
         "full_fqn",
@@ -66,6 +69,7 @@ class FlatParamHandle:
         "kept",
         "needs_gather",
         "open_calls",
+        "origin",
         "other_form",
         "pending",
         "phase",
@@ -87,6 +91,10 @@ class FlatParamHandle:
     )
 
     plan: UnitPlan
+    origin: tuple[RegionLayout, ...]
+    """The regions as they were planned; ``plan`` tells what they are now."""
+    epoch: int
+    """How often the regions were laid out anew."""
     fqn: str
     """Name of the unit's module from the module ``fully_shard`` was called on."""
     full_fqn: str
@@ -189,20 +197,29 @@ class FlatParamHandle:
 
 
 def build_handle(
-    target: Target, *, groups: Groups, device: torch.device
+    target: Target,
+    *,
+    groups: Groups,
+    device: torch.device,
+    shards: Sequence[Tensor] | None = None,
 ) -> FlatParamHandle:
     """Turn a planned unit into buffers and leaves; its parameters are sharded then.
 
-    One unit at a time, so the memory above the shards is that of one unit. Sends
+    One unit at a time, so the memory above the shards is that of one unit. With
+    ``shards``, one ``(shard_numel,)`` per region, these become the regions' own. Sends
     nothing.
     """
     options = target.plan.options
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
+    handle.origin, handle.epoch = target.plan.regions, 0
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
+    given: Sequence[Tensor | None] = shards or [None] * len(target.plan.regions)
     regions = []
-    for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
+    for layout, parameters, shard in zip(
+        target.plan.regions, target.parameters, given, strict=True
+    ):
         regions.append(
             build_region(
                 layout,
@@ -211,6 +228,7 @@ def build_handle(
                 rows=handle.rows,
                 device=device,
                 dtypes=options.dtypes(layout.dtype),
+                shard=shard,
             )
         )
     handle.regions = tuple(regions)

@@ -101,8 +101,12 @@ def build_region(
     rows: bool,
     device: torch.device,
     dtypes: Dtypes,
+    shard: Tensor | None = None,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
+
+    With ``shard`` ``(shard_numel,)``, that holds the values already, and the shapes of
+    ``parameters`` do not matter.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
     object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
@@ -112,10 +116,14 @@ def build_region(
     region.temporary = region.partial = None
     meta = any(p.is_meta for p in parameters)
     home = torch.device("meta") if meta else device
-    region.shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
+    given = shard is not None
+    if shard is None:
+        shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
+    region.shard = shard
     region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
-        _fill_shard(region, parameters)
+        if not given:
+            _fill_shard(region, parameters)
         _make_sharded_leaves(region, parameters, rows=rows)
         make_full(region, dtypes.compute)
         _make_gradients(region, dtypes.reduce, home)
@@ -183,7 +191,8 @@ def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
     region.own_slice = region.full[start : start + layout.shard_numel]
     views, _ = full_views(layout, region.full)
     region.full_leaves = tuple(
-        _full_leaf(view, leaf) for view, leaf in zip(views, region.leaves, strict=True)
+        _full_leaf(view, leaf, trainable=layout.trainable)
+        for view, leaf in zip(views, region.leaves, strict=True)
     )
     if region.is_cut:
         # A view can only be made of memory that is there; it outlives the memory.
@@ -203,12 +212,13 @@ def full_views(
     return views, tuple(pieces[i] for i in gaps)
 
 
-def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
+def _full_leaf(view: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:
     """A parameter that views ``full`` and shares the original's attributes.
 
-    ``.data`` gives it a version counter of its own.
+    ``.data`` gives it a version counter of its own. It is trainable as its region is,
+    so that a change of the original's ``requires_grad`` shows as a difference.
     """
-    made = torch.Tensor._make_subclass(type(leaf), view.data, leaf.requires_grad)
+    made = torch.Tensor._make_subclass(type(leaf), view.data, trainable)
     # One dict for both: what a user sets on the parameter is seen in forward, and back.
     made.__dict__ = leaf.__dict__
     return made

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
@@ -69,6 +70,7 @@ class Call:
     __slots__ = (
         "aliases",
         "begin",
+        "epoch",
         "index",
         "state",
         "tape",
@@ -84,7 +86,7 @@ class Call:
         self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
-        self.wide = state.handle.wide
+        self.wide, self.epoch = state.handle.wide, state.handle.epoch
 
     def input_done(self, *_: object) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
@@ -119,6 +121,13 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     state = call.state
     handle, context = state.handle, state.context
     assert context is not None
+    if call.epoch != handle.epoch:
+        raise PhaseError(
+            f"Backward reached unit {state.name} through a forward that ran before "
+            "requires_grad of its parameters changed, and the buffers of then are "
+            "gone. Run backward before the next forward, or freeze and unfreeze "
+            "between steps."
+        )
     if handle.task != task:
         _begin(context, state, task)
     if call.tape.schedule is not None and call.index >= 0:
@@ -178,7 +187,7 @@ def arm_leaves(state: _FSDPState) -> None:
 
 def _accumulator(leaf: nn.Parameter) -> object:
     """The node that accumulates into ``leaf``, by way of any node that feeds it."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         alias: Tensor = leaf.view_as(leaf)
     assert alias.grad_fn is not None
     return alias.grad_fn.next_functions[0][0]

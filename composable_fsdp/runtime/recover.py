@@ -24,6 +24,7 @@ from composable_fsdp.runtime.reduce import (
     drop_reduction,
     finish_reduction,
 )
+from composable_fsdp.runtime.regroup import follow_requires_grad
 from composable_fsdp.runtime.unshard import reshard, retire
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
@@ -33,9 +34,11 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """Start a forward at ``state``, the outermost unit of this call.
 
     Units that an earlier forward left full are resharded: the optimizer may have
-    changed the shards since. Sends nothing.
+    changed the shards since. Parameters whose ``requires_grad`` changed move to other
+    regions. Sends nothing.
 
-    Raises: PlanError, if a leaf was torn out of its shard and does not fit.
+    Raises: PlanError, if a leaf was torn out of its shard and does not fit; PhaseError,
+    if ``requires_grad`` changed while gradients wait.
     """
     if context.tasks:
         recover(context, drop_gradients=True)
@@ -47,7 +50,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
             handle.gathered = handle.retiring
-        require_leaves(handle)
+        if require_leaves(handle):
+            follow_requires_grad(context, handle)
         if handle.rule.fill:
             schedule = schedule or Schedule()
     for unit in context.lists:
