@@ -23,6 +23,7 @@ class Form(NamedTuple):
     regions: tuple[tuple[Tensor, Tensor, bool, tuple[nn.Parameter, ...]], ...]
     swaps: tuple[Swap, ...]
     gather_lists: tuple[list[Tensor], list[Tensor]]
+    fills: tuple[tuple[Tensor, Tensor], ...]
     needs_gather: bool
     accumulators: tuple[Any, ...]
 
@@ -54,6 +55,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
         region.full, region.own_slice = full, own_slice
         region.is_cut, region.full_leaves = is_cut, leaves
     handle.swaps, handle.gather_lists = other.swaps, other.gather_lists
+    handle.fills = other.fills
     handle.needs_gather, handle.accumulators = other.needs_gather, other.accumulators
     return False
 
@@ -63,6 +65,7 @@ def _current(handle: FlatParamHandle) -> Form:
         tuple((r.full, r.own_slice, r.is_cut, r.full_leaves) for r in handle.regions),
         handle.swaps,
         handle.gather_lists,
+        handle.fills,
         handle.needs_gather,
         handle.accumulators,
     )

@@ -33,6 +33,13 @@ class Dtypes(NamedTuple):
     gradient: torch.dtype
 
 
+_ENUMS: tuple[tuple[str, type[Enum]], ...] = (
+    ("strategy", ShardingStrategy),
+    ("block", Block),
+    ("backward_prefetch", BackwardPrefetch),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
     """How one unit is sharded and when it communicates; a value."""
@@ -47,12 +54,10 @@ class UnitOptions:
     cpu_offload: CPUOffload | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("strategy", ShardingStrategy),
-            ("block", Block),
-            ("backward_prefetch", BackwardPrefetch),
-        ):
+        for name, kind in _ENUMS:
             value = getattr(self, name)
+            if isinstance(value, kind):
+                continue
             if value is None and name == "backward_prefetch":
                 continue
             object.__setattr__(self, name, by_name(kind, value, argument=name))

@@ -20,7 +20,8 @@ present in 2.11).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.fill import catch_up, finish_filling, has_arrived
+from composable_fsdp.runtime.offload import land
 from composable_fsdp.runtime.prefetch import prefetch_backward
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
@@ -174,23 +176,32 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
 
 def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
-    nodes = []
+    leaves: list[nn.Parameter] = []
     for region in state.handle.trainable:
         arrivals = make_arrivals(state, region)
         for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            # A leaf keeps its node only weakly: the handle does, so that the node we
-            # ask the engine about is the node it runs.
-            nodes.append(_accumulator(leaf))
             leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
-    state.handle.accumulators = tuple(nodes)
+        leaves += region.full_leaves
+    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
+    # engine about is the node it runs.
+    state.handle.accumulators = _accumulators(leaves) if leaves else ()
 
 
-def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it."""
+class _Users(torch.autograd.Function):
+    """A node that all of its inputs feed: what feeds it are their accumulators."""
+
+    @staticmethod
+    def forward(ctx: object, *leaves: Tensor) -> Tensor:
+        """Read nothing: the leaves have no memory now."""
+        return torch.empty(0)
+
+
+def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[object, ...]:
+    """The nodes that accumulate into ``leaves``."""
     with torch.inference_mode(False), torch.enable_grad():
-        alias: Tensor = leaf.view_as(leaf)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]
+        used: Tensor = _Users.apply(*leaves)  # type: ignore[no-untyped-call]  # as above
+    assert used.grad_fn is not None
+    return tuple([node for node, _ in used.grad_fn.next_functions])
 
 
 def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
@@ -214,38 +225,43 @@ def make_arrivals(
     Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
     arrival copies, later ones of the same reduction add.
     """
-    arrived = region.arrived
     # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
     # strong reference would keep the model alive for ever.
     owner = weakref.ref(state)
+    return [
+        partial(_arrive, owner, region.arrived, index, view)
+        for index, view in enumerate(region.reduce_views)
+    ]
 
-    def make(index: int, view: Tensor) -> Callable[[Tensor], None]:
-        def arrive(leaf: Tensor) -> None:
-            unit = owner()
-            assert unit is not None
-            handle = unit.handle
-            gradient = leaf.grad
-            # None, if a custom Function returned no gradient: counted, nothing to move.
-            if gradient is not None:
-                leaf.grad = None
-                if torch.is_grad_enabled():
-                    gradient = gradient.detach()
-                if not handle.reduce_is_allocated:
-                    _late(unit, handle)
-                if arrived[index]:
-                    view.add_(gradient)
-                else:
-                    view.copy_(gradient)
-                    arrived[index] = 1
-            # Of another graph task (a checkpoint inside the unit): only accumulated.
-            if handle.task == current_task():
-                handle.pending -= 1
-                if handle.pending == 0:
-                    _gradients_complete(unit, handle)
 
-        return arrive
-
-    return [make(index, view) for index, view in enumerate(region.reduce_views)]
+def _arrive(
+    owner: weakref.ref[_FSDPState],
+    arrived: bytearray,
+    index: int,
+    view: Tensor,
+    leaf: Tensor,
+) -> None:
+    unit = owner()
+    assert unit is not None
+    handle = unit.handle
+    gradient = leaf.grad
+    # None, if a custom Function returned no gradient: counted, nothing to move.
+    if gradient is not None:
+        leaf.grad = None
+        if torch.is_grad_enabled():
+            gradient = gradient.detach()
+        if not handle.reduce_is_allocated:
+            _late(unit, handle)
+        if arrived[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            arrived[index] = 1
+    # Of another graph task (a checkpoint inside the unit): only accumulated.
+    if handle.task == current_task():
+        handle.pending -= 1
+        if handle.pending == 0:
+            _gradients_complete(unit, handle)
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
@@ -325,7 +341,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     """End of a graph task: reduce and reshard what the events left, reset the units.
 
     The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream behind the last reduction. A backward that built a graph
+    orders the caller's stream, and the host's reads of offloaded gradients, behind the
+    last reduction. A backward that built a graph
     keeps its units in memory until the next one ends.
 
     Collective: the reductions of units whose gradients came unannounced.
@@ -359,4 +376,5 @@ def finish_task(context: RuntimeContext, task: int) -> None:
                 reshard(context, handle)
     if root.is_last_backward:
         finish_reduction(context)
+        land(context)
     retire(context, keep=0)

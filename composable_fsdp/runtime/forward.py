@@ -29,6 +29,7 @@ from composable_fsdp.runtime.backward import (
     use_form,
 )
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
@@ -150,6 +151,9 @@ def post_forward(
     ended = context.outermost is state and not handle.calls
     if ended:
         context.outermost = context.frame = None
+        if context.offload and not awaited:
+            # No backward will wait before somebody changes the shards on the host.
+            wait_for_copies(context)
     if handle.calls or state.remaining:
         return replaced
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE

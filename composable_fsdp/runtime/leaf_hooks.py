@@ -28,7 +28,7 @@ def call_tensor_hooks(
 
     Only those of leaves that get a gradient now.
     """
-    views = shard_views(region, sums, rows=rows)
+    views, _ = shard_views(region, sums, rows=rows)
     for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
         if not hit or not leaf._backward_hooks:
             continue

@@ -25,6 +25,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.leaf_hooks import call_post_hooks, call_tensor_hooks
+from composable_fsdp.runtime.offload import drop_landing, send_to_host
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -48,7 +49,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Reads the reduce buffers ``(padded_numel,)``; the sharded leaves' ``.grad`` become
     views of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that
     did not arrive on this rank count as zeros and leave ``.grad`` as it was, unless the
-    unit's rule says that all take part.
+    unit's rule says that all take part. An offloaded unit's ``.grad`` is None until
+    ``land``.
 
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
     group, then one all-reduce per region over the replicate group, unless the rule
@@ -77,9 +79,14 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # Targets made here belong to the reduce stream, which alone uses them.
         _choose_targets(handle, final=final)
         _issue(handle, final=final, async_op=False)
-        _settle(reduction)
         assert handle.reduce_event is not None
-        handle.reduce_event.record(streams.reduce)
+        if handle.offload:
+            # The buffers are read; whoever waits to free them need not wait for the
+            # copies to the host.
+            handle.reduce_event.record(streams.reduce)
+        _settle(reduction)
+        if not handle.offload:
+            handle.reduce_event.record(streams.reduce)
     context.reducing = reduction
 
 
@@ -111,7 +118,11 @@ def finish_reduction(context: RuntimeContext) -> None:
 
 
 def drop_reduction(context: RuntimeContext) -> None:
-    """Wait for the reduction in flight, if any, and forget its sums. Sends nothing."""
+    """Wait for the reduction in flight, if any, and forget its sums. Sends nothing.
+
+    So are gradients on their way to the host.
+    """
+    drop_landing(context)
     reduction = context.reducing
     if reduction is None:
         return
@@ -176,12 +187,15 @@ def _take_arrived(handle: FlatParamHandle) -> tuple[bytes, ...]:
 
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
-    """Decide where the sums go: into ``grad_shard`` if no leaf has a gradient yet."""
+    """Decide where the sums go: into ``grad_shard`` if no leaf has a gradient yet.
+
+    And if it is on the device, in the dtype of the sums.
+    """
     whole = final and handle.rule.hook is None
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         dtype = region.reduce_buffer.dtype
-        direct = whole and dtype == region.grad_dtype
+        direct = whole and dtype == region.grad_dtype and not region.offload
         region.has_tensor_hooks = False
         for leaf in region.leaves:
             if leaf.grad is not None:
@@ -191,7 +205,7 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         region.temporary = None
         if not direct:
             region.temporary = storage.new_buffer(
-                region.layout.shard_numel, dtype, region.shard.device
+                region.layout.shard_numel, dtype, region.device
             )
 
 
@@ -274,6 +288,10 @@ def _settle(reduction: Reduction) -> None:
             target.div_(divisor)
         if region.has_tensor_hooks:
             call_tensor_hooks(region, target, arrived, rows=handle.rows)
+        if region.offload:
+            region.temporary = None
+            send_to_host(region, target, arrived)
+            continue
         if region.temporary is not None:
             _add(region, region.temporary)
             region.temporary = None

@@ -67,6 +67,7 @@ def _initialise(top: _FSDPState) -> None:
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles
     context.lists = tuple(s for s in root._root_states if len(s.modules) > 1)
+    context.offload = any(handle.offload for handle in context.handles)
     context.precisions = tuple(
         s for s in root._root_states if s.precision and s.precision.buffer_dtype
     )

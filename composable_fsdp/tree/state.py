@@ -74,6 +74,7 @@ class RuntimeContext:
         "frame",
         "handles",
         "lists",
+        "offload",
         "outermost",
         "precisions",
         "rank0_only",
@@ -91,6 +92,8 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.offload = False
+        """Whether any unit keeps its shards on the host."""
         self.precisions: tuple[_FSDPState, ...] = ()
         """Units whose buffers are cast."""
         self.streams: Streams | None = None

@@ -238,7 +238,7 @@ def check_modes(world: World, mixed: MixedPrecision | None) -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_move_may_come_in_inference_mode(
-    ranks: RankCount, monkeypatch: pytest.MonkeyPatch, mixed: bool
+    ranks: RankCount, mixed: bool
 ) -> None:
     """Evaluation after a change, then training."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
@@ -282,12 +282,10 @@ def check_refusals(world: World) -> list[str]:
     model = gpt("composable")
     old = loss_of(model, gpt_input(0, world.rank))
     set_frozen(model, SCHEDULE[0])
-    new = loss_of(model, gpt_input(0, world.rank))
+    loss_of(model, gpt_input(0, world.rank))
     stale = message_of(lambda: backward(old))
-    del old
     model.zero_grad()
     backward(loss_of(model, gpt_input(0, world.rank)))
-    del new
     return [waiting, stale]
 
 
