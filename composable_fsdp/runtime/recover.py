@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK
+from composable_fsdp.flat import views
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.runtime.backward import current_task, reset_backward
 from composable_fsdp.runtime.reduce import (
@@ -23,7 +24,7 @@ from composable_fsdp.runtime.reduce import (
     drop_reduction,
     finish_reduction,
 )
-from composable_fsdp.runtime.unshard import reshard, retire
+from composable_fsdp.runtime.unshard import reshard, retire, versions
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
@@ -34,13 +35,20 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     Units that an earlier forward left full are resharded: the optimizer may have
     changed the shards since. Sends nothing.
 
-    Raises: PlanError, if a leaf was torn out of its shard and does not fit.
+    Raises: PlanError, if a leaf was torn out of its shard and does not fit; PhaseError,
+    if shards were written to under a unit that was left full on purpose.
     """
     if context.tasks:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
+    for log in context.forward_logs:
+        log.drop()
+    context.prefetched.clear()
     for handle in context.handles:
+        if handle.held is not None:
+            take_up(handle)
+            continue
         if handle.gathered or handle.is_full:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
@@ -48,7 +56,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         require_leaves(handle)
     for unit in context.lists:
         unit.remaining.clear()
-    context.tape = Tape()
+    training = state.module.training
+    context.tape = Tape((state.fqn, training, torch.is_grad_enabled()))
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -56,6 +65,28 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         streams.gather.wait_stream(streams.compute)
     context.outermost = state
     context.frame = _module_call()
+
+
+def take_up(handle: FlatParamHandle) -> None:
+    """Let a unit that is full already be used as it is.
+
+    Raises: PhaseError, if its shards have other values by now; PlanError, as
+    ``begin_iteration``.
+    """
+    shown = handle.is_full
+    if shown:
+        views.use_sharded(handle)
+    if handle.held != versions(handle):
+        raise PhaseError(
+            f"The shards of fully sharded module {handle.name} were written to while "
+            "its full parameters were kept (an optimizer step, most likely), so the "
+            "next forward would use old values. Before the step call "
+            "reshard(module), or set_reshard_after_backward(module, True) before the "
+            "backward that comes before the step."
+        )
+    require_leaves(handle)
+    if shown:
+        views.use_full(handle)
 
 
 def _module_call() -> FrameType | None:
@@ -88,6 +119,9 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     context.outermost = context.frame = None
     context.tasks.clear()
     context.dead.clear()
+    context.prefetched.clear()
+    for log in (*context.forward_logs, *context.backward_logs):
+        log.drop()
     if drop_gradients:
         # Not settled: the user may have zeroed the gradients since backward raised.
         drop_reduction(context)

@@ -22,6 +22,7 @@ from composable_fsdp.comm.device import Waitable
 from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
+from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -49,10 +50,17 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
     group, then one all-reduce per region over the replicate group; those of one rank
     are left out.
+    Raises: DesyncError, if another rank reduces something else, or other parameters.
     """
     finish_reduction(context)
     _zero_what_is_missing(handle)
     arrived = tuple(bytes(region.arrived) for region in handle.trainable)
+    log = handle.reduce_log
+    if log is not None:
+        if log.expected[log.position] == (handle, arrived):
+            log.position += 1
+        else:
+            depart_in_backward(context, log, (handle, arrived))
     views.forget_arrived(handle)
     handle.reduce_is_allocated = False
     for region in handle.trainable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Hashable
 from types import FrameType
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -34,9 +36,14 @@ class Tape:
     graph alone, so a forward without a backward leaves nothing behind.
     """
 
-    __slots__ = ("open_calls", "order")
+    __slots__ = ("mode", "open_calls", "order", "reached", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, mode: Hashable = ()) -> None:
+        self.mode = mode
+        """Which forward this was: first unit, training or not, gradients or not."""
+        self.task = self.reached = -1
+        """The last graph task that met this forward, and the earliest use it has
+        reached."""
         self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
         self.open_calls: dict[FlatParamHandle, int] = {}
 
@@ -45,11 +52,14 @@ class RuntimeContext:
     """What all units below one root share while they run."""
 
     __slots__ = (
+        "backward_logs",
         "dead",
+        "forward_logs",
         "frame",
         "handles",
         "lists",
         "outermost",
+        "prefetched",
         "rank0_only",
         "reducing",
         "retiring",
@@ -65,6 +75,10 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.forward_logs: tuple[OrderLog, ...] = ()
+        self.backward_logs: tuple[OrderLog, ...] = ()
+        self.prefetched: list[FlatParamHandle] = []
+        """Units gathered ahead of their use in this forward."""
         self.streams: Streams | None = None
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
@@ -116,14 +130,18 @@ class _FSDPState:
         "_parent",
         "_root_handles",
         "_root_states",
+        "ahead_in_backward",
+        "ahead_in_forward",
         "context",
         "device",
         "fqn",
         "handle",
         "modules",
         "options",
+        "prefetches_forward",
         "ranks",
         "remaining",
+        "reshard_after_backward",
         "reshard_after_forward",
         "settings",
         "sync_gradients",
@@ -145,7 +163,13 @@ class _FSDPState:
         self._root_handles: tuple[FlatParamHandle, ...] = ()
         self.context: RuntimeContext | None = None
         self.sync_gradients = True
-        self.reshard_after_forward = True
+        self.reshard_after_forward: bool | None = None
+        """``None`` until lazy initialization: yes, except for the root."""
+        self.reshard_after_backward = True
+        self.prefetches_forward = False
+        self.ahead_in_forward: tuple[_FSDPState, ...] = ()
+        self.ahead_in_backward: tuple[_FSDPState, ...] = ()
+        """Units to gather ahead instead of the next one by the record; empty: that."""
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
