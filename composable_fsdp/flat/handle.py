@@ -62,7 +62,7 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
-        "held",
+        "pinned",
         "infos",
         "is_full",
         "kept",
@@ -127,7 +127,7 @@ class FlatParamHandle:
     """Forwards whose open calls are in ``open_calls``."""
     kept: bool
     """Whether the memory of ``full`` stays until the end of the next backward."""
-    held: tuple[int, ...] | None
+    pinned: tuple[int, ...] | None
     """Of a unit that stays full until its next forward: the leaves' versions then."""
     forward_log: OrderLog | None
     backward_log: OrderLog | None
@@ -273,7 +273,7 @@ def _reset(handle: FlatParamHandle) -> None:
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
-    handle.reduce_owner = handle.held = None
+    handle.reduce_owner = handle.pinned = None
     handle.forward_log = handle.backward_log = handle.reduce_log = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":

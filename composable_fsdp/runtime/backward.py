@@ -39,7 +39,7 @@ from composable_fsdp.runtime.reduce import (
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
-    hold,
+    pin,
     reshard,
     retire,
     unshard,
@@ -232,7 +232,7 @@ def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     if state.reshard_after_backward:
         reshard(context, handle)
     else:
-        hold(context, handle)
+        pin(context, handle)
 
 
 class TaskEnd:
@@ -302,7 +302,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         if state.reshard_after_backward:
             reshard(context, handle)
         else:
-            hold(context, handle)
+            pin(context, handle)
     if context.tasks:
         return
     for state in root_of(context)._all_fsdp_states:
@@ -313,7 +313,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         if not keep and context.outermost is None:
             handle.kept = False
             if not state.reshard_after_backward:
-                hold(context, handle)
+                pin(context, handle)
             elif handle.gathered or handle.is_full:
                 reshard(context, handle)
     context.prefetched.clear()

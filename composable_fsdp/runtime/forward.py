@@ -155,7 +155,7 @@ def post_forward(
         # The memory stays for backward, but whoever asks for parameters until then
         # (zero_grad, an optimizer) has to find the originals.
         views.use_sharded(handle)
-        handle.held = None
+        handle.pinned = None
 
 
 def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:

@@ -46,7 +46,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         log.drop()
     context.prefetched.clear()
     for handle in context.handles:
-        if handle.held is not None:
+        if handle.pinned is not None:
             take_up(handle)
             continue
         if handle.gathered or handle.is_full:
@@ -76,7 +76,7 @@ def take_up(handle: FlatParamHandle) -> None:
     shown = handle.is_full
     if shown:
         views.use_sharded(handle)
-    if handle.held != versions(handle):
+    if handle.pinned != versions(handle):
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "

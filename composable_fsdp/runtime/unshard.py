@@ -135,7 +135,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # Prefetched and never used: its collective still writes into the memory.
         handle.ready.wait()
         handle.ready = None
-    handle.held = None
+    handle.pinned = None
     if handle.is_full:
         views.use_sharded(handle)
     if not handle.gathered or handle.retiring or handle.kept:
@@ -155,7 +155,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         context.retiring.append(handle)
 
 
-def hold(context: RuntimeContext, handle: FlatParamHandle) -> None:
+def pin(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Hide the full parameters after a backward, but keep them for the next forward.
 
     A unit that was gathered ahead and not used is resharded. Sends nothing.
@@ -165,8 +165,8 @@ def hold(context: RuntimeContext, handle: FlatParamHandle) -> None:
         return
     if handle.is_full:
         views.use_sharded(handle)
-    if handle.gathered and handle.held is None:
-        handle.held = versions(handle)
+    if handle.gathered and handle.pinned is None:
+        handle.pinned = versions(handle)
 
 
 def versions(handle: FlatParamHandle) -> tuple[int, ...]:

@@ -32,13 +32,12 @@ def give_logs(
     backward: dict[tuple[str, ...], OrderLog] = {}
     for handle in handles:
         shard, replicate = handle.groups.shard, handle.groups.replicate
-        gathers = [shard] if shard is not None and handle.needs_gather else []
-        reduces = [replicate] if replicate is not None and handle.trainable else []
-        both = gathers + reduces
+        sized = any(region.layout.padded_numel for region in handle.regions)
+        gathers = [shard] if shard is not None and sized else []
+        reduces = [replicate] if replicate is not None and sized else []
         handle.forward_log = _log(forward, "forward", gathers)
-        log = _log(backward, "backward", both)
-        handle.backward_log = log if gathers else None
-        handle.reduce_log = log if handle.trainable else None
+        handle.reduce_log = _log(backward, "backward", gathers + reduces)
+        handle.backward_log = handle.reduce_log if gathers else None
     return tuple(forward.values()), tuple(backward.values())
 
 
