@@ -5,10 +5,13 @@ Names, fields and their order follow torch's FSDP1, whose users this package ser
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
@@ -56,7 +59,17 @@ class Block(Enum):
 class MixedPrecision:
     """Dtypes for compute, reduction and buffers; ``None`` keeps the original.
 
-    Field names and order are torch FSDP1's.
+    ``param_dtype``: what is gathered and computed with; the shards, and so the
+    optimizer, keep the parameters' own dtype. ``reduce_dtype``: gradients are
+    accumulated and reduced in it; ``param_dtype`` if ``None``. ``buffer_dtype``:
+    buffers are cast to it at the first forward. ``keep_low_precision_grads``: ``.grad``
+    stays in the reduce dtype, for an optimizer that takes it. ``cast_forward_inputs``,
+    ``cast_root_forward_inputs``: floating point inputs of every unit, or of the root,
+    are cast to ``param_dtype``. ``_module_classes_to_ignore``: with a policy, modules
+    of these classes become units without mixed precision. ``output_dtype``: floating
+    point outputs are cast to it.
+
+    Field names and order are torch FSDP1's; ``output_dtype`` is FSDP2's.
     """
 
     param_dtype: torch.dtype | None = None
@@ -65,9 +78,11 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+    output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue

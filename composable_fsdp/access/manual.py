@@ -30,7 +30,7 @@ class UnshardHandle:
         unit's own forward waits as well.
         """
         handle, self._handle = self._handle, None
-        if handle is not None and handle.pinned is not None:
+        if handle is not None and handle.full_since is not None:
             verbs.wait_unsharded(handle)
 
 
@@ -62,8 +62,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             current = torch.cuda.current_stream(handle.device)
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)
-    if handle.pinned is None:
-        handle.pinned = verbs.versions(handle)
+    if handle.full_since is None:
+        handle.full_since = verbs.versions(handle)
     pending = UnshardHandle(handle)
     if async_op:
         return pending

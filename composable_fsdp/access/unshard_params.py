@@ -15,9 +15,13 @@ from torch import nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 from composable_fsdp.flat import views
+from composable_fsdp.flat.forms import has_two_forms
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.integrity import full_homes, is_at, reattach_full
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.backward import use_form
+from composable_fsdp.runtime.offload import on_device, wait_for_copies
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
@@ -92,6 +96,7 @@ def _summon(
     finally:
         context.summoned = None
         retire(context, keep=0)
+        wait_for_copies(context)
 
 
 def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
@@ -167,6 +172,9 @@ def _unshard_state(
     """
     context, handle = ensure_root(state), state.handle
     handle.phase = Phase.SUMMON
+    if has_two_forms(handle):
+        # The parameters themselves, and not what compute makes of them.
+        use_form(context, state, wide=True)
     if context.streams is not None:
         # The optimizer wrote the shards on the caller's stream.
         context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
@@ -187,7 +195,10 @@ def _unshard_state(
             written = True
     finally:
         handle.phase = Phase.IDLE
+        if handle.is_full:
+            reattach_full(handle)
         reshard(context, handle)
+        use_form(context, state, wide=False)
         if not written:
             # Where nothing is cut, the block wrote into the shard itself.
             for shard, values in kept:
@@ -204,7 +215,7 @@ def _gather_to_first(handle: FlatParamHandle) -> None:
     for region in handle.regions:
         if region.is_cut and region.layout.padded_numel:
             full = region.full if first else None
-            collectives.gather_flat(full, region.shard, group)
+            collectives.gather_flat(full, on_device(handle, region.shard), group)
 
 
 @torch.no_grad()
@@ -219,30 +230,37 @@ def _write_back(handle: FlatParamHandle, *, rank0_only: bool) -> None:
     for region in handle.regions:
         if not region.layout.padded_numel:
             continue
+        shard = on_device(handle, region.shard)
         if rank0_only and groups.shard is not None:
             full = region.full if first else None
-            collectives.scatter_flat(region.shard, full, groups.shard)
+            collectives.scatter_flat(shard, full, groups.shard)
         elif region.is_cut:
-            region.shard.copy_(region.own_slice)
+            shard.copy_(region.own_slice)
         if rank0_only and groups.replicate is not None:
-            collectives.broadcast(region.shard, groups.replicate)
+            collectives.broadcast(shard, groups.replicate)
+        if shard is not region.shard:
+            region.shard.copy_(shard)
 
 
 def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:
-    """Take up parameters that the block assigned, or refuse them by name."""
+    """Take up parameters that the block assigned, or refuse them by name.
+
+    ``parameter.data = values`` counts, too: the parameter stays, its memory does not.
+    """
     full = not rank0_only or handle.groups.rank == 0
+    homes = {id(leaf): home for leaf, home in full_homes(handle)} if full else {}
     for info, (parameters, name, sharded, whole) in zip(
         handle.infos, handle.swaps, strict=True
     ):
-        expected = whole if full else sharded
+        home = homes.get(id(whole), sharded)
         found = parameters.get(name)
-        if found is expected:
+        if found is (whole if full else sharded) and is_at(found, home):
             continue
         fqn = shown(join(handle.full_fqn, info.fqn))
         if (
             not isinstance(found, torch.Tensor)
-            or found.shape != expected.shape
-            or found.dtype != expected.dtype
+            or found.shape != home.shape
+            or found.dtype != home.dtype
         ):
             got = (
                 f"{tuple(found.shape)} {found.dtype}"
@@ -251,9 +269,10 @@ def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:
             )
             raise PhaseError(
                 f"Inside unshard_params parameter {fqn} was replaced by {got}; "
-                f"expected {tuple(expected.shape)} {expected.dtype}. Write into it in "
+                f"expected {tuple(home.shape)} {home.dtype}. Write into it in "
                 "place, for example parameter.data.copy_(values)."
             )
         with torch.no_grad():
-            expected.copy_(found)
-        parameters[name] = expected
+            # A clone: what was found may be another view of the same memory.
+            home.copy_(found.clone())
+        parameters[name] = whole if full else sharded

@@ -44,6 +44,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Every unit that ``auto_wrap_policy`` chooses is wrapped in its place, as FSDP1 does.
     ``use_orig_params`` is always True here: the parameters are the original objects.
+    ``tied_params`` is ``fully_shard``'s, beside FSDP1's own: a policy may tear tied
+    weights apart on this path, too.
 
     Collective: as ``fully_shard``.
     Raises: as ``fully_shard``; the module is as it was.
@@ -67,6 +69,8 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = True,
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        tied_params: str = "error",
     ) -> None:
         super().__init__()
         if isinstance(module, FullyShardedDataParallel):
@@ -98,13 +102,14 @@ class FullyShardedDataParallel(nn.Module):
             use_orig_params=use_orig_params,
             ignored_states=list(ignored_states or ()),
             device_mesh=device_mesh,
+            tied_params=tied_params,
         )
         _wrap_units_below(module)
         self._take(module)
 
     def _take(self, module: nn.Module) -> None:
         setattr(self, WRAPPED_MODULE, module)
-        OWNERS.set(self, self._state)
+        OWNERS.set(self._state, self)
         install_wrapper_hooks(self)
 
     @property

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -21,6 +23,21 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import shown
 
 E = TypeVar("E", bound=Enum)
+
+
+class Dtypes(NamedTuple):
+    """What a region is computed with, reduced in, and what its ``.grad`` has."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    gradient: torch.dtype
+
+
+_ENUMS: tuple[tuple[str, type[Enum]], ...] = (
+    ("strategy", ShardingStrategy),
+    ("block", Block),
+    ("backward_prefetch", BackwardPrefetch),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +54,10 @@ class UnitOptions:
     cpu_offload: CPUOffload | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("strategy", ShardingStrategy),
-            ("block", Block),
-            ("backward_prefetch", BackwardPrefetch),
-        ):
+        for name, kind in _ENUMS:
             value = getattr(self, name)
+            if isinstance(value, kind):
+                continue
             if value is None and name == "backward_prefetch":
                 continue
             object.__setattr__(self, name, by_name(kind, value, argument=name))
@@ -59,6 +74,16 @@ class UnitOptions:
             ShardingStrategy.FULL_SHARD,
             ShardingStrategy.HYBRID_SHARD,
         )
+
+    def dtypes(self, dtype: torch.dtype) -> Dtypes:
+        """Dtypes of a region whose parameters are of ``dtype``."""
+        mixed = self.mixed_precision
+        if mixed is None or not dtype.is_floating_point:
+            return Dtypes(dtype, dtype, dtype)
+        compute = mixed.param_dtype or dtype
+        reduce = mixed.reduce_dtype or compute
+        kept = mixed.keep_low_precision_grads
+        return Dtypes(compute, reduce, reduce if kept else dtype)
 
 
 PER_MODULE = tuple(field.name for field in fields(UnitOptions))

@@ -20,16 +20,19 @@ present in 2.11).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.offload import land
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
@@ -39,7 +42,8 @@ from composable_fsdp.runtime.reduce import (
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
-    pin,
+    keep_full,
+    release,
     reshard,
     retire,
     unshard,
@@ -65,7 +69,7 @@ class Call:
     would keep activations alive.
     """
 
-    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting")
+    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting", "wide")
 
     def __init__(self, state: _FSDPState, tape: Tape) -> None:
         self.state, self.tape = state, tape
@@ -74,6 +78,7 @@ class Call:
         self.index = -1
         self.task = NO_TASK
         self.waiting = 0
+        self.wide = state.handle.wide
 
     def input_done(self, *_: object) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
@@ -122,6 +127,8 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
             log.position += 1
         else:
             depart_in_backward(context, log, handle, call.tape.mode)
+    if handle.wide is not call.wide:
+        use_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     wait_unsharded(handle)
@@ -163,6 +170,49 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     state.handle.task = task
 
 
+def arm_leaves(state: _FSDPState) -> None:
+    """Attach the arrival hooks to the full leaves of the current form, once."""
+    leaves: list[nn.Parameter] = []
+    for region in state.handle.trainable:
+        arrivals = make_arrivals(state, region)
+        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+            leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
+        leaves += region.full_leaves
+    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
+    # engine about is the node it runs.
+    state.handle.accumulators = _accumulators(leaves) if leaves else ()
+
+
+class _Users(torch.autograd.Function):
+    """A node that all of its inputs feed: what feeds it are their accumulators."""
+
+    @staticmethod
+    def forward(ctx: object, *leaves: Tensor) -> Tensor:
+        """Read nothing: the leaves have no memory now."""
+        return torch.empty(0)
+
+
+def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[object, ...]:
+    """The nodes that accumulate into ``leaves``."""
+    with torch.enable_grad():
+        used: Tensor = _Users.apply(*leaves)  # type: ignore[no-untyped-call]  # as above
+    assert used.grad_fn is not None
+    return tuple([node for node, _ in used.grad_fn.next_functions])
+
+
+def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
+    """Make the unit ready to be full in the parameters' own dtype, or in compute's.
+
+    A unit that is full in the other one gives it up. Sends nothing.
+    """
+    handle = state.handle
+    if handle.wide is wide:
+        return
+    release(context, handle)
+    if switch_form(handle):
+        arm_leaves(state)
+
+
 def make_arrivals(
     state: _FSDPState, region: FlatParameter
 ) -> list[Callable[[Tensor], None]]:
@@ -171,38 +221,43 @@ def make_arrivals(
     Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
     arrival copies, later ones of the same reduction add.
     """
-    arrived = region.arrived
     # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
     # strong reference would keep the model alive for ever.
     owner = weakref.ref(state)
+    return [
+        partial(_arrive, owner, region.arrived, index, view)
+        for index, view in enumerate(region.reduce_views)
+    ]
 
-    def make(index: int, view: Tensor) -> Callable[[Tensor], None]:
-        def arrive(leaf: Tensor) -> None:
-            unit = owner()
-            assert unit is not None
-            handle = unit.handle
-            gradient = leaf.grad
-            # None, if a custom Function returned no gradient: counted, nothing to move.
-            if gradient is not None:
-                leaf.grad = None
-                if torch.is_grad_enabled():
-                    gradient = gradient.detach()
-                if not handle.reduce_is_allocated:
-                    _late(unit, handle)
-                if arrived[index]:
-                    view.add_(gradient)
-                else:
-                    view.copy_(gradient)
-                    arrived[index] = 1
-            # Of another graph task (a checkpoint inside the unit): only accumulated.
-            if handle.task == current_task():
-                handle.pending -= 1
-                if handle.pending == 0:
-                    _gradients_complete(unit, handle)
 
-        return arrive
-
-    return [make(index, view) for index, view in enumerate(region.reduce_views)]
+def _arrive(
+    owner: weakref.ref[_FSDPState],
+    arrived: bytearray,
+    index: int,
+    view: Tensor,
+    leaf: Tensor,
+) -> None:
+    unit = owner()
+    assert unit is not None
+    handle = unit.handle
+    gradient = leaf.grad
+    # None, if a custom Function returned no gradient: counted, nothing to move.
+    if gradient is not None:
+        leaf.grad = None
+        if torch.is_grad_enabled():
+            gradient = gradient.detach()
+        if not handle.reduce_is_allocated:
+            _late(unit, handle)
+        if arrived[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            arrived[index] = 1
+    # Of another graph task (a checkpoint inside the unit): only accumulated.
+    if handle.task == current_task():
+        handle.pending -= 1
+        if handle.pending == 0:
+            _gradients_complete(unit, handle)
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
@@ -232,7 +287,7 @@ def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     if state.reshard_after_backward:
         reshard(context, handle)
     else:
-        pin(context, handle)
+        keep_full(context, handle)
 
 
 class TaskEnd:
@@ -284,7 +339,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     """End of a graph task: reduce and reshard what the events left, reset the units.
 
     The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream behind the last reduction. A backward that built a graph
+    orders the caller's stream, and the host's reads of offloaded gradients, behind the
+    last reduction. A backward that built a graph
     keeps its units in memory until the next one ends.
 
     Collective: the reductions of units whose gradients came unannounced.
@@ -302,7 +358,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         if state.reshard_after_backward:
             reshard(context, handle)
         else:
-            pin(context, handle)
+            keep_full(context, handle)
     if context.tasks:
         return
     for state in root_of(context)._all_fsdp_states:
@@ -313,11 +369,12 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         if not keep and context.outermost is None:
             handle.kept = False
             if not state.reshard_after_backward:
-                pin(context, handle)
+                keep_full(context, handle)
             elif handle.gathered or handle.is_full:
                 reshard(context, handle)
     context.prefetched.clear()
     finish_reduction(context)
+    land(context)
     retire(context, keep=0)
     for log in context.backward_logs:
         log.end()

@@ -69,6 +69,6 @@ def drop_unused(context: RuntimeContext) -> None:
     Waits for their collectives.
     """
     for handle in context.prefetched:
-        if handle.ready is not None and handle.pinned is None:
+        if handle.ready is not None and handle.full_since is None:
             reshard(context, handle)
     context.prefetched.clear()

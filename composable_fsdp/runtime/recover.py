@@ -19,6 +19,8 @@ from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.runtime.backward import current_task, reset_backward
+from composable_fsdp.runtime.offload import land, wait_for_copies
+from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
     drop_reduction,
@@ -46,7 +48,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         log.drop()
     context.prefetched.clear()
     for handle in context.handles:
-        if handle.pinned is not None:
+        if handle.full_since is not None:
             take_up(handle)
             continue
         if handle.gathered or handle.is_full:
@@ -56,6 +58,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         require_leaves(handle)
     for unit in context.lists:
         unit.remaining.clear()
+    for unit in context.precisions:
+        cast_buffers(unit)
     training = state.module.training
     context.tape = Tape((state.fqn, training, torch.is_grad_enabled()))
     streams = context.streams
@@ -76,7 +80,7 @@ def take_up(handle: FlatParamHandle) -> None:
     shown = handle.is_full
     if shown:
         views.use_sharded(handle)
-    if handle.pinned != versions(handle):
+    if handle.full_since != versions(handle):
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "
@@ -138,6 +142,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     for unit in context.lists:
         unit.remaining.clear()
     finish_reduction(context)
+    land(context)
     retire(context, keep=0)
 
 
@@ -173,6 +178,8 @@ def settle(state: _FSDPState, what: str) -> None:
         )
     if context.tasks:
         recover(context, drop_gradients=True)
+    # The caller may write shards on the host.
+    wait_for_copies(context)
 
 
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:

@@ -10,6 +10,7 @@ from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.runtime.offload import on_device
 
 
 @torch.no_grad()
@@ -22,7 +23,8 @@ def gather_unit(handle: FlatParamHandle) -> dict[int, Tensor]:
     Collective: one all-gather (regions coalesced) over the shard group; none if it has
     one rank.
     """
-    fulls = gather_flat_values(handle, [region.shard for region in handle.regions])
+    shards = [on_device(handle, region.shard) for region in handle.regions]
+    fulls = gather_flat_values(handle, shards)
     return {
         slot.index: full[slot.offset : slot.offset + slot.numel]
         .view(slot.shape)

@@ -99,6 +99,11 @@ def _save(
                 and _holds(state, module, slot, name)
             ):
                 state_dict[prefix + name] = values[slot.index]
+    if state.precision is not None:
+        # As they were before mixed precision cast them.
+        for name, dtype in state.precision.buffer_dtypes.items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
 
 
 class _Load:

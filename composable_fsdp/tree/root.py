@@ -71,6 +71,10 @@ def _initialise(top: _FSDPState) -> None:
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles
     context.lists = tuple(s for s in root._root_states if len(s.modules) > 1)
+    context.offload = any(handle.offload for handle in context.handles)
+    context.precisions = tuple(
+        s for s in root._root_states if s.precision and s.precision.buffer_dtype
+    )
     context.streams = make_streams(root.device)
     context.forward_logs, context.backward_logs = give_logs(context.handles)
 

@@ -24,6 +24,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.order import ExecutionOrder
+from composable_fsdp.tree.precision import Precision
 
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
@@ -58,7 +59,9 @@ class RuntimeContext:
         "frame",
         "handles",
         "lists",
+        "offload",
         "outermost",
+        "precisions",
         "prefetched",
         "rank0_only",
         "reducing",
@@ -79,6 +82,10 @@ class RuntimeContext:
         self.backward_logs: tuple[OrderLog, ...] = ()
         self.prefetched: list[FlatParamHandle] = []
         """Units gathered ahead of their use in this forward."""
+        self.offload = False
+        """Whether any unit keeps its shards on the host."""
+        self.precisions: tuple[_FSDPState, ...] = ()
+        """Units whose buffers are cast."""
         self.streams: Streams | None = None
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
@@ -138,6 +145,7 @@ class _FSDPState:
         "handle",
         "modules",
         "options",
+        "precision",
         "prefetches_forward",
         "ranks",
         "remaining",
@@ -151,6 +159,8 @@ class _FSDPState:
     options: UnitOptions
     ranks: RankLayout
     device: torch.device
+    precision: Precision | None
+    """Casts of inputs, outputs and buffers; ``None`` if there are none."""
     settings: dict[str, object]
     """What the caller passed, to compare a repeated application with."""
 
