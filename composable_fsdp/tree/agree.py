@@ -70,7 +70,7 @@ def depart_in_backward(
     """
     root = context.root()
     states = root._root_states if root is not None else ()
-    log.depart(use, (forward, tuple(state.sync_gradients for state in states)))
+    log.depart(use, (forward, tuple([state.sync_gradients for state in states])))
 
 
 def _tell_forward(use: object) -> str:
