@@ -2,6 +2,13 @@
 
 from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.manual import UnshardHandle, is_sharded, reshard, unshard
+from composable_fsdp.access.schedule import (
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
+)
 from composable_fsdp.access.settings import (
     register_comm_hook,
     set_gradient_divide_factor,
@@ -105,6 +112,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "allreduce_hook",
     "always_wrap_policy",
     "bf16_compress_hook",
@@ -113,6 +121,7 @@ __all__ = [
     "fp16_compress_hook",
     "fully_shard",
     "get_state_dict_type",
+    "is_sharded",
     "lambda_auto_wrap_policy",
     "no_sync",
     "optim_state_dict",
@@ -121,14 +130,20 @@ __all__ = [
     "reduce_scatter_hook",
     "register_comm_hook",
     "rekey_optim_state_dict",
+    "reshard",
     "set_gradient_divide_factor",
     "set_is_last_backward",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
     "set_reduce_scatter_unused_params",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
     "set_state_dict_type",
     "size_based_auto_wrap_policy",
     "state_dict_type",
     "transformer_auto_wrap_policy",
+    "unshard",
     "unshard_params",
 ]

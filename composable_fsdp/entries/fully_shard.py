@@ -89,6 +89,8 @@ def _shard(
             parameters are.
         sync_module_states: give every rank the values of rank 0 first.
         backward_prefetch: when the next unit is gathered in backward.
+        forward_prefetch: gather the unit that came next in the last forward of this
+            kind before it is needed.
         limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
         block: what a shard boundary may not cut.
         if_sharded: "error", or "skip" to return a module that is sharded with the same
@@ -111,7 +113,6 @@ def _shard(
         raise TypeError(_unknown_text(sorted(unknown)))
     refuse_unavailable(
         param_init_fn=param_init_fn,
-        forward_prefetch=forward_prefetch or None,
     )
     state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
@@ -119,6 +120,7 @@ def _shard(
         strategy=strategy,
         block=block,
         backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,

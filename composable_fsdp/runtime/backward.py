@@ -36,7 +36,7 @@ from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.fill import catch_up, finish_filling, has_arrived
 from composable_fsdp.runtime.offload import land
-from composable_fsdp.runtime.prefetch import prefetch_backward
+from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
     drop_reduction,
@@ -45,12 +45,14 @@ from composable_fsdp.runtime.reduce import (
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
+    keep_full,
     release,
     reshard,
     retire,
     unshard,
     wait_unsharded,
 )
+from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
@@ -106,9 +108,12 @@ class Call:
         if handle.open_calls == 0 and handle.pending == 0:
             _reshard_after_backward(self.state, handle)
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if post and self.index > 0 and self.tape.schedule is None:
+        # Its own index would not do: the units inside it have run since.
+        tape = self.tape
+        listed = self.state.ahead_in_backward
+        if post and tape.reached > 0 and tape.schedule is None and not listed:
             assert self.state.context is not None
-            prefetch_backward(self.state.context, self.tape, self.index)
+            prefetch_backward(self.state.context, tape)
 
 
 def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
@@ -116,7 +121,8 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
 
     Runs once per call and graph task, whichever output comes first.
 
-    Collective: the unit's all-gather if it is sharded, and the prefetched unit's.
+    Collective: the unit's all-gather if it is sharded, and the prefetched units'.
+    Raises: DesyncError, if another rank does something else.
     """
     task = current_task()
     if call.task == task:
@@ -142,16 +148,30 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
         handle.open_calls += call.tape.open_calls.get(handle, 0)
+    log = handle.backward_log
+    # With a schedule the order is that of the forward, which was compared.
+    if log is not None and call.tape.schedule is None:
+        if log.expected[log.position] is handle:
+            log.position += 1
+        else:
+            depart_in_backward(context, log, handle, call.tape.mode)
     if handle.wide is not call.wide:
         use_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     wait_unsharded(handle)
-    if (
-        call.index > 0
+    tape = call.tape
+    if tape.task != task:
+        tape.task, tape.reached = task, call.index
+    elif call.index < tape.reached:
+        tape.reached = call.index
+    if state.ahead_in_backward:
+        prefetch_listed(context, state, state.ahead_in_backward)
+    elif (
+        tape.reached > 0
         and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     ):
-        prefetch_backward(context, call.tape, call.index)
+        prefetch_backward(context, tape)
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
@@ -291,7 +311,10 @@ def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     context = state.context
     assert context is not None
     handle.phase = Phase.BACKWARD_POST
-    reshard(context, handle)
+    if state.reshard_after_backward:
+        reshard(context, handle)
+    else:
+        keep_full(context, handle)
 
 
 class TaskEnd:
@@ -321,6 +344,8 @@ def bury(context: RuntimeContext) -> None:
     """
     dead, context.dead = context.dead, set()
     context.filling.clear()
+    for log in context.backward_logs:
+        log.drop()
     drop_reduction(context)
     for task in dead:
         for state in context.tasks.pop(task, ()):
@@ -347,6 +372,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     keeps its units in memory until the next one ends.
 
     Collective: the reductions of units whose gradients came unannounced.
+    Raises: DesyncError, if another rank had more to send.
     """
     keep = torch.is_grad_enabled()
     if context.filling and len(context.tasks) == 1:
@@ -359,7 +385,10 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         if state.sync_gradients and has_arrived(handle):
             reduce_gradients(context, handle)
         handle.kept = keep
-        reshard(context, handle)
+        if state.reshard_after_backward:
+            reshard(context, handle)
+        else:
+            keep_full(context, handle)
     if context.tasks:
         return
     root = root_of(context)
@@ -373,9 +402,14 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             reduce_gradients(context, handle)
         if not keep and context.outermost is None:
             handle.kept = False
-            if handle.gathered or handle.is_full:
+            if not state.reshard_after_backward:
+                keep_full(context, handle)
+            elif handle.gathered or handle.is_full:
                 reshard(context, handle)
+    context.prefetched.clear()
     if root.is_last_backward:
         finish_reduction(context)
         land(context)
     retire(context, keep=0)
+    for log in context.backward_logs:
+        log.end()

@@ -59,7 +59,8 @@ def _fill(
     state.fqn = target.plan.fqn
     state.options = options
     state.ranks, state.device = ranks, device
-    state.reshard_after_forward = options.reshard_after_forward
+    state.reshard_after_forward = None if options.reshard_after_forward else False
+    state.prefetches_forward = options.forward_prefetch
     groups = ranks.for_strategy(options.strategy)
     state.handle = build_handle(target, groups=groups, device=device)
     state.precision = make_precision(state.handle)

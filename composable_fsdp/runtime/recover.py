@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK
+from composable_fsdp.flat import views
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.runtime.backward import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
@@ -26,7 +27,7 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.regroup import follow_requires_grad
-from composable_fsdp.runtime.unshard import reshard, retire
+from composable_fsdp.runtime.unshard import reshard, retire, versions
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
 
@@ -39,27 +40,35 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     regions. Sends nothing.
 
     Raises: PlanError, if a leaf was torn out of its shard and does not fit; PhaseError,
-    if ``requires_grad`` changed while gradients wait.
+    if ``requires_grad`` changed while gradients wait, or shards were written to under a
+    unit that was left full on purpose.
     """
     if context.tasks:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
     schedule: Schedule | None = None
+    for log in context.forward_logs:
+        log.drop()
+    context.prefetched.clear()
     for handle in context.handles:
+        if handle.rule.fill:
+            schedule = schedule or Schedule()
+        if handle.full_since is not None and not take_up(handle):
+            continue
         if handle.gathered or handle.is_full:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
             handle.gathered = handle.retiring
         if require_leaves(handle):
             follow_requires_grad(context, handle)
-        if handle.rule.fill:
-            schedule = schedule or Schedule()
     for unit in context.lists:
         unit.remaining.clear()
     for unit in context.precisions:
         cast_buffers(unit)
-    context.tape = Tape(schedule)
+    training = state.module.training
+    mode = (state.fqn, training, torch.is_grad_enabled())
+    context.tape = Tape(mode, schedule)
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -67,6 +76,31 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         streams.gather.wait_stream(streams.compute)
     context.outermost = state
     context.frame = _module_call()
+
+
+def take_up(handle: FlatParamHandle) -> bool:
+    """Let a unit that is full already be used as it is.
+
+    Returns True if it has to be sharded all the same: ``requires_grad`` changed.
+
+    Raises: PhaseError, if its shards have other values by now; PlanError, as
+    ``begin_iteration``.
+    """
+    shown = handle.is_full
+    if shown:
+        views.use_sharded(handle)
+    if handle.full_since != versions(handle):
+        raise PhaseError(
+            f"The shards of fully sharded module {handle.name} were written to while "
+            "its full parameters were kept (an optimizer step, most likely), so the "
+            "next forward would use old values. Before the step call "
+            "reshard(module), or set_reshard_after_backward(module, True) before the "
+            "backward that comes before the step."
+        )
+    changed = require_leaves(handle)
+    if shown:
+        views.use_full(handle)
+    return changed
 
 
 def _module_call() -> FrameType | None:
@@ -100,6 +134,9 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     context.tasks.clear()
     context.dead.clear()
     context.filling.clear()
+    context.prefetched.clear()
+    for log in (*context.forward_logs, *context.backward_logs):
+        log.drop()
     if drop_gradients:
         # Not settled: the user may have zeroed the gradients since backward raised.
         drop_reduction(context)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Hashable
 from types import FrameType
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
@@ -58,9 +60,14 @@ class Tape:
     graph alone, so a forward without a backward leaves nothing behind.
     """
 
-    __slots__ = ("open_calls", "order", "schedule")
+    __slots__ = ("mode", "open_calls", "order", "reached", "schedule", "task")
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
+    def __init__(self, mode: Hashable = (), schedule: Schedule | None = None) -> None:
+        self.mode = mode
+        """Which forward this was: first unit, training or not, gradients or not."""
+        self.task = self.reached = -1
+        """The last graph task that met this forward, and the earliest use it has
+        reached."""
         self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
         self.schedule = schedule
         self.open_calls: dict[FlatParamHandle, int] = {}
@@ -70,14 +77,17 @@ class RuntimeContext:
     """What all units below one root share while they run."""
 
     __slots__ = (
+        "backward_logs",
         "dead",
         "filling",
+        "forward_logs",
         "frame",
         "handles",
         "lists",
         "offload",
         "outermost",
         "precisions",
+        "prefetched",
         "rank0_only",
         "reducing",
         "retiring",
@@ -93,6 +103,10 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.forward_logs: tuple[OrderLog, ...] = ()
+        self.backward_logs: tuple[OrderLog, ...] = ()
+        self.prefetched: list[FlatParamHandle] = []
+        """Units gathered ahead of their use in this forward."""
         self.offload = False
         """Whether any unit keeps its shards on the host."""
         self.precisions: tuple[_FSDPState, ...] = ()
@@ -154,6 +168,8 @@ class _FSDPState:
         "_parent",
         "_root_handles",
         "_root_states",
+        "ahead_in_backward",
+        "ahead_in_forward",
         "context",
         "device",
         "fqn",
@@ -162,8 +178,10 @@ class _FSDPState:
         "modules",
         "options",
         "precision",
+        "prefetches_forward",
         "ranks",
         "remaining",
+        "reshard_after_backward",
         "reshard_after_forward",
         "settings",
         "state_dict_settings",
@@ -190,7 +208,13 @@ class _FSDPState:
         self.sync_gradients = True
         self.is_last_backward = True
         """Of the outermost unit: whether the end of backward waits for reductions."""
-        self.reshard_after_forward = True
+        self.reshard_after_forward: bool | None = None
+        """``None`` until lazy initialization: yes, except for the root."""
+        self.reshard_after_backward = True
+        self.prefetches_forward = False
+        self.ahead_in_forward: tuple[_FSDPState, ...] = ()
+        self.ahead_in_backward: tuple[_FSDPState, ...] = ()
+        """Units to gather ahead instead of the next one by the record; empty: that."""
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
