@@ -19,8 +19,8 @@ from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.assign import ParamInfo
-from composable_fsdp.planning.plan import UnitPlan
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
@@ -38,6 +38,7 @@ class FlatParamHandle:
         "accumulators",
         "calls",
         "device",
+        "fills",
         "fqn",
         "free_event",
         "full_fqn",
@@ -50,7 +51,9 @@ class FlatParamHandle:
         "is_full",
         "kept",
         "needs_gather",
+        "offload",
         "open_calls",
+        "other_form",
         "pending",
         "phase",
         "plan",
@@ -66,6 +69,7 @@ class FlatParamHandle:
         "tapes",
         "task",
         "trainable",
+        "wide",
     )
 
     plan: UnitPlan
@@ -76,6 +80,9 @@ class FlatParamHandle:
     regions: tuple[FlatParameter, ...]
     groups: Groups
     device: torch.device
+    """Where full parameters are, and compute."""
+    offload: bool
+    """Whether the shards and their gradients are on the host."""
     rows: bool
     infos: tuple[ParamInfo, ...]
     swaps: tuple[Swap, ...]
@@ -89,6 +96,8 @@ class FlatParamHandle:
     needs_gather: bool
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """``full`` and gather input of each region that has elements to gather."""
+    fills: tuple[tuple[Tensor, Tensor], ...]
+    """Our slice of ``full`` and the shard it is filled from, before the gather."""
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
@@ -99,6 +108,9 @@ class FlatParamHandle:
     """Forwards that are running, outermost first; ``None`` if without gradients."""
     gather_check: tuple[tuple[nn.Parameter, int], ...]
     """Leaves with elements on this rank, and where their data has to be."""
+    wide: bool
+    """Whether the full form is that of the parameters' own dtype; see ``forms``."""
+    other_form: Any
     # Backward. ``task`` is the graph task whose pre-backward has seen this unit,
     # ``pending`` the gradients it still owes, ``open_calls`` the forwards whose inputs
     # wait for theirs.
@@ -173,16 +185,13 @@ def build_handle(
     nothing.
     """
     options = target.plan.options
-    precision = options.mixed_precision
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
+    handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
     regions = []
     for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
-        floating = layout.dtype.is_floating_point
-        compute = precision.param_dtype if precision and floating else None
-        reduce = precision.reduce_dtype if precision and floating else None
         regions.append(
             build_region(
                 layout,
@@ -190,8 +199,8 @@ def build_handle(
                 rank=groups.rank,
                 rows=handle.rows,
                 device=device,
-                compute_dtype=compute or layout.dtype,
-                reduce_dtype=reduce or compute or layout.dtype,
+                dtypes=options.dtypes(layout.dtype),
+                offload=handle.offload,
             )
         )
     handle.regions = tuple(regions)
@@ -217,14 +226,7 @@ def _make_tables(handle: FlatParamHandle) -> None:
             for info in handle.infos
         ]
     )
-    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
-    handle.needs_gather = bool(gathering)
-    same = [r.full.dtype == r.shard.dtype for r in gathering]
-    handle.gather_lists = (
-        [r.full for r in gathering],
-        # Equal dtypes: gather from the shard. Else the cast goes into our slice.
-        [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
-    )
+    make_gather_lists(handle)
     handle.gather_check = tuple(
         [
             (leaf, leaf.data_ptr())
@@ -243,10 +245,30 @@ def _make_tables(handle: FlatParamHandle) -> None:
     handle.accumulators = ()
 
 
+def make_gather_lists(handle: FlatParamHandle) -> None:
+    """Note what is gathered, and from where."""
+    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
+    handle.needs_gather = bool(gathering)
+    # Gather from the shard, if it is what compute takes and where compute is. Else it
+    # is cast, or copied to the device, into our slice, and the gather is in place.
+    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
+    inputs = [
+        r.own_slice if fill else r.shard
+        for r, fill in zip(gathering, filled, strict=True)
+    ]
+    handle.gather_lists = ([r.full for r in gathering], inputs)
+    handle.fills = tuple(
+        (r.own_slice, r.shard)
+        for r, fill in zip(gathering, filled, strict=True)
+        if fill
+    )
+
+
 def _reset(handle: FlatParamHandle) -> None:
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
-    handle.ready = None
+    handle.ready = handle.other_form = None
+    handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
 from composable_fsdp.planning.layout import Cuts, RegionLayout
+from composable_fsdp.planning.options import Dtypes
 
 
 class FlatParameter:
@@ -29,15 +30,19 @@ class FlatParameter:
 
     __slots__ = (
         "arrived",
+        "device",
         "full",
         "full_leaves",
         "gaps",
+        "grad_dtype",
         "grad_gaps",
         "grad_shard",
         "grad_views",
+        "in_flight",
         "is_cut",
         "layout",
         "leaves",
+        "offload",
         "own_slice",
         "rank",
         "reduce_buffer",
@@ -50,6 +55,10 @@ class FlatParameter:
     rank: int
     is_cut: bool
     """Whether ``full`` has memory of its own; else it is ``shard``."""
+    device: torch.device
+    """Where ``full`` and ``reduce_buffer`` are."""
+    offload: bool
+    """Whether ``shard`` and ``grad_shard`` are on the host, pinned for a GPU."""
     shard: Tensor
     full: Tensor
     own_slice: Tensor
@@ -60,6 +69,8 @@ class FlatParameter:
     reduce_views: tuple[Tensor, ...]
     gaps: tuple[Tensor, ...]
     """Views of the padding in ``reduce_buffer``."""
+    grad_dtype: torch.dtype
+    """Dtype of ``grad_shard``: the parameters', unless low precision is kept."""
     grad_shard: Tensor | None
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
@@ -67,7 +78,11 @@ class FlatParameter:
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
     temporary: Tensor | None
-    """Where a reduction writes while ``grad_shard`` still holds earlier gradients."""
+    """Where a reduction writes while ``grad_shard`` still holds earlier gradients, or
+    is on the host."""
+    in_flight: bytearray | None
+    """Offloaded, while a copy to ``grad_shard`` is on its way: per parameter, 1 if its
+    part will be a gradient. Nobody on the host may touch ``grad_shard`` then."""
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -85,27 +100,41 @@ def build_region(
     rank: int,
     rows: bool,
     device: torch.device,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    dtypes: Dtypes,
+    offload: bool = False,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
+
+    ``device`` computes; with ``offload`` the shard is on the host, and ``full`` has
+    memory of its own also where one rank holds everything.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
     object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
-    region.temporary = None
+    region.temporary = region.in_flight = None
     meta = any(p.is_meta for p in parameters)
-    home = torch.device("meta") if meta else device
-    region.shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
-    region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype
+    region.device = torch.device("meta") if meta else device
+    region.offload = offload
+    region.shard = _new_shard(region, layout.dtype)
+    region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
         _fill_shard(region, parameters, rows=rows)
         _make_sharded_leaves(region, parameters, rows=rows)
-        _make_full(region, compute_dtype, home)
-        _make_gradients(region, reduce_dtype, home)
+        make_full(region, dtypes.compute)
+        _make_gradients(region, dtypes.reduce)
     return region
+
+
+def _new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
+    """An uninitialised ``(shard_numel,)`` where shards live."""
+    numel, device = region.layout.shard_numel, region.device
+    if not region.offload or device.type == "meta":
+        return storage.new_buffer(numel, dtype, device)
+    # Only from pinned memory do copies run beside the CPU and the GPU's compute.
+    pinned = device.type == "cuda"
+    return storage.new_buffer(numel, dtype, torch.device("cpu"), pinned=pinned)
 
 
 def _fill_shard(
@@ -153,16 +182,21 @@ def _make_sharded_leaves(
         # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
         parameter.grad = None
         parameter.data = view
+        if region.grad_dtype != view.dtype:
+            parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
 
 
-def _make_full(
-    region: FlatParameter, compute_dtype: torch.dtype, device: torch.device
-) -> None:
+def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
+    """Give the region a ``full`` ``(padded_numel,)`` of ``dtype``, leaves included.
+
+    It has no memory afterwards, unless it is the shard itself.
+    """
     layout = region.layout
+    region.is_cut = layout.world_size > 1 or dtype != layout.dtype or region.offload
     if region.is_cut:
-        region.full = storage.new_buffer(layout.padded_numel, compute_dtype, device)
+        region.full = storage.new_buffer(layout.padded_numel, dtype, region.device)
     else:
         region.full = region.shard
     start = region.rank * layout.shard_numel
@@ -194,16 +228,14 @@ def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _make_gradients(
-    region: FlatParameter, reduce_dtype: torch.dtype, device: torch.device
-) -> None:
+def _make_gradients(region: FlatParameter, reduce_dtype: torch.dtype) -> None:
     layout = region.layout
     region.reduce_buffer = region.grad_shard = None
     region.reduce_views = region.grad_views = ()
     region.gaps = region.grad_gaps = ()
     if not layout.trainable:
         return
-    buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, device)
+    buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, region.device)
     region.reduce_buffer = buffer
     views, region.gaps = full_views(layout, buffer)
     region.reduce_views = tuple(views)
@@ -216,9 +248,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     Not at build: between build and the first backward the memory is the optimizer's and
     the activations'.
     """
-    region.grad_shard = storage.new_buffer(
-        region.layout.shard_numel, region.layout.dtype, region.shard.device
-    )
+    region.grad_shard = _new_shard(region, region.grad_dtype)
     with torch.inference_mode(False), torch.no_grad():
         # Sums are added to it as a whole: padding has to start from zero.
         region.grad_shard.zero_()

@@ -20,6 +20,7 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
     other_apis,
 )
+from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.planning import walk
@@ -32,6 +33,7 @@ from composable_fsdp.planning.checks import (
 )
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
 from composable_fsdp.planning.policies import evaluate_policy
+from composable_fsdp.planning.precision import with_full_precision
 
 API = "fully_shard"
 """Name under which the registry holds the states of this package."""
@@ -56,13 +58,13 @@ class PlanRequest:
     """Everything a plan depends on besides the tree.
 
     ``owner_of`` tells which unit of an earlier application holds a parameter, if any.
-    ``shard_world_size`` and ``replicas`` apply to the hybrid strategies.
+    ``sizes`` gives, by strategy, the ranks that share a unit's parameters and the
+    number of copies; the default is one group of ``world_size`` ranks.
     """
 
     options: UnitOptions
     world_size: int
-    shard_world_size: int = 0
-    replicas: int = 1
+    sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
     policy: object = None
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
@@ -148,13 +150,21 @@ def _evaluate(
     boundaries = frozenset(
         m for m in walk.modules(modules[0]) if m is not modules[0] and _is_boundary(m)
     )
-    return evaluate_policy(
+    root_kwargs = as_keywords(request.options)
+    targets = evaluate_policy(
         request.policy,
         modules[0],
         ignored_modules=request.ignored_modules,
         ignored_params=request.ignored_parameters,
         boundaries=boundaries,
-        root_kwargs=as_keywords(request.options),
+        root_kwargs=root_kwargs,
+    )
+    return with_full_precision(
+        targets,
+        modules[0],
+        mixed_precision=request.options.mixed_precision,
+        left_out=walk.subtrees([*request.ignored_modules, *boundaries]),
+        root_kwargs=root_kwargs,
     )
 
 

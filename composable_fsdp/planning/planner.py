@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from composable_fsdp.config import Block, ShardingStrategy
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
@@ -20,7 +27,8 @@ from composable_fsdp.planning.assign import (
 )
 from composable_fsdp.planning.layout import plan_unit_regions
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan, UnitPlan, padding_notes
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +67,33 @@ def plan_modules(
     return plan, targets
 
 
-def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
-    """Ranks that share the unit's parameters, and how many such groups there are."""
-    if options.strategy is ShardingStrategy.NO_SHARD:
-        return 1, request.world_size
-    if options.strategy in (
+def group_sizes(
+    strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
+) -> tuple[int, int]:
+    """Ranks that share a unit's parameters, and how many copies of them there are.
+
+    Without ``shard_world_size`` there is one group.
+
+    Raises: PlanError, for a hybrid strategy on one group.
+    """
+    if strategy is ShardingStrategy.NO_SHARD:
+        return 1, world_size
+    if shard_world_size is not None:
+        return shard_world_size, world_size // shard_world_size
+    if strategy in (
         ShardingStrategy.HYBRID_SHARD,
         ShardingStrategy._HYBRID_SHARD_ZERO2,
     ):
-        return request.shard_world_size or request.world_size, request.replicas
-    return request.world_size, 1
+        raise PlanError(
+            f"A plan with {strategy.name} expects shard_world_size, the ranks that "
+            "share the parameters. Pass the size of the mesh's shard dim, or of a node."
+        )
+    return world_size, 1
 
 
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
-    shard_world_size, replicas = _group_sizes(unit.options, request)
+    sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
+    shard_world_size, replicas = sizes(unit.options.strategy)
     infos = [
         _infos(occurrences, index, slot_index)
         for slot_index, (_, occurrences) in enumerate(unit.parameters)
@@ -143,8 +164,13 @@ def plan(
     module: nn.Module,
     *,
     world_size: int,
+    shard_world_size: int | None = None,
     policy: object = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    limit_all_gathers: bool = True,
     block: Block = Block.ROW,
     ignored_modules: Sequence[nn.Module] | None = None,
     ignored_states: Sequence[nn.Parameter] | Sequence[nn.Module] | None = None,
@@ -153,7 +179,9 @@ def plan(
     """Say what ``fully_shard`` would do with ``module`` on ``world_size`` ranks.
 
     Needs no process group, works on meta-device models and touches nothing; ``print()``
-    the result for a report. ``world_size`` counts ranks; sizes are in elements, bytes
+    the result for a report. ``world_size`` counts ranks; with ``shard_world_size`` so
+    many of them share parameters and the rest hold copies, as on a 2-D mesh
+    ``(world_size // shard_world_size, shard_world_size)``. Sizes are in elements, bytes
     as the fields say.
 
     Raises: PlanError or CompositionError, as ``fully_shard`` itself would.
@@ -168,9 +196,28 @@ def plan(
         raise PlanError(
             f"world_size expects a positive number of ranks, got {world_size!r}."
         )
+    if shard_world_size is not None and (
+        not isinstance(shard_world_size, int)
+        or shard_world_size < 1
+        or world_size % shard_world_size
+    ):
+        raise PlanError(
+            "shard_world_size expects a number of ranks that divides world_size="
+            f"{world_size}, got {shard_world_size!r}."
+        )
     request = PlanRequest(
-        options=UnitOptions(strategy=strategy, block=block),
+        options=UnitOptions(
+            strategy=strategy,
+            block=block,
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+        ),
         world_size=world_size,
+        sizes=partial(
+            group_sizes, world_size=world_size, shard_world_size=shard_world_size
+        ),
         policy=policy,
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),

@@ -13,6 +13,7 @@ from composable_fsdp.flat.handle import build_handle
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.hooks import install_hooks
+from composable_fsdp.tree.precision import make_precision
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 
@@ -61,3 +62,4 @@ def _fill(
     state.reshard_after_forward = options.reshard_after_forward
     groups = ranks.for_strategy(options.strategy)
     state.handle = build_handle(target, groups=groups, device=device)
+    state.precision = make_precision(state.handle)

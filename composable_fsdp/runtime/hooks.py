@@ -2,29 +2,23 @@
 
 Forward hooks are taken out of torch.compile's sight as a whole, so that a compiled
 block stays one graph (``torch._disable_dynamo`` is lazy: unlike
-``torch.compiler.disable`` it does not import dynamo). That name and
-``Tensor._post_accumulate_grad_hooks`` are private; checked on torch 2.13.
+``torch.compiler.disable`` it does not import dynamo; checked on torch 2.13).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from composable_fsdp.runtime.backward import make_arrivals
+from composable_fsdp.runtime.backward import arm_leaves
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree.state import _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
 _pre_forward = _disable_dynamo(pre_forward)
 _post_forward = _disable_dynamo(post_forward)
-
-OURS = -1
-"""Key of the arrival hook among the hooks of a full leaf."""
 
 
 def install_hooks(state: _FSDPState) -> None:
@@ -35,26 +29,4 @@ def install_hooks(state: _FSDPState) -> None:
             partial(_pre_forward, state), prepend=True, with_kwargs=True
         )
         module.register_forward_hook(partial(_post_forward, state), always_call=True)
-    nodes = []
-    # Once for all leaves: entering it costs as much as asking two of them.
-    with torch.enable_grad():
-        for region in state.handle.trainable:
-            arrivals = make_arrivals(state, region)
-            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-                # A leaf keeps its node only weakly: the handle does, so that the node
-                # we ask the engine about is the node it runs.
-                nodes.append(_accumulator(leaf))
-                # What register_post_accumulate_grad_hook sets, less its checks and its
-                # handle, which took longer than all else. Torch numbers from 0 up.
-                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
-    state.handle.accumulators = tuple(nodes)
-
-
-def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it.
-
-    Gradients must be enabled.
-    """
-    alias: Tensor = leaf.view_as(leaf)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]
+    arm_leaves(state)

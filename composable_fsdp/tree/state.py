@@ -17,11 +17,13 @@ from torch import nn
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
+from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.order import ExecutionOrder
+from composable_fsdp.tree.precision import Precision
 
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
@@ -49,7 +51,9 @@ class RuntimeContext:
         "frame",
         "handles",
         "lists",
+        "offload",
         "outermost",
+        "precisions",
         "rank0_only",
         "reducing",
         "retiring",
@@ -65,6 +69,10 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.offload = False
+        """Whether any unit keeps its shards on the host."""
+        self.precisions: tuple[_FSDPState, ...] = ()
+        """Units whose buffers are cast."""
         self.streams: Streams | None = None
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
@@ -122,10 +130,12 @@ class _FSDPState:
         "handle",
         "modules",
         "options",
+        "precision",
         "ranks",
         "remaining",
         "reshard_after_forward",
         "settings",
+        "state_dict_settings",
         "sync_gradients",
     )
 
@@ -133,6 +143,8 @@ class _FSDPState:
     options: UnitOptions
     ranks: RankLayout
     device: torch.device
+    precision: Precision | None
+    """Casts of inputs, outputs and buffers; ``None`` if there are none."""
     settings: dict[str, object]
     """What the caller passed, to compare a repeated application with."""
 
@@ -149,6 +161,7 @@ class _FSDPState:
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
+        self.state_dict_settings = FULL_BY_DEFAULT
 
     @property
     def parent(self) -> _FSDPState | None:
