@@ -201,8 +201,8 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
 def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
     nodes = []
-    # Once for all leaves: entering it costs as much as asking two of them.
-    with torch.inference_mode(False), torch.enable_grad():
+    # Turns gradients on, too. Under inference mode a view has no node to ask.
+    with torch.inference_mode(False):
         for region in state.handle.trainable:
             arrivals = make_arrivals(state, region)
             for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):

@@ -208,6 +208,18 @@ def test_evaluation_before_training_leaves_no_trace(
     ranks(2).run(evaluate_then_train, path, mode)
 
 
+def test_a_unit_made_under_inference_mode_trains(one_rank: World) -> None:
+    """The mode in which ``fully_shard`` is called leaves no trace in training."""
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        fully_shard(model)
+
+    backward(model(torch.ones(1, 2)).sum())
+
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+
+
 def forward_and_forget(world: World, path: str, strategy: ShardingStrategy) -> None:
     """A forward whose loss is dropped, then other values, then training."""
     model = TinyGPT()
