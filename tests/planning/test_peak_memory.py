@@ -28,6 +28,8 @@ from tests.runtime.reference import backward
 
 KEEPING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Reduced in another dtype than ``.grad`` has: a reduction needs a buffer to land in.
+LOWER = MixedPrecision(param_dtype=torch.bfloat16)
 
 
 class Chain(nn.Module):
@@ -146,7 +148,7 @@ def peak_of(
 
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("precision", [None, LOW, LOWER], ids=["own", "low", "lower"])
 @pytest.mark.parametrize("strategy", KEEPING, ids=lambda s: s.name)
 @pytest.mark.parametrize("world_size", [2, 8, 64])
 @pytest.mark.parametrize("make", [equal, unequal])
@@ -179,14 +181,14 @@ def test_a_root_with_parameters_of_its_own_is_in_the_peak(
 
 
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
 @pytest.mark.parametrize("strategy", KEEPING, ids=lambda s: s.name)
 def test_units_inside_units_are_in_the_peak(
-    strategy: ShardingStrategy, precision: MixedPrecision | None, order: str
+    strategy: ShardingStrategy, mode: BackwardPrefetch | None, order: str
 ) -> None:
     """The outer unit stays full, with its reduce buffer, while the inner ones run."""
     planned, measured = peak_of(
-        Nested, 8, order, strategy=strategy, mixed_precision=precision
+        Nested, 8, order, strategy=strategy, backward_prefetch=mode
     )
 
     assert planned == pytest.approx(measured, rel=0.005)
