@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     BackwardPrefetch,
+    CPUOffload,
     CustomPolicy,
     MixedPrecision,
     ShardingStrategy,
@@ -143,7 +144,9 @@ def peak_of(
             live.reset()
             backward(model(model.example).float().sum())
             model.zero_grad()
-    return plan_.peak(device_type=order).total, live.peak
+    peak = plan_.peak(device_type=order).total
+    # Both places are counted together here: the device stands for the GPU, too.
+    return peak + (plan_.host_bytes if order == "cuda" else 0), live.peak
 
 
 @pytest.mark.req("U-03")
@@ -199,6 +202,24 @@ def test_units_inside_units_are_in_the_peak(
 def test_one_rank_has_a_peak_too(precision: MixedPrecision | None, order: str) -> None:
     """Parameters are used as they lie, or cast; gradients are copied all the same."""
     planned, measured = peak_of(unequal, 1, order, mixed_precision=precision)
+
+    assert 0.998 * measured <= planned <= measured
+
+
+@pytest.mark.parametrize("order", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
+    world_size: int, precision: MixedPrecision | None, order: str
+) -> None:
+    """Full parameters and what a reduction lands in; the shards are on the host."""
+    planned, measured = peak_of(
+        unequal,
+        world_size,
+        order,
+        cpu_offload=CPUOffload(offload_params=True),
+        mixed_precision=precision,
+    )
 
     assert 0.998 * measured <= planned <= measured
 
