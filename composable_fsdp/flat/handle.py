@@ -21,8 +21,8 @@ from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.assign import ParamInfo
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.plan import UnitPlan
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""

@@ -27,7 +27,8 @@ from composable_fsdp.planning.assign import (
 )
 from composable_fsdp.planning.layout import plan_unit_regions
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan, UnitPlan, padding_notes
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,16 @@ runs
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does.
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the
-engine's ``queue_callback`` are private; used only here, checked on torch 2.13 (and
-present in 2.11).
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``, the
+engine's ``queue_callback`` and ``Tensor._post_accumulate_grad_hooks`` are private; used
+only here, checked on torch 2.13 (and present in 2.11).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,9 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward that this thread runs; ``NO_TASK`` outside."""
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _engine = torch.autograd.Variable._execution_engine
+
+OURS = -1
+"""Key of the arrival hook among the hooks of a full leaf."""
 
 KEEP = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
@@ -176,32 +180,29 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
 
 def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
-    leaves: list[nn.Parameter] = []
-    for region in state.handle.trainable:
-        arrivals = make_arrivals(state, region)
-        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
-        leaves += region.full_leaves
-    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
-    # engine about is the node it runs.
-    state.handle.accumulators = _accumulators(leaves) if leaves else ()
-
-
-class _Users(torch.autograd.Function):
-    """A node that all of its inputs feed: what feeds it are their accumulators."""
-
-    @staticmethod
-    def forward(ctx: object, *leaves: Tensor) -> Tensor:
-        """Read nothing: the leaves have no memory now."""
-        return torch.empty(0)
-
-
-def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[object, ...]:
-    """The nodes that accumulate into ``leaves``."""
+    nodes = []
+    # Once for all leaves: entering it costs as much as asking two of them.
     with torch.inference_mode(False), torch.enable_grad():
-        used: Tensor = _Users.apply(*leaves)  # type: ignore[no-untyped-call]  # as above
-    assert used.grad_fn is not None
-    return tuple([node for node, _ in used.grad_fn.next_functions])
+        for region in state.handle.trainable:
+            arrivals = make_arrivals(state, region)
+            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+                # A leaf keeps its node only weakly: the handle does, so that the node
+                # we ask the engine about is the node it runs.
+                nodes.append(_accumulator(leaf))
+                # What register_post_accumulate_grad_hook sets, less its checks and its
+                # handle, which took longer than all else. Torch numbers from 0 up.
+                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
+    state.handle.accumulators = tuple(nodes)
+
+
+def _accumulator(leaf: nn.Parameter) -> object:
+    """The node that accumulates into ``leaf``, by way of any node that feeds it.
+
+    Gradients must be enabled.
+    """
+    alias: Tensor = leaf.view_as(leaf)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]
 
 
 def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:

@@ -237,9 +237,7 @@ def check_modes(world: World, mixed: MixedPrecision | None) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_move_may_come_in_inference_mode(
-    ranks: RankCount, mixed: bool
-) -> None:
+def test_the_move_may_come_in_inference_mode(ranks: RankCount, mixed: bool) -> None:
     """Evaluation after a change, then training."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
     ranks(2).run(check_modes, precision)
