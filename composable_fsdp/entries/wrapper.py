@@ -6,6 +6,7 @@ level to the tree and takes it out of every name it gives.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -132,6 +133,14 @@ class FullyShardedDataParallel(nn.Module):
             if name == WRAPPED_MODULE:
                 raise
             return getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        # Defined here so that it is never looked up on the wrapped module.
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        OWNERS.set(made, made._state)
+        return made
 
     def __getitem__(self, key: Any) -> Any:
         """Forward indexing, for a wrapped ``nn.Sequential``."""

@@ -7,6 +7,7 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -178,11 +179,16 @@ class FlatParamHandle:
 
 
 def build_handle(
-    target: Target, *, groups: Groups, device: torch.device
+    target: Target,
+    *,
+    groups: Groups,
+    device: torch.device,
+    shards: Sequence[Tensor] | None = None,
 ) -> FlatParamHandle:
     """Turn a planned unit into buffers and leaves; its parameters are sharded then.
 
-    One unit at a time, so the memory above the shards is that of one unit. Sends
+    One unit at a time, so the memory above the shards is that of one unit. With
+    ``shards``, one ``(shard_numel,)`` per region, these become the regions' own. Sends
     nothing.
     """
     options = target.plan.options
@@ -191,8 +197,11 @@ def build_handle(
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
+    given: Sequence[Tensor | None] = shards or [None] * len(target.plan.regions)
     regions = []
-    for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
+    for layout, parameters, shard in zip(
+        target.plan.regions, target.parameters, given, strict=True
+    ):
         floating = layout.dtype.is_floating_point
         compute = precision.param_dtype if precision and floating else None
         reduce = precision.reduce_dtype if precision and floating else None
@@ -205,6 +214,7 @@ def build_handle(
                 device=device,
                 compute_dtype=compute or layout.dtype,
                 reduce_dtype=reduce or compute or layout.dtype,
+                shard=shard,
             )
         )
     handle.regions = tuple(regions)

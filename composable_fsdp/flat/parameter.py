@@ -87,8 +87,12 @@ def build_region(
     device: torch.device,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
+    shard: Tensor | None = None,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
+
+    With ``shard`` ``(shard_numel,)``, that holds the values already, and the shapes of
+    ``parameters`` do not matter.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
     object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
@@ -98,10 +102,14 @@ def build_region(
     region.temporary = None
     meta = any(p.is_meta for p in parameters)
     home = torch.device("meta") if meta else device
-    region.shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
+    given = shard is not None
+    if shard is None:
+        shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
+    region.shard = shard
     region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype
     with torch.inference_mode(False), torch.no_grad():
-        _fill_shard(region, parameters)
+        if not given:
+            _fill_shard(region, parameters)
         _make_sharded_leaves(region, parameters, rows=rows)
         _make_full(region, compute_dtype, home)
         _make_gradients(region, reduce_dtype, home)

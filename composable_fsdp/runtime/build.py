@@ -13,6 +13,7 @@ from composable_fsdp.compose.registry import incompatible_api, set_state
 from composable_fsdp.flat.handle import build_handle
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.runtime.copying import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
@@ -57,6 +58,7 @@ def _fill(
     state.fqn = target.plan.fqn
     state.options = options
     state.ranks, state.device = ranks, device
+    state.copier = copy_state
     state.reshard_after_forward = options.reshard_after_forward
     groups = ranks.for_strategy(options.strategy)
     state.handle = build_handle(target, groups=groups, device=device)

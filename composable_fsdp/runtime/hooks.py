@@ -30,6 +30,11 @@ def install_hooks(state: _FSDPState) -> None:
             partial(_pre_forward, state), prepend=True, with_kwargs=True
         )
         module.register_forward_hook(partial(_post_forward, state), always_call=True)
+    arm_leaves(state)
+
+
+def arm_leaves(state: _FSDPState) -> None:
+    """Hook the gradients of the unit's full leaves, once. Sends nothing."""
     nodes = []
     for region in state.handle.trainable:
         arrivals = make_arrivals(state, region)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,6 +119,7 @@ class _FSDPState:
         "_root_handles",
         "_root_states",
         "context",
+        "copier",
         "device",
         "fqn",
         "handle",
@@ -133,6 +136,8 @@ class _FSDPState:
     options: UnitOptions
     ranks: RankLayout
     device: torch.device
+    copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
+    """What ``copy.deepcopy`` does; set at build, because it needs the layers above."""
     settings: dict[str, object]
     """What the caller passed, to compare a repeated application with."""
 
@@ -179,6 +184,9 @@ class _FSDPState:
     def __repr__(self) -> str:
         kind = {True: "root", False: "below a root", None: "not initialised"}
         return f"{type(self).__name__}(unit {self.name}, {kind[self._is_root]})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
+        return self.copier(self, memo)
 
     def __reduce__(self) -> str:
         raise TypeError(

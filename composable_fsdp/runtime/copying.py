@@ -1,0 +1,114 @@
+"""``copy.deepcopy`` of a sharded model: shards of its own, the groups of the original.
+
+Python copies a module's attributes one after the other, hooks and registry among them,
+and so comes to the state of a unit while the module is half copied::
+
+    deepcopy(module) -> hooks -> state -> copy_state: leaves, submodules, units below
+            '--> _modules: all copied by then, found in the memo
+
+A copy is a new tree: whatever unit of it runs first looks for its root again.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp.flat.handle import FlatParamHandle, build_handle
+from composable_fsdp.flat.integrity import require_leaves
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.assign import Place
+from composable_fsdp.planning.planner import Target
+from composable_fsdp.runtime.hooks import arm_leaves
+from composable_fsdp.runtime.recover import settle
+from composable_fsdp.tree.state import OWNERS, _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+Memo = dict[int, Any]
+
+_OF_ONE_TREE = (
+    "__weakref__",
+    "_is_root",
+    "_parent",
+    "_root_handles",
+    "_root_states",
+    "context",
+    "handle",
+    "modules",
+    "remaining",
+)
+"""What a copy must not share; the other fields are settings and never change."""
+
+
+def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
+    """Return the state of a copied unit, over shards of its own.
+
+    The copy's leaves are copies of the sharded leaves ``(k, *trailing)``, without
+    gradients, as those of a copied plain model. It belongs to the tree that is copied
+    with it, and to none if only the unit is. Sends nothing.
+
+    Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``;
+    PlanError, if a leaf was torn out of its shard and does not fit.
+    """
+    settle(state, "copy.deepcopy")
+    made = _FSDPState()
+    # First of all: the modules below lead back here.
+    memo[id(state)] = made
+    for name in _FSDPState.__slots__:
+        if name not in _OF_ONE_TREE:
+            setattr(made, name, getattr(state, name))
+    made.modules = tuple(_copy_module(module, memo) for module in state.modules)
+    made.handle = _copy_handle(state.handle, made.modules, memo)
+    arm_leaves(made)
+    for top in state.modules:
+        for module in walk.modules(top):
+            if OWNERS.get(module) is state:
+                OWNERS.set(_copy_module(module, memo), made)
+        for _, _, below in walk_states(top):
+            if below.parent is state:
+                copy.deepcopy(below, memo)._parent = weakref.ref(made)
+    return made
+
+
+def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
+    made = copy.deepcopy(module, memo)
+    # One that is being copied right now has no attributes yet. Its dict of parameters
+    # will be this one, which the memo knows.
+    vars(made).setdefault("_parameters", copy.deepcopy(module._parameters, memo))
+    return made
+
+
+def _copy_handle(
+    handle: FlatParamHandle, modules: tuple[nn.Module, ...], memo: Memo
+) -> FlatParamHandle:
+    if not any(region.shard.is_meta for region in handle.regions):
+        require_leaves(handle)
+    places: dict[int, list[Place]] = {}
+    for info in handle.infos:
+        place = Place(_copy_module(info.module, memo), info.name, info.fqn)
+        places.setdefault(info.slot_index, []).append(place)
+    target = Target(
+        plan=handle.plan,
+        modules=modules,
+        parameters=tuple(
+            tuple(copy.deepcopy(leaf, memo) for leaf in region.leaves)
+            for region in handle.regions
+        ),
+        places=tuple(
+            tuple(tuple(places[slot.index]) for slot in region.layout.parameters)
+            for region in handle.regions
+        ),
+        parent=0,
+        units_below=(),
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        shards = [region.shard.clone() for region in handle.regions]
+    made = build_handle(
+        target, groups=handle.groups, device=handle.device, shards=shards
+    )
+    memo[id(handle)] = made
+    return made
