@@ -10,6 +10,14 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
+from composable_fsdp.entries.checkpoint import checkpoint
+from composable_fsdp.entries.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.errors import (
@@ -42,6 +50,8 @@ __all__ = [
     "Block",
     "CPUOffload",
     "CheckpointError",
+    "CheckpointImpl",
+    "CheckpointWrapper",
     "CompositionError",
     "CustomPolicy",
     "DesyncError",
@@ -56,11 +66,15 @@ __all__ = [
     "ShardingStrategy",
     "SizePolicy",
     "always_wrap_policy",
+    "apply_activation_checkpointing",
+    "checkpoint",
+    "checkpoint_wrapper",
     "clip_grad_norm_",
     "contract",
     "fully_shard",
     "lambda_auto_wrap_policy",
     "no_sync",
+    "offload_wrapper",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",

@@ -16,7 +16,7 @@ from torch import nn
 
 from composable_fsdp.compose.registry import foreign_fsdp, get_state, incompatible_api
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import WRAPPED_MODULE, join, shown
+from composable_fsdp.naming import TRANSPARENT, join, shown
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.checks import (
     refuse_container,
@@ -175,7 +175,7 @@ def _walk(
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
-            path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+            path = fqn if name in TRANSPARENT else join(fqn, name)
             if foreign := foreign_fsdp(child):
                 raise CompositionError(_foreign_text(path, foreign))
             below = get_state(child, API)

@@ -19,7 +19,7 @@ from torch import nn
 
 from composable_fsdp.compose.registry import get_state, incompatible_api
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import WRAPPED_MODULE, join
+from composable_fsdp.naming import TRANSPARENT, join
 from composable_fsdp.planning.assign import API
 from composable_fsdp.tree.state import _FSDPState
 
@@ -42,7 +42,7 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
             yield fqn, current, state
         for name, child in reversed(current._modules.items()):
             if child is not None:
-                path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+                path = fqn if name in TRANSPARENT else join(fqn, name)
                 stack.append((path, child))
 
 
