@@ -1,6 +1,7 @@
 """Fully sharded data parallel training as a composable API over flat buffers."""
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.methods import register_forward_method
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
@@ -45,6 +46,9 @@ from composable_fsdp.planning.policies import (
     SizePolicy,
 )
 
+register_fsdp_forward_method = register_forward_method
+"""The name that torch has for it."""
+
 __all__ = [
     "BackwardPrefetch",
     "Block",
@@ -78,6 +82,8 @@ __all__ = [
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "register_forward_method",
+    "register_fsdp_forward_method",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "unshard_params",

@@ -7,6 +7,7 @@ block stays one graph (``torch._disable_dynamo`` is lazy: unlike
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,31 @@ def install_hooks(state: _FSDPState) -> None:
         )
         module.register_forward_hook(partial(_post_forward, state), always_call=True)
     arm_leaves(state)
+
+
+def call_method(
+    state: _FSDPState,
+    module: nn.Module,
+    method: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``method`` as if it were the forward of the unit's ``module``.
+
+    Collective: as a forward's.
+    """
+    changed = _pre_forward(state, module, args, kwargs)
+    if changed is not None:
+        args, kwargs = changed
+    try:
+        output = method(*args, **kwargs)
+    except BaseException:
+        # Called while the exception is handled, it knows that there is no output.
+        _post_forward(state, module, args, None)
+        raise
+    replaced = _post_forward(state, module, args, output)
+    return output if replaced is None else replaced
 
 
 def arm_leaves(state: _FSDPState) -> None:
