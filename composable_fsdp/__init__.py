@@ -1,7 +1,10 @@
 """Fully sharded data parallel training as a composable API over flat buffers."""
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-from composable_fsdp.access.methods import register_forward_method
+from composable_fsdp.access.methods import (
+    register_forward_method,
+    register_fsdp_forward_method,
+)
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
@@ -20,6 +23,7 @@ from composable_fsdp.entries.checkpoint_wrapper import (
     offload_wrapper,
 )
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.replicate import replicate
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.errors import (
     CheckpointError,
@@ -45,9 +49,6 @@ from composable_fsdp.planning.policies import (
     ModuleWrapPolicy,
     SizePolicy,
 )
-
-register_fsdp_forward_method = register_forward_method
-"""The name that torch has for it."""
 
 __all__ = [
     "BackwardPrefetch",
@@ -84,6 +85,7 @@ __all__ = [
     "plan",
     "register_forward_method",
     "register_fsdp_forward_method",
+    "replicate",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "unshard_params",

@@ -7,13 +7,11 @@ import inspect
 
 from torch import nn
 
-from composable_fsdp.compose.registry import get_state
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE
-from composable_fsdp.planning.assign import API
 from composable_fsdp.runtime.hooks import call_method
-from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.state import _get_module_fsdp_state
+from composable_fsdp.tree.traversal import _get_fsdp_states, _get_unit_state
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -40,8 +38,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"{type(module).__name__} has no method {name!r}. Check the name, or pass "
             "the module that has it."
         )
-    state = get_state(module, API)
-    if not isinstance(state, _FSDPState):
+    state = _get_unit_state(module)
+    if state is None:
         _require_plain(module, name)
         return
     if name == "forward" or getattr(method, "func", None) is call_method:
@@ -54,6 +52,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
     hooked = functools.partial(call_method, state, module, method)
     setattr(module, name, functools.update_wrapper(hooked, method))
+
+
+register_fsdp_forward_method = register_forward_method
+"""The name that torch has for it."""
 
 
 def _require_plain(module: nn.Module, name: str) -> None:

@@ -153,11 +153,11 @@ def incompatible_api(module: nn.Module) -> str | None:
 
     That is ``replicate``, ours or torch's, or torch's DDP; None if there is none.
     """
-    if REGISTRY_KEY in module.__dict__ and has_api(module, "replicate"):
-        return "replicate"
     name = _torch_class(type(module))
     if name in _TORCH_REPLICATES:
         return _TORCH_REPLICATES[name]
+    if REGISTRY_KEY in module.__dict__ and has_api(module, "replicate"):
+        return "replicate"
     return "torch's replicate" if "replicate" in _torch_registry(module) else None
 
 

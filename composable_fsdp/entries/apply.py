@@ -17,7 +17,7 @@ from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_rank
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join, shown
-from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import (
@@ -45,6 +45,7 @@ class Application:
     device_id: int | torch.device | None
     sync_module_states: bool
     tied_params: str
+    api: str = API
 
 
 def prepare(
@@ -58,6 +59,7 @@ def prepare(
     device_id: int | torch.device | None = None,
     sync_module_states: bool = False,
     tied_params: str = "error",
+    api: str = API,
 ) -> Application:
     """Check what was passed and resolve groups; touches no module and sends nothing."""
     return Application(
@@ -69,6 +71,7 @@ def prepare(
         device_id=device_id,
         sync_module_states=sync_module_states,
         tied_params=check_tied(tied_params),
+        api=api,
     )
 
 
@@ -86,7 +89,7 @@ def apply(
     Raises: PlanError, CompositionError; the modules are as they were.
     """
     for module in modules:
-        _refuse_owned(module)
+        _refuse_owned(module, application.api)
     ranks = application.ranks
     plan, targets = plan_modules(modules, _request(application))
     _refuse_started(modules[0], targets)
@@ -103,6 +106,7 @@ def apply(
         ranks=ranks,
         device=device,
         ignored=application.ignored_modules,
+        api=application.api,
     )
     for each in states:
         install_state_dict_hooks(each)
@@ -120,6 +124,7 @@ def _request(application: Application) -> PlanRequest:
         ignored_modules=application.ignored_modules,
         ignored_parameters=application.ignored_parameters,
         tied_params=application.tied_params,
+        api=application.api,
         owner_of=_owner_of,
     )
 
@@ -135,13 +140,13 @@ def _owner_of(parameter: nn.Parameter) -> str | None:
     return f"{shown(fqn)} of an earlier fully sharded {kind}"
 
 
-def _refuse_owned(module: nn.Module) -> None:
+def _refuse_owned(module: nn.Module, api: str) -> None:
     owner = _get_module_fsdp_state(module)
     if owner is not None and all(module is not m for m in owner.modules):
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__} whose parameters belong to the "
+            f"{api} got a {type(module).__name__} whose parameters belong to the "
             f"fully sharded module above it, {owner.name} "
-            f"({type(owner.module).__name__}). Apply fully_shard to the children first "
+            f"({type(owner.module).__name__}). Apply {api} to the children first "
             "and to the parent last."
         )
 

@@ -30,6 +30,9 @@ from composable_fsdp.planning.policies import evaluate_policy
 API = "fully_shard"
 """Name under which the registry holds the states of this package."""
 
+REPLICATE = "replicate"
+"""The same for units of ``replicate``, whose subtrees the walks leave alone."""
+
 
 class Place(NamedTuple):
     """Where a parameter is: ``module._parameters[name]``, ``fqn`` from the unit."""
@@ -51,6 +54,7 @@ class PlanRequest:
     world_size: int
     shard_world_size: int = 0
     replicas: int = 1
+    api: str = API
     policy: object = None
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
@@ -89,7 +93,7 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     Raises: PlanError or CompositionError, naming module, parameter and the way out.
     """
     for module in modules:
-        _check_root(module)
+        _check_root(module, request.api)
     units, found = _walk(modules, _evaluate(modules, request), request)
     refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
     for parameter, places in found.values():
@@ -98,13 +102,19 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     return units
 
 
-def _check_root(module: nn.Module) -> None:
+def _check_root(module: nn.Module, api: str) -> None:
     refuse_container(module)
+    if api == REPLICATE and get_state(module, API) is not None:
+        raise CompositionError(
+            f"replicate got a {type(module).__name__} that fully_shard already "
+            "manages, gradients included. Apply replicate to a module above it, to "
+            "what fully_shard left over, or use HYBRID_SHARD."
+        )
     if foreign := foreign_fsdp(module):
         raise CompositionError(_foreign_text("", foreign))
-    if api := incompatible_api(module):
+    if (other := incompatible_api(module)) and other != api:
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__} that {api} already manages; "
+            f"{api} got a {type(module).__name__} that {other} already manages; "
             "the two keep parameters in different places. Apply one of them to this "
             "module."
         )

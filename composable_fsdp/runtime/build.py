@@ -25,6 +25,7 @@ def build_units(
     ranks: RankLayout,
     device: torch.device,
     ignored: frozenset[nn.Module] = frozenset(),
+    api: str = API,
 ) -> list[_FSDPState]:
     """Build every unit of one application, inner ones first; states in plan order.
 
@@ -35,7 +36,7 @@ def build_units(
     for target, state in reversed(list(zip(targets, states, strict=True))):
         _fill(state, target, ranks, device)
         if state is not root_state:
-            set_state(target.modules[0], API, state)
+            set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
