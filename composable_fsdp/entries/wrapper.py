@@ -134,6 +134,10 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module, whose hooks are then outside of its graph."""
+        self.module.compile(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         # Defined here so that it is never looked up on the wrapped module.
         made = type(self).__new__(type(self))
