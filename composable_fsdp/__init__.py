@@ -1,5 +1,6 @@
 """Fully sharded data parallel training as a composable API over flat buffers."""
 
+from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.methods import (
     register_forward_method,
@@ -11,8 +12,19 @@ from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 from composable_fsdp.entries.checkpoint import checkpoint
 from composable_fsdp.entries.checkpoint_wrapper import (
@@ -34,7 +46,9 @@ from composable_fsdp.errors import (
     PhaseError,
     PlanError,
 )
+from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning.callables import (
     always_wrap_policy,
@@ -49,6 +63,11 @@ from composable_fsdp.planning.policies import (
     ModuleWrapPolicy,
     SizePolicy,
 )
+from composable_fsdp.state_dict.settings import (
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
 
 __all__ = [
     "BackwardPrefetch",
@@ -61,15 +80,28 @@ __all__ = [
     "CustomPolicy",
     "DesyncError",
     "FSDPError",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NotRootError",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PhaseError",
     "PlanError",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "always_wrap_policy",
     "apply_activation_checkpointing",
     "checkpoint",
@@ -77,6 +109,7 @@ __all__ = [
     "clip_grad_norm_",
     "contract",
     "fully_shard",
+    "get_state_dict_type",
     "lambda_auto_wrap_policy",
     "no_sync",
     "offload_wrapper",
@@ -85,8 +118,11 @@ __all__ = [
     "plan",
     "register_forward_method",
     "register_fsdp_forward_method",
+    "rekey_optim_state_dict",
     "replicate",
+    "set_state_dict_type",
     "size_based_auto_wrap_policy",
+    "state_dict_type",
     "transformer_auto_wrap_policy",
     "unshard_params",
 ]

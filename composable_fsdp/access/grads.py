@@ -55,9 +55,9 @@ def clip_grad_norm_(
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
     Takes a module or parameters, sharded ones (this rank's shards) and plain ones
-    (equal on all ranks) mixed. Returns the norm before clipping, 0-d, equal on all
-    ranks; it is that of the unsharded model, and NaN or inf on every rank if it is so
-    on one.
+    (equal on all ranks) mixed. Returns the norm before clipping, 0-d, on the device
+    that computes, equal on all ranks; it is that of the unsharded model, and NaN or inf
+    on every rank if it is so on one.
 
     Collective: one all-reduce of one number per shard group among the parameters. All
     ranks must pass the same parameters.
@@ -67,21 +67,23 @@ def clip_grad_norm_(
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
     plain: list[Tensor] = []
     gradients: list[Tensor] = []
-    device = torch.device("cpu")
+    device: torch.device | None = None
     done: set[int] = set()
     chosen = set(map(id, parameters))
     for parameter in parameters:
         if id(parameter) in done:
             continue
-        device = parameter.device
         found = find_leaf(parameter)
         if found is None:
+            device = device or parameter.device
             if parameter.grad is not None:
                 plain.append(parameter.grad)
                 gradients.append(parameter.grad)
             done.add(id(parameter))
             continue
         handle = found[0]
+        # Sent from where compute is, also if the gradients are on the host.
+        device = handle.device
         group = handle.groups.shard
         where = plain if group is None else sharded.setdefault(group, [])
         for flat in _gradients(handle, chosen, done):
@@ -91,7 +93,7 @@ def clip_grad_norm_(
     # has to send what the others send: so a dtype that the parameters alone decide.
     wide = any(p.dtype == torch.float64 for p in parameters)
     dtype = torch.float64 if wide else torch.float32
-    total = _total_norm(plain, sharded, norm_type, device, dtype)
+    total = _total_norm(plain, sharded, norm_type, device or torch.device("cpu"), dtype)
     _scale(gradients, total, max_norm)
     return total
 
@@ -178,7 +180,10 @@ def _power(
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)
     norms = torch._foreach_norm(filled, norm_type, dtype)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if len({norm.device for norm in norms}) > 1:
+        # Some units are offloaded, others are not.
+        norms = tuple(norm.to(device) for norm in norms)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device)
     return norm if norm_type == float("inf") else norm**norm_type
 
 

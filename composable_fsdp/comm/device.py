@@ -2,8 +2,8 @@
 
 Overlap comes from two side streams of our own: one gathers, one reduces. On CPU there
 are no streams: collectives are issued with ``async_op=True`` and their ``Work`` is
-waited for where CUDA waits for an event. Nothing here ever makes the CPU wait for the
-GPU.
+waited for where CUDA waits for an event. The CPU waits for the GPU only in
+``synchronize``, which only offloading calls, once a step.
 
 Checked on torch 2.13 (CPU); the CUDA calls are the public ``torch.cuda`` ones.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 # torch does not annotate these constructors.
 _Event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -64,6 +65,22 @@ class Streams:
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
+
+
+def copy_async(target: Tensor, source: Tensor) -> None:
+    """Issue a copy on the current stream; the CPU goes on.
+
+    Between pinned host memory and a device it is done when the stream gets there, and
+    ``source`` must stay as it is until then. A change of dtype happens on the device.
+    """
+    target.copy_(source, non_blocking=True)
+
+
+def synchronize(streams: Streams | None) -> None:
+    """Make the CPU wait for everything that the side streams were given."""
+    if streams is not None:
+        streams.gather.synchronize()
+        streams.reduce.synchronize()
 
 
 def make_streams(device: torch.device) -> Streams | None:

@@ -5,9 +5,9 @@ Both doors, ``fully_shard`` and ``FullyShardedDataParallel``, end here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,25 +27,21 @@ from composable_fsdp.planning.planner import (
     ignored_parameters,
     plan_modules,
 )
+from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
+from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 
 
-@dataclass(frozen=True, slots=True)
-class Application:
+class Application(NamedTuple):
     """Everything a caller may say about one application, after checking."""
 
-    options: UnitOptions
+    request: PlanRequest
     ranks: RankLayout
-    policy: object
-    ignored_modules: frozenset[nn.Module]
-    ignored_parameters: frozenset[int]
     device_id: int | torch.device | None
     sync_module_states: bool
-    tied_params: str
-    api: str = API
 
 
 def prepare(
@@ -62,17 +58,19 @@ def prepare(
     api: str = API,
 ) -> Application:
     """Check what was passed and resolve groups; touches no module and sends nothing."""
-    return Application(
+    ranks = resolve_ranks(process_group, device_mesh)
+    request = PlanRequest(
         options=options,
-        ranks=resolve_ranks(process_group, device_mesh, options.strategy),
+        world_size=ranks.world_size,
+        sizes=ranks.sizes,
         policy=policy,
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
-        device_id=device_id,
-        sync_module_states=sync_module_states,
         tied_params=check_tied(tied_params),
         api=api,
+        owner_of=_owner_of,
     )
+    return Application(request, ranks, device_id, sync_module_states)
 
 
 def apply(
@@ -85,48 +83,47 @@ def apply(
     Every check comes before the first change.
 
     Collective: with ``sync_module_states`` one broadcast per parameter and buffer over
-    the shard (and replicate) group; else none.
+    the shard (and replicate) group; the first hybrid unit that shards within a node
+    makes the nodes' groups; else none.
     Raises: PlanError, CompositionError; the modules are as they were.
     """
     for module in modules:
-        _refuse_owned(module, application.api)
+        _refuse_owned(module, application.request.api)
     ranks = application.ranks
-    plan, targets = plan_modules(modules, _request(application))
+    plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
-    for target in targets:
-        ranks.for_strategy(target.plan.options.strategy)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
-    _refuse_mixed_meta(targets)
+    if any(parameter.is_meta for parameter in parameters):
+        _refuse_mixed_meta(targets)
     if application.sync_module_states:
         _broadcast(modules, parameters, ranks)
     states = build_units(
-        targets,
-        state,
-        ranks=ranks,
-        device=device,
-        ignored=application.ignored_modules,
-        api=application.api,
+        targets, state, ranks=ranks, device=device, api=application.request.api
     )
     for each in states:
         install_state_dict_hooks(each)
+    options = application.request.options
+    if application.request.policy is not None and options.mixed_precision:
+        _keep_full_precision([t.modules[0] for t in targets[1:]], options)
     return plan
 
 
-def _request(application: Application) -> PlanRequest:
-    ranks = application.ranks
-    return PlanRequest(
-        options=application.options,
-        world_size=ranks.world_size,
-        shard_world_size=ranks.shard.size(),
-        replicas=ranks.replicate.size() if ranks.replicate is not None else 1,
-        policy=application.policy,
-        ignored_modules=application.ignored_modules,
-        ignored_parameters=application.ignored_parameters,
-        tied_params=application.tied_params,
-        api=application.api,
-        owner_of=_owner_of,
-    )
+def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> None:
+    """Have units of the ignored classes compute in their own dtype, and say so."""
+    classes = ignored_classes(options.mixed_precision)
+    kept = [module for module in units if isinstance(module, classes)]
+    for module in kept:
+        keep_full_precision(module)
+    found = overridden_classes(kept, options.mixed_precision)
+    if found:
+        names = ", ".join(sorted(each.__name__ for each in found))
+        warnings.warn(
+            f"Mixed precision and a policy were given, and the tree has modules of "
+            f"{names}: each becomes a unit of its own without mixed precision "
+            "(MixedPrecision(_module_classes_to_ignore=()) casts them, too).",
+            stacklevel=2,
+        )
 
 
 def _owner_of(parameter: nn.Parameter) -> str | None:

@@ -7,8 +7,7 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +18,12 @@ from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
-from composable_fsdp.planning.plan import UnitPlan
+from composable_fsdp.planning.assign import ParamInfo
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
-
-
-class ParamInfo(NamedTuple):
-    """One place of a parameter: ``module._parameters[name]``, ``fqn`` from the unit.
-
-    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a
-    list of modules two may bear one name).
-    """
-
-    fqn: str
-    module: nn.Module
-    name: str
-    primary: str
-    slot_index: int
 
 
 Swap = tuple[dict[str, "nn.Parameter | None"], str, nn.Parameter, nn.Parameter]
@@ -52,6 +38,7 @@ class FlatParamHandle:
         "accumulators",
         "calls",
         "device",
+        "fills",
         "fqn",
         "free_event",
         "full_fqn",
@@ -64,7 +51,9 @@ class FlatParamHandle:
         "is_full",
         "kept",
         "needs_gather",
+        "offload",
         "open_calls",
+        "other_form",
         "pending",
         "phase",
         "plan",
@@ -80,6 +69,7 @@ class FlatParamHandle:
         "tapes",
         "task",
         "trainable",
+        "wide",
     )
 
     plan: UnitPlan
@@ -90,6 +80,9 @@ class FlatParamHandle:
     regions: tuple[FlatParameter, ...]
     groups: Groups
     device: torch.device
+    """Where full parameters are, and compute."""
+    offload: bool
+    """Whether the shards and their gradients are on the host."""
     rows: bool
     infos: tuple[ParamInfo, ...]
     swaps: tuple[Swap, ...]
@@ -103,6 +96,8 @@ class FlatParamHandle:
     needs_gather: bool
     gather_lists: tuple[list[Tensor], list[Tensor]]
     """``full`` and gather input of each region that has elements to gather."""
+    fills: tuple[tuple[Tensor, Tensor], ...]
+    """Our slice of ``full`` and the shard it is filled from, before the gather."""
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
@@ -113,6 +108,9 @@ class FlatParamHandle:
     """Forwards that are running, outermost first; ``None`` if without gradients."""
     gather_check: tuple[tuple[nn.Parameter, int], ...]
     """Leaves with elements on this rank, and where their data has to be."""
+    wide: bool
+    """Whether the full form is that of the parameters' own dtype; see ``forms``."""
+    other_form: Any
     # Backward. ``task`` is the graph task whose pre-backward has seen this unit,
     # ``pending`` the gradients it still owes, ``open_calls`` the forwards whose inputs
     # wait for theirs.
@@ -179,32 +177,21 @@ class FlatParamHandle:
 
 
 def build_handle(
-    target: Target,
-    *,
-    groups: Groups,
-    device: torch.device,
-    shards: Sequence[Tensor] | None = None,
+    target: Target, *, groups: Groups, device: torch.device, sharded: bool = False
 ) -> FlatParamHandle:
     """Turn a planned unit into buffers and leaves; its parameters are sharded then.
 
     One unit at a time, so the memory above the shards is that of one unit. With
-    ``shards``, one ``(shard_numel,)`` per region, these become the regions' own. Sends
-    nothing.
+    ``sharded`` the parameters are this rank's parts already. Sends nothing.
     """
     options = target.plan.options
-    precision = options.mixed_precision
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
-    given: Sequence[Tensor | None] = shards or [None] * len(target.plan.regions)
+    handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
     regions = []
-    for layout, parameters, shard in zip(
-        target.plan.regions, target.parameters, given, strict=True
-    ):
-        floating = layout.dtype.is_floating_point
-        compute = precision.param_dtype if precision and floating else None
-        reduce = precision.reduce_dtype if precision and floating else None
+    for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
         regions.append(
             build_region(
                 layout,
@@ -212,50 +199,45 @@ def build_handle(
                 rank=groups.rank,
                 rows=handle.rows,
                 device=device,
-                compute_dtype=compute or layout.dtype,
-                reduce_dtype=reduce or compute or layout.dtype,
-                shard=shard,
+                dtypes=options.dtypes(layout.dtype),
+                offload=handle.offload,
+                sharded=sharded,
             )
         )
     handle.regions = tuple(regions)
-    handle.infos = tuple(
-        ParamInfo(place.fqn, place.module, place.name, slot.fqn, slot.index)
-        for layout, places in zip(target.plan.regions, target.places, strict=True)
-        for slot, held in zip(layout.parameters, places, strict=True)
-        for place in held
-    )
-    _make_tables(handle, target)
+    handle.infos = target.infos
+    _make_tables(handle)
     _reset(handle)
     remember_leaves(handle)
     return handle
 
 
-def _make_tables(handle: FlatParamHandle, target: Target) -> None:
+def _make_tables(handle: FlatParamHandle) -> None:
     """Compute once what every step needs."""
-    handle.swaps = tuple(
-        (place.module._parameters, place.name, leaf, full)
-        for region, places in zip(handle.regions, target.places, strict=True)
-        for leaf, full, held in zip(
-            region.leaves, region.full_leaves, places, strict=True
-        )
-        for place in held
-    )
-    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
-    handle.needs_gather = bool(gathering)
-    same = [r.full.dtype == r.shard.dtype for r in gathering]
-    handle.gather_lists = (
-        [r.full for r in gathering],
-        # Equal dtypes: gather from the shard. Else the cast goes into our slice.
-        [r.shard if eq else r.own_slice for r, eq in zip(gathering, same, strict=True)],
-    )
-    handle.gather_check = tuple(
-        (leaf, leaf.data_ptr())
+    leaves = {
+        slot.index: (leaf, full)
         for region in handle.regions
-        if not region.shard.is_meta
-        for leaf in region.leaves
-        if leaf.numel()
+        for slot, leaf, full in zip(
+            region.layout.parameters, region.leaves, region.full_leaves, strict=True
+        )
+    }
+    handle.swaps = tuple(
+        [
+            (info.module._parameters, info.name, *leaves[info.slot_index])
+            for info in handle.infos
+        ]
     )
-    handle.trainable = tuple(r for r in handle.regions if r.layout.trainable)
+    make_gather_lists(handle)
+    handle.gather_check = tuple(
+        [
+            (leaf, leaf.data_ptr())
+            for region in handle.regions
+            if not region.shard.is_meta
+            for leaf in region.leaves
+            if leaf.numel()
+        ]
+    )
+    handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     groups: dict[torch.dtype, list[FlatParameter]] = {}
     for region in handle.trainable:
         if region.reduce_buffer is not None and region.layout.padded_numel:
@@ -264,10 +246,30 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
     handle.accumulators = ()
 
 
+def make_gather_lists(handle: FlatParamHandle) -> None:
+    """Note what is gathered, and from where."""
+    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
+    handle.needs_gather = bool(gathering)
+    # Gather from the shard, if it is what compute takes and where compute is. Else it
+    # is cast, or copied to the device, into our slice, and the gather is in place.
+    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
+    inputs = [
+        r.own_slice if fill else r.shard
+        for r, fill in zip(gathering, filled, strict=True)
+    ]
+    handle.gather_lists = ([r.full for r in gathering], inputs)
+    handle.fills = tuple(
+        (r.own_slice, r.shard)
+        for r, fill in zip(gathering, filled, strict=True)
+        if fill
+    )
+
+
 def _reset(handle: FlatParamHandle) -> None:
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
-    handle.ready = None
+    handle.ready = handle.other_form = None
+    handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
@@ -284,25 +286,33 @@ def _reset(handle: FlatParamHandle) -> None:
 # because a weak reference to a parameter makes ``torch.utils.swap_tensors`` refuse it;
 # the handle keeps its leaves alive, so an identity cannot be reused while the entry
 # stands.
-_LEAVES: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
+class _LeavesOf(weakref.ref[FlatParamHandle]):
+    """A weak reference to a handle; ``indices`` are its leaves', by identity."""
+
+    __slots__ = ("indices",)
+    indices: dict[int, int]
+
+
+_LEAVES: dict[int, _LeavesOf] = {}
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Make ``find_leaf`` know this handle's leaves until the handle is gone."""
-    keys = [id(leaf) for leaf in handle.leaves]
+    link = _LeavesOf(handle, _forget)
+    link.indices = {id(leaf): index for index, leaf in enumerate(handle.leaves)}
+    _LEAVES.update(dict.fromkeys(link.indices, link))
 
-    def forget(_: weakref.ref[FlatParamHandle]) -> None:
-        for key in keys:
-            if _LEAVES.get(key, (None,))[0] is reference:
-                del _LEAVES[key]
 
-    reference = weakref.ref(handle, forget)
-    for index, key in enumerate(keys):
-        _LEAVES[key] = (reference, index)
+def _forget(link: weakref.ref[FlatParamHandle]) -> None:
+    assert isinstance(link, _LeavesOf)
+    for key in link.indices:
+        if _LEAVES.get(key) is link:
+            del _LEAVES[key]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
     """The handle whose sharded leaf this is, and its index; ``None`` if of none."""
-    entry = _LEAVES.get(id(parameter))
-    handle = entry[0]() if entry else None
-    return (handle, entry[1]) if entry and handle is not None else None
+    key = id(parameter)
+    link = _LEAVES.get(key)
+    handle = None if link is None else link()
+    return (handle, link.indices[key]) if link and handle is not None else None

@@ -12,6 +12,7 @@ from torch import nn
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.parameter import full_views
 from composable_fsdp.naming import join, shown
 
 
@@ -111,3 +112,37 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
         f"found {tuple(got.shape)} {got.dtype}. Cast or replace parameters before "
         "fully_shard; inside unshard_params they can be written in place."
     )
+
+
+def full_homes(handle: FlatParamHandle) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Each full leaf, and the view of ``full`` that its data has to be.
+
+    ``full`` must have its memory.
+    """
+    return [
+        pair
+        for region in handle.regions
+        for pair in zip(
+            region.full_leaves, full_views(region.layout, region.full)[0], strict=True
+        )
+    ]
+
+
+def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
+    """Whether ``leaf`` is the same view of the same memory as ``home``."""
+    return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) == (
+        home.data_ptr(),
+        home.dtype,
+        home.shape,
+        home.stride(),
+    )
+
+
+def reattach_full(handle: FlatParamHandle) -> None:
+    """Make full leaves whose ``.data`` was replaced views of ``full`` again.
+
+    What they held is lost, unless it was copied before. ``full`` must have its memory.
+    """
+    for leaf, home in full_homes(handle):
+        if not is_at(leaf, home):
+            leaf.data = home

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
-from composable_fsdp.planning.layout import RegionLayout, sharded_shape
+from composable_fsdp.planning.layout import Cuts, RegionLayout
+from composable_fsdp.planning.options import Dtypes
 
 
 class FlatParameter:
@@ -29,15 +30,19 @@ class FlatParameter:
 
     __slots__ = (
         "arrived",
+        "device",
         "full",
         "full_leaves",
         "gaps",
+        "grad_dtype",
         "grad_gaps",
         "grad_shard",
         "grad_views",
+        "in_flight",
         "is_cut",
         "layout",
         "leaves",
+        "offload",
         "own_slice",
         "rank",
         "reduce_buffer",
@@ -50,6 +55,10 @@ class FlatParameter:
     rank: int
     is_cut: bool
     """Whether ``full`` has memory of its own; else it is ``shard``."""
+    device: torch.device
+    """Where ``full`` and ``reduce_buffer`` are."""
+    offload: bool
+    """Whether ``shard`` and ``grad_shard`` are on the host, pinned for a GPU."""
     shard: Tensor
     full: Tensor
     own_slice: Tensor
@@ -60,6 +69,8 @@ class FlatParameter:
     reduce_views: tuple[Tensor, ...]
     gaps: tuple[Tensor, ...]
     """Views of the padding in ``reduce_buffer``."""
+    grad_dtype: torch.dtype
+    """Dtype of ``grad_shard``: the parameters', unless low precision is kept."""
     grad_shard: Tensor | None
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
@@ -67,7 +78,11 @@ class FlatParameter:
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
     temporary: Tensor | None
-    """Where a reduction writes while ``grad_shard`` still holds earlier gradients."""
+    """Where a reduction writes while ``grad_shard`` still holds earlier gradients, or
+    is on the host."""
+    in_flight: bytearray | None
+    """Offloaded, while a copy to ``grad_shard`` is on its way: per parameter, 1 if its
+    part will be a gradient. Nobody on the host may touch ``grad_shard`` then."""
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -85,85 +100,111 @@ def build_region(
     rank: int,
     rows: bool,
     device: torch.device,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    shard: Tensor | None = None,
+    dtypes: Dtypes,
+    offload: bool = False,
+    sharded: bool = False,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
 
-    With ``shard`` ``(shard_numel,)``, that holds the values already, and the shapes of
-    ``parameters`` do not matter.
+    ``device`` computes; with ``offload`` the shard is on the host, and ``full`` has
+    memory of its own also where one rank holds everything. With ``sharded`` the
+    parameters are this rank's parts already.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
     object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
-    region.temporary = None
+    region.temporary = region.in_flight = None
     meta = any(p.is_meta for p in parameters)
-    home = torch.device("meta") if meta else device
-    given = shard is not None
-    if shard is None:
-        shard = storage.new_buffer(layout.shard_numel, layout.dtype, home)
-    region.shard = shard
-    region.is_cut = layout.world_size > 1 or compute_dtype != layout.dtype
+    region.device = torch.device("meta") if meta else device
+    region.offload = offload
+    region.shard = _new_shard(region, layout.dtype)
+    region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
-        if not given:
-            _fill_shard(region, parameters)
+        _fill_shard(region, parameters, rows=rows, sharded=sharded)
         _make_sharded_leaves(region, parameters, rows=rows)
-        _make_full(region, compute_dtype, home)
-        _make_gradients(region, reduce_dtype, home)
+        make_full(region, dtypes.compute)
+        _make_gradients(region, dtypes.reduce)
     return region
 
 
-def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> None:
-    shard, layout = region.shard, region.layout
+def _new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
+    """An uninitialised ``(shard_numel,)`` where shards live."""
+    numel, device = region.layout.shard_numel, region.device
+    if not region.offload or device.type == "meta":
+        return storage.new_buffer(numel, dtype, device)
+    # Only from pinned memory do copies run beside the CPU and the GPU's compute.
+    pinned = device.type == "cuda"
+    return storage.new_buffer(numel, dtype, torch.device("cpu"), pinned=pinned)
+
+
+def _fill_shard(
+    region: FlatParameter,
+    parameters: Sequence[nn.Parameter],
+    *,
+    rows: bool,
+    sharded: bool,
+) -> None:
+    shard = region.shard
     if shard.is_meta:
         return
-    parts = layout.parts(region.rank)
-    if sum(stop - start for start, stop, _ in parts) < layout.shard_numel:
+    parts, cuts, _ = region.layout.shard_cuts(region.rank, rows=rows)
+    if cuts.gaps:
         # Padding is zero, so that a norm of the whole shard means something.
         shard.zero_()
     for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
         if stop > start:
-            source = parameter.detach().reshape(-1)[start:stop]
+            source = parameter.detach().reshape(-1)
+            if not sharded:
+                source = source[start:stop]
             shard[at : at + stop - start].copy_(source)
 
 
-def shard_views(region: FlatParameter, base: Tensor, *, rows: bool) -> list[Tensor]:
-    """Views of this rank's parts in a ``(shard_numel,)`` buffer, in leaf shapes."""
-    layout = region.layout
-    views = []
-    for slot, (start, stop, at) in zip(
-        layout.parameters, layout.parts(region.rank), strict=True
-    ):
-        numel = stop - start
-        shape = sharded_shape(
-            slot.shape, numel, rows=rows, world_size=layout.world_size
-        )
-        part = base[at : at + numel]
-        views.append(part if shape == (numel,) else part.view(shape))
-    return views
+def shard_views(
+    region: FlatParameter, base: Tensor, *, rows: bool
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Views of a ``(shard_numel,)`` buffer: this rank's leaves, and padding."""
+    _, cuts, shapes = region.layout.shard_cuts(region.rank, rows=rows)
+    return _views(base, cuts, shapes)
+
+
+def _views(
+    buffer: Tensor, cuts: Cuts, shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Cut ``buffer``: parts in ``shapes``, and padding."""
+    # One operation for all pieces, where slices would take one each.
+    pieces = buffer.split_with_sizes(cuts.sizes)
+    parts = [
+        pieces[i] if len(shape) == 1 else pieces[i].view(shape)
+        for i, shape in zip(cuts.parameters, shapes, strict=True)
+    ]
+    return parts, tuple([pieces[i] for i in cuts.gaps])
 
 
 def _make_sharded_leaves(
     region: FlatParameter, parameters: Sequence[nn.Parameter], *, rows: bool
 ) -> None:
-    views = shard_views(region, region.shard, rows=rows)
+    views, _ = shard_views(region, region.shard, rows=rows)
     for parameter, view in zip(parameters, views, strict=True):
         # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
         parameter.grad = None
         parameter.data = view
+        if region.grad_dtype != view.dtype:
+            parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
 
 
-def _make_full(
-    region: FlatParameter, compute_dtype: torch.dtype, device: torch.device
-) -> None:
+def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
+    """Give the region a ``full`` ``(padded_numel,)`` of ``dtype``, leaves included.
+
+    It has no memory afterwards, unless it is the shard itself.
+    """
     layout = region.layout
+    region.is_cut = layout.world_size > 1 or dtype != layout.dtype or region.offload
     if region.is_cut:
-        region.full = storage.new_buffer(layout.padded_numel, compute_dtype, device)
+        region.full = storage.new_buffer(layout.padded_numel, dtype, region.device)
     else:
         region.full = region.shard
     start = region.rank * layout.shard_numel
@@ -181,13 +222,7 @@ def full_views(
     layout: RegionLayout, buffer: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Views of a ``(padded_numel,)`` buffer: parameters, and padding."""
-    sizes, parameters, gaps = layout.cuts
-    pieces = buffer.split_with_sizes(sizes)
-    views = []
-    for slot, i in zip(layout.parameters, parameters, strict=True):
-        piece = pieces[i]
-        views.append(piece if len(slot.shape) == 1 else piece.view(slot.shape))
-    return views, tuple(pieces[i] for i in gaps)
+    return _views(buffer, layout.cuts, [slot.shape for slot in layout.parameters])
 
 
 def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
@@ -201,16 +236,14 @@ def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _make_gradients(
-    region: FlatParameter, reduce_dtype: torch.dtype, device: torch.device
-) -> None:
+def _make_gradients(region: FlatParameter, reduce_dtype: torch.dtype) -> None:
     layout = region.layout
     region.reduce_buffer = region.grad_shard = None
     region.reduce_views = region.grad_views = ()
     region.gaps = region.grad_gaps = ()
     if not layout.trainable:
         return
-    buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, device)
+    buffer = storage.new_buffer(layout.padded_numel, reduce_dtype, region.device)
     region.reduce_buffer = buffer
     views, region.gaps = full_views(layout, buffer)
     region.reduce_views = tuple(views)
@@ -223,14 +256,9 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     Not at build: between build and the first backward the memory is the optimizer's and
     the activations'.
     """
-    region.grad_shard = storage.new_buffer(
-        region.layout.shard_numel, region.layout.dtype, region.shard.device
-    )
+    region.grad_shard = _new_shard(region, region.grad_dtype)
     with torch.inference_mode(False), torch.no_grad():
         # Sums are added to it as a whole: padding has to start from zero.
         region.grad_shard.zero_()
-        region.grad_views = tuple(shard_views(region, region.grad_shard, rows=rows))
-        region.grad_gaps = tuple(
-            region.grad_shard[start:stop]
-            for start, stop in region.layout.shard_gaps(region.rank)
-        )
+        views, region.grad_gaps = shard_views(region, region.grad_shard, rows=rows)
+        region.grad_views = tuple(views)

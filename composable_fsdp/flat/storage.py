@@ -32,11 +32,15 @@ def is_allocated(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
-def new_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised flat buffer ``(numel,)``.
+def new_buffer(
+    numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+) -> Tensor:
+    """Return an uninitialised flat buffer ``(numel,)``; ``pinned`` is for host memory.
 
     Made outside inference mode whatever the caller's mode is: it is kept across calls,
     and an inference tensor could never be written to in training.
     """
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
     with torch.inference_mode(False):
-        return torch.empty(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)

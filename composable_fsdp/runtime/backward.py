@@ -12,24 +12,28 @@ runs
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does.
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the
-engine's ``queue_callback`` are private; used only here, checked on torch 2.13 (and
-present in 2.11).
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``, the
+engine's ``queue_callback`` and ``Tensor._post_accumulate_grad_hooks`` are private; used
+only here, checked on torch 2.13 (and present in 2.11).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.offload import land
 from composable_fsdp.runtime.prefetch import prefetch_backward
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
@@ -38,7 +42,13 @@ from composable_fsdp.runtime.reduce import (
     prepare_reduce,
     reduce_gradients,
 )
-from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
+from composable_fsdp.runtime.unshard import (
+    release,
+    reshard,
+    retire,
+    unshard,
+    wait_unsharded,
+)
 from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
@@ -46,6 +56,9 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward that this thread runs; ``NO_TASK`` outside."""
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _engine = torch.autograd.Variable._execution_engine
+
+OURS = -1
+"""Key of the arrival hook among the hooks of a full leaf."""
 
 KEEP = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
@@ -58,7 +71,7 @@ class Call:
     would keep activations alive.
     """
 
-    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting")
+    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting", "wide")
 
     def __init__(self, state: _FSDPState, tape: Tape) -> None:
         self.state, self.tape = state, tape
@@ -67,6 +80,7 @@ class Call:
         self.index = -1
         self.task = NO_TASK
         self.waiting = 0
+        self.wide = state.handle.wide
 
     def input_done(self, *_: object) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
@@ -110,6 +124,8 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
         handle.open_calls += call.tape.open_calls.get(handle, 0)
+    if handle.wide is not call.wide:
+        use_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     wait_unsharded(handle)
@@ -144,6 +160,46 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     state.handle.task = task
 
 
+def arm_leaves(state: _FSDPState) -> None:
+    """Attach the arrival hooks to the full leaves of the current form, once."""
+    nodes = []
+    # Once for all leaves: entering it costs as much as asking two of them.
+    with torch.enable_grad():
+        for region in state.handle.trainable:
+            arrivals = make_arrivals(state, region)
+            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+                # A leaf keeps its node only weakly: the handle does, so that the node
+                # we ask the engine about is the node it runs.
+                nodes.append(_accumulator(leaf))
+                # What register_post_accumulate_grad_hook sets, less its checks and its
+                # handle, which took longer than all else. Torch numbers from 0 up.
+                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
+    state.handle.accumulators = tuple(nodes)
+
+
+def _accumulator(leaf: nn.Parameter) -> object:
+    """The node that accumulates into ``leaf``, by way of any node that feeds it.
+
+    Gradients must be enabled.
+    """
+    alias: Tensor = leaf.view_as(leaf)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]
+
+
+def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
+    """Make the unit ready to be full in the parameters' own dtype, or in compute's.
+
+    A unit that is full in the other one gives it up. Sends nothing.
+    """
+    handle = state.handle
+    if handle.wide is wide:
+        return
+    release(context, handle)
+    if switch_form(handle):
+        arm_leaves(state)
+
+
 def make_arrivals(
     state: _FSDPState, region: FlatParameter
 ) -> list[Callable[[Tensor], None]]:
@@ -152,38 +208,43 @@ def make_arrivals(
     Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
     arrival copies, later ones of the same reduction add.
     """
-    arrived = region.arrived
     # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
     # strong reference would keep the model alive for ever.
     owner = weakref.ref(state)
+    return [
+        partial(_arrive, owner, region.arrived, index, view)
+        for index, view in enumerate(region.reduce_views)
+    ]
 
-    def make(index: int, view: Tensor) -> Callable[[Tensor], None]:
-        def arrive(leaf: Tensor) -> None:
-            unit = owner()
-            assert unit is not None
-            handle = unit.handle
-            gradient = leaf.grad
-            # None, if a custom Function returned no gradient: counted, nothing to move.
-            if gradient is not None:
-                leaf.grad = None
-                if torch.is_grad_enabled():
-                    gradient = gradient.detach()
-                if not handle.reduce_is_allocated:
-                    _late(unit, handle)
-                if arrived[index]:
-                    view.add_(gradient)
-                else:
-                    view.copy_(gradient)
-                    arrived[index] = 1
-            # Of another graph task (a checkpoint inside the unit): only accumulated.
-            if handle.task == current_task():
-                handle.pending -= 1
-                if handle.pending == 0:
-                    _gradients_complete(unit, handle)
 
-        return arrive
-
-    return [make(index, view) for index, view in enumerate(region.reduce_views)]
+def _arrive(
+    owner: weakref.ref[_FSDPState],
+    arrived: bytearray,
+    index: int,
+    view: Tensor,
+    leaf: Tensor,
+) -> None:
+    unit = owner()
+    assert unit is not None
+    handle = unit.handle
+    gradient = leaf.grad
+    # None, if a custom Function returned no gradient: counted, nothing to move.
+    if gradient is not None:
+        leaf.grad = None
+        if torch.is_grad_enabled():
+            gradient = gradient.detach()
+        if not handle.reduce_is_allocated:
+            _late(unit, handle)
+        if arrived[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            arrived[index] = 1
+    # Of another graph task (a checkpoint inside the unit): only accumulated.
+    if handle.task == current_task():
+        handle.pending -= 1
+        if handle.pending == 0:
+            _gradients_complete(unit, handle)
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
@@ -266,7 +327,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     """End of a graph task: reduce and reshard what the events left, reset the units.
 
     The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream behind the last reduction. A backward that built a graph
+    orders the caller's stream, and the host's reads of offloaded gradients, behind the
+    last reduction. A backward that built a graph
     keeps its units in memory until the next one ends.
 
     Collective: the reductions of units whose gradients came unannounced.
@@ -293,6 +355,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             if handle.gathered or handle.is_full:
                 reshard(context, handle)
     finish_reduction(context)
+    land(context)
     retire(context, keep=0)
 
 

@@ -15,15 +15,13 @@ import copy
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
 from composable_fsdp.flat.handle import FlatParamHandle, build_handle
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.assign import Place
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.runtime.hooks import arm_leaves
+from composable_fsdp.runtime.backward import arm_leaves
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -39,6 +37,7 @@ _OF_ONE_TREE = (
     "context",
     "handle",
     "modules",
+    "precision",
     "remaining",
 )
 """What a copy must not share; the other fields are settings and never change."""
@@ -63,11 +62,12 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
             setattr(made, name, getattr(state, name))
     made.modules = tuple(_copy_module(module, memo) for module in state.modules)
     made.handle = _copy_handle(state.handle, made.modules, memo)
+    made.precision = copy.deepcopy(state.precision, memo)
     arm_leaves(made)
     for top in state.modules:
         for module in walk.modules(top):
             if OWNERS.get(module) is state:
-                OWNERS.set(_copy_module(module, memo), made)
+                OWNERS.set(made, _copy_module(module, memo))
         for _, _, below in walk_states(top):
             if below.parent is state:
                 copy.deepcopy(below, memo)._parent = weakref.ref(made)
@@ -87,28 +87,23 @@ def _copy_handle(
 ) -> FlatParamHandle:
     if not any(region.shard.is_meta for region in handle.regions):
         require_leaves(handle)
-    places: dict[int, list[Place]] = {}
-    for info in handle.infos:
-        place = Place(_copy_module(info.module, memo), info.name, info.fqn)
-        places.setdefault(info.slot_index, []).append(place)
     target = Target(
         plan=handle.plan,
         modules=modules,
+        members=(),
         parameters=tuple(
             tuple(copy.deepcopy(leaf, memo) for leaf in region.leaves)
             for region in handle.regions
         ),
-        places=tuple(
-            tuple(tuple(places[slot.index]) for slot in region.layout.parameters)
-            for region in handle.regions
+        infos=tuple(
+            info._replace(module=_copy_module(info.module, memo))
+            for info in handle.infos
         ),
         parent=0,
         units_below=(),
     )
-    with torch.inference_mode(False), torch.no_grad():
-        shards = [region.shard.clone() for region in handle.regions]
     made = build_handle(
-        target, groups=handle.groups, device=handle.device, shards=shards
+        target, groups=handle.groups, device=handle.device, sharded=True
     )
     memo[id(handle)] = made
     return made

@@ -22,8 +22,15 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.backward import Call, current_task, pre_backward
+from composable_fsdp.runtime.backward import (
+    Call,
+    current_task,
+    pre_backward,
+    use_form,
+)
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.offload import wait_for_copies
+from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
@@ -56,6 +63,13 @@ def pre_forward(
         or (context.outermost is state and handle.calls and not is_live(context))
     ):
         begin_iteration(context, state)
+    precision, replaced = state.precision, None
+    if precision is not None:
+        if handle.task == NO_TASK and precision.wide(module) is not handle.wide:
+            use_form(context, state, wide=not handle.wide)
+        replaced = cast_inputs(state, args, kwargs)
+        if replaced is not None:
+            args, kwargs = replaced
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     if not handle.is_full or handle.ready is not None:
@@ -67,14 +81,14 @@ def pre_forward(
     elif handle.task != NO_TASK:
         # Its pre-backward has run: the hooks of the first forward serve.
         handle.calls.append(None)
-        return None
+        return replaced
     if not torch.is_grad_enabled():
         handle.calls.append(None)
-        return None
+        return replaced
     # A recomputed forward is a graph of its own, with counts of its own.
     call = Call(state, Tape() if recomputing else context.tape)
     handle.calls.append(call)
-    return _alias_inputs(call, args, kwargs)
+    return _alias_inputs(call, args, kwargs) or replaced
 
 
 def _alias_inputs(
@@ -111,28 +125,35 @@ def _alias_inputs(
 
 def post_forward(
     state: _FSDPState, module: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
+) -> Any:
     """Hook the outputs for backward, then reshard unless the weights stay for it.
 
-    Also called, with ``None``, when the forward raised. Sends nothing.
+    Returns the output if it was cast. Also called, with ``None``, when the forward
+    raised. Sends nothing.
     """
     context, handle = state.context, state.handle
     if context is None or context.summoned is not None:
-        return  # the pre-forward refused
+        return None  # the pre-forward refused
     recomputing = current_task() != NO_TASK
     if output is None and sys.exc_info()[0] is not None and not recomputing:
         _after_raise(state)
-        return
+        return None
+    precision, replaced = state.precision, None
+    if precision is not None and precision.output_dtype is not None:
+        output = replaced = cast_floating(output, precision.output_dtype)
     call = handle.calls.pop() if handle.calls else None
     awaited = call is not None and _hook_outputs(call, output, record=not recomputing)
     if recomputing:
-        return
+        return replaced
     state.remaining.discard(id(module))
     ended = context.outermost is state and not handle.calls
     if ended:
         context.outermost = context.frame = None
+        if context.offload and not awaited:
+            # No backward will wait before somebody changes the shards on the host.
+            wait_for_copies(context)
     if handle.calls or state.remaining:
-        return
+        return replaced
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
     keep = state._is_root or not state.reshard_after_forward
     if not (awaited and keep):
@@ -141,6 +162,7 @@ def post_forward(
         # The memory stays for backward, but whoever asks for parameters until then
         # (zero_grad, an optimizer) has to find the originals.
         views.use_sharded(handle)
+    return replaced
 
 
 def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from composable_fsdp.runtime.backward import make_arrivals
+from composable_fsdp.runtime.backward import arm_leaves
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree.state import _FSDPState
 
@@ -57,24 +57,3 @@ def call_method(
         raise
     replaced = _post_forward(state, module, args, output)
     return output if replaced is None else replaced
-
-
-def arm_leaves(state: _FSDPState) -> None:
-    """Hook the gradients of the unit's full leaves, once. Sends nothing."""
-    nodes = []
-    for region in state.handle.trainable:
-        arrivals = make_arrivals(state, region)
-        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            # A leaf keeps its node only weakly: the handle does, so that the node we
-            # ask the engine about is the node it runs.
-            nodes.append(_accumulator(leaf))
-            leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
-    state.handle.accumulators = tuple(nodes)
-
-
-def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it."""
-    with torch.enable_grad():
-        alias: Tensor = leaf.view_as(leaf)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]

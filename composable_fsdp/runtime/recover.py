@@ -18,6 +18,8 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.runtime.backward import current_task, reset_backward
+from composable_fsdp.runtime.offload import land, wait_for_copies
+from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
     drop_arrived,
     drop_reduction,
@@ -48,6 +50,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         require_leaves(handle)
     for unit in context.lists:
         unit.remaining.clear()
+    for unit in context.precisions:
+        cast_buffers(unit)
     context.tape = Tape()
     streams = context.streams
     if streams is not None:
@@ -104,6 +108,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     for unit in context.lists:
         unit.remaining.clear()
     finish_reduction(context)
+    land(context)
     retire(context, keep=0)
 
 
@@ -139,6 +144,8 @@ def settle(state: _FSDPState, what: str) -> None:
         )
     if context.tasks:
         recover(context, drop_gradients=True)
+    # The caller may write shards on the host.
+    wait_for_copies(context)
 
 
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:

@@ -22,6 +22,7 @@ from composable_fsdp.comm.device import Waitable
 from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
+from composable_fsdp.runtime.offload import drop_landing, send_to_host
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -44,7 +45,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
     Reads the reduce buffers ``(padded_numel,)``; the sharded leaves' ``.grad`` become
     views of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that
-    did not arrive on this rank count as zeros and leave ``.grad`` as it was.
+    did not arrive on this rank count as zeros and leave ``.grad`` as it was. An
+    offloaded unit's ``.grad`` is None until ``land``.
 
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
     group, then one all-reduce per region over the replicate group; those of one rank
@@ -72,9 +74,14 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # Targets made here belong to the reduce stream, which alone uses them.
         _choose_targets(handle)
         _issue(handle, async_op=False)
-        _settle(reduction)
         assert handle.reduce_event is not None
-        handle.reduce_event.record(streams.reduce)
+        if handle.offload:
+            # The buffers are read; whoever waits to free them need not wait for the
+            # copies to the host.
+            handle.reduce_event.record(streams.reduce)
+        _settle(reduction)
+        if not handle.offload:
+            handle.reduce_event.record(streams.reduce)
     context.reducing = reduction
 
 
@@ -101,7 +108,11 @@ def finish_reduction(context: RuntimeContext) -> None:
 
 
 def drop_reduction(context: RuntimeContext) -> None:
-    """Wait for the reduction in flight, if any, and forget its sums. Sends nothing."""
+    """Wait for the reduction in flight, if any, and forget its sums. Sends nothing.
+
+    So are gradients on their way to the host.
+    """
+    drop_landing(context)
     reduction = context.reducing
     if reduction is None:
         return
@@ -147,11 +158,14 @@ def _zero_what_is_missing(handle: FlatParamHandle) -> None:
 
 
 def _choose_targets(handle: FlatParamHandle) -> None:
-    """Decide where the sums go: into ``grad_shard`` if no leaf has a gradient yet."""
+    """Decide where the sums go: into ``grad_shard`` if no leaf has a gradient yet.
+
+    And if it is on the device, in the dtype of the sums.
+    """
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         dtype = region.reduce_buffer.dtype
-        direct = dtype == region.layout.dtype
+        direct = dtype == region.grad_dtype and not region.offload
         for leaf in region.leaves:
             if leaf.grad is not None:
                 direct = False
@@ -159,7 +173,7 @@ def _choose_targets(handle: FlatParamHandle) -> None:
         region.temporary = None
         if not direct:
             region.temporary = storage.new_buffer(
-                region.layout.shard_numel, dtype, region.shard.device
+                region.layout.shard_numel, dtype, region.device
             )
 
 
@@ -217,6 +231,10 @@ def _settle(reduction: Reduction) -> None:
         target = _target(region)
         if divisor > 1 and target.numel():
             target.div_(divisor)
+        if region.offload:
+            region.temporary = None
+            send_to_host(region, target, arrived)
+            continue
         if region.temporary is not None:
             _add(region, region.temporary)
             region.temporary = None

@@ -18,25 +18,20 @@ from __future__ import annotations
 import torch
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Streams
+from composable_fsdp.comm.device import Streams, copy_async
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.tree.state import RuntimeContext
-
-RETIRING_LIMIT = 1
-"""Resharded units whose memory may wait for the GPU, with ``limit_all_gathers``."""
-
-RETIRING_UNLIMITED = 4
-"""The same without it: more overlap on small units, more memory."""
 
 
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Issue what makes the full parameters present on every rank of the shard group.
 
     For each region, reads ``shard`` ``(shard_numel,)`` and fills ``full``
-    ``(padded_numel,)`` in rank order, cast to the compute dtype. Does not wait:
-    ``wait_unsharded`` comes before compute.
+    ``(padded_numel,)`` in rank order, cast to the compute dtype and, if offloaded,
+    copied to the device. Does not wait: ``wait_unsharded`` comes before compute.
 
     Collective: one all-gather (regions coalesced) over the shard group, all of whose
     ranks must call; none if the group has one rank.
@@ -60,9 +55,8 @@ def _gather(
     handle: FlatParamHandle, *, async_op: bool
 ) -> torch.distributed.Work | None:
     full, shards = handle.gather_lists
-    for region in handle.regions:
-        if region.is_cut and region.full.dtype != region.shard.dtype:
-            region.own_slice.copy_(region.shard)
+    for own_slice, shard in handle.fills:
+        copy_async(own_slice, shard)
     group = handle.groups.shard
     if group is None:
         return None
@@ -152,3 +146,21 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.free_event.record(current)
         handle.retiring = True
         context.retiring.append(handle)
+
+
+def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Reshard, and have nothing of the full parameters left. Sends nothing.
+
+    On CUDA the gather stream waits for the last reader and frees; the CPU does not
+    wait.
+    """
+    handle.kept = False
+    reshard(context, handle)
+    if handle.retiring:
+        assert context.streams is not None
+        assert handle.free_event is not None
+        context.retiring.remove(handle)
+        handle.retiring = False
+        with torch.cuda.stream(context.streams.gather):
+            handle.free_event.wait()
+            views.free_full(handle)

@@ -67,7 +67,23 @@ def _initialise(top: _FSDPState) -> None:
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles
     context.lists = tuple(s for s in root._root_states if len(s.modules) > 1)
+    context.offload = any(handle.offload for handle in context.handles)
+    context.precisions = tuple(
+        s for s in root._root_states if s.precision and s.precision.buffer_dtype
+    )
     context.streams = make_streams(root.device)
+
+
+def forget_root(context: RuntimeContext) -> None:
+    """Undo lazy initialization of a tree that is between steps, so units can be added.
+
+    The next forward, or question that needs a root, initialises it again.
+    """
+    root = root_of(context)
+    for state in root._root_states:
+        state._is_root = state.context = None
+    root._root_states, root._root_handles = (), ()
+    root.__class__ = _FSDPState  # type: ignore[assignment]  # as it was made
 
 
 def _check_equal(found: list[tuple[str, _FSDPState]]) -> None:

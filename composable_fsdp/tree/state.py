@@ -19,11 +19,13 @@ from torch import nn
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
+from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.order import ExecutionOrder
+from composable_fsdp.tree.precision import Precision
 
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
@@ -51,7 +53,9 @@ class RuntimeContext:
         "frame",
         "handles",
         "lists",
+        "offload",
         "outermost",
+        "precisions",
         "rank0_only",
         "reducing",
         "retiring",
@@ -67,6 +71,10 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.offload = False
+        """Whether any unit keeps its shards on the host."""
+        self.precisions: tuple[_FSDPState, ...] = ()
+        """Units whose buffers are cast."""
         self.streams: Streams | None = None
         self.tape = Tape()
         self.outermost: _FSDPState | None = None
@@ -125,10 +133,12 @@ class _FSDPState:
         "handle",
         "modules",
         "options",
+        "precision",
         "ranks",
         "remaining",
         "reshard_after_forward",
         "settings",
+        "state_dict_settings",
         "sync_gradients",
     )
 
@@ -138,6 +148,8 @@ class _FSDPState:
     device: torch.device
     copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
     """What ``copy.deepcopy`` does; set at build, because it needs the layers above."""
+    precision: Precision | None
+    """Casts of inputs, outputs and buffers; ``None`` if there are none."""
     settings: dict[str, object]
     """What the caller passed, to compare a repeated application with."""
 
@@ -154,6 +166,7 @@ class _FSDPState:
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
+        self.state_dict_settings = FULL_BY_DEFAULT
 
     @property
     def parent(self) -> _FSDPState | None:

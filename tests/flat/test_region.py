@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.options import Dtypes
 
 SHAPES = ((5, 4), (8,), (), (3, 2, 2), (0, 3))
 
@@ -59,8 +60,7 @@ def region_of(
         rank=rank,
         rows=rows,
         device=params[0].device,
-        compute_dtype=compute_dtype or layout.dtype,
-        reduce_dtype=layout.dtype,
+        dtypes=Dtypes(compute_dtype or layout.dtype, layout.dtype, layout.dtype),
     )
 
 

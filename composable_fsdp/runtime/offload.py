@@ -1,0 +1,116 @@
+"""Gradients on their way to the host, for units whose shards live there.
+
+::
+
+    reduce   [reduce-scatter k] [+ earlier] [copy to host k] [reduce-scatter k-1] ...
+    host     ... issues, and waits for nothing ...    end of backward: one wait, .grad
+
+A copy is ordered by the reduce stream alone, so the host has to be kept away from
+``grad_shard`` while one is in flight. Two rules do that: the leaves show no gradient
+until the host has waited, once, at the end of backward (FSDP1 set ``.grad`` before, and
+an optimizer could read half a copy); and what the host does to ``grad_shard`` it does
+before the first copy of a backward. Earlier gradients are added on the device, where
+both halves of the sum are ordered by the stream. The tensors in between are allocated
+and dropped on the reduce stream, so their memory is reused behind the copy;
+``grad_shard`` stays for good, and is pinned, as the copy would be synchronous else.
+
+The other direction needs care too: a gather reads the shard behind the host's back.
+Whoever writes shards on the host comes after a wait: the optimizer after that of
+backward, our own functions after ``wait_for_copies``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.comm.device import copy_async, synchronize
+from composable_fsdp.flat import storage
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.tree.state import RuntimeContext
+
+
+def send_to_host(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
+    """Issue the copy of ``sums`` ``(shard_numel,)`` to ``grad_shard``, added to it.
+
+    Runs on the reduce stream. The leaves have no ``.grad`` from here to ``land``.
+    """
+    grad_shard = region.grad_shard
+    assert grad_shard is not None
+    if region.in_flight is None:
+        region.in_flight = _take_gradients(region)
+    if any(region.in_flight):
+        earlier = storage.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
+        copy_async(earlier, grad_shard)
+        sums = earlier.add_(sums)
+    copy_async(grad_shard, sums)
+    for index, hit in enumerate(arrived):
+        if hit:
+            region.in_flight[index] = 1
+
+
+def _take_gradients(region: FlatParameter) -> bytearray:
+    """Take the leaves' gradients into ``grad_shard``; which leaves had one."""
+    assert region.grad_shard is not None
+    held = bytearray(leaf.grad is not None for leaf in region.leaves)
+    if not any(held):
+        return held
+    # What is added to must be zero where no gradient is, padding included.
+    stale = list(region.grad_gaps)
+    for leaf, view in zip(region.leaves, region.grad_views, strict=True):
+        if leaf.grad is None:
+            stale.append(view)
+        elif leaf.grad is not view:
+            view.copy_(leaf.grad)
+        leaf.grad = None
+    if stale:
+        torch._foreach_zero_(stale)
+    return held
+
+
+def land(context: RuntimeContext) -> None:
+    """Wait until the gradients are on the host, and show them as ``.grad``.
+
+    The one place where a step makes the CPU wait. It also waits for copies of shards to
+    the device, which an optimizer is about to overwrite. Sends nothing.
+    """
+    if not context.offload:
+        return
+    synchronize(context.streams)
+    for handle in context.handles:
+        for region in handle.trainable:
+            if region.in_flight is not None:
+                _show(region, region.in_flight)
+                region.in_flight = None
+
+
+def _show(region: FlatParameter, landed: bytearray) -> None:
+    for leaf, view, hit in zip(region.leaves, region.grad_views, landed, strict=True):
+        if not hit:
+            continue
+        if leaf.grad is not None:
+            # The loss used the sharded parameter itself, beside its unit.
+            view.add_(leaf.grad)
+        leaf.grad = view
+
+
+def drop_landing(context: RuntimeContext) -> None:
+    """Wait for gradients that are on their way to the host and forget them."""
+    if not context.offload:
+        return
+    synchronize(context.streams)
+    for handle in context.handles:
+        for region in handle.trainable:
+            region.in_flight = None
+
+
+def wait_for_copies(context: RuntimeContext) -> None:
+    """Let the host write shards: no copy to the device reads them any more."""
+    if context.offload:
+        synchronize(context.streams)
+
+
+def on_device(handle: FlatParamHandle, shard: Tensor) -> Tensor:
+    """``shard`` where collectives take it: itself, or a copy if it is offloaded."""
+    return shard.to(handle.device) if handle.offload else shard

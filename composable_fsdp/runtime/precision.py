@@ -1,0 +1,119 @@
+"""Casting what goes into a unit, what comes out of it, and its buffers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.naming import WRAPPED_MODULE, join
+from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.tree.state import OWNERS, _FSDPState
+
+_disable_dynamo: Any = vars(torch)["_disable_dynamo"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating point tensors in ``dtype``, at any depth."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(value, cast)
+
+
+def cast_inputs(
+    state: _FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """Cast floating point inputs to the compute dtype where the options say so."""
+    precision, handle = state.precision, state.handle
+    assert precision is not None
+    root = state._is_root
+    dtype = precision.root_input_dtype if root else precision.input_dtype
+    if dtype is None or handle.wide:
+        return None
+    return (
+        tuple([cast_floating(value, dtype) for value in args]),
+        {key: cast_floating(value, dtype) for key, value in kwargs.items()},
+    )
+
+
+def cast_buffers(state: _FSDPState) -> None:
+    """Give the unit's floating point buffers the dtype of this forward, in place.
+
+    Their identity is kept, so a buffer that two modules share stays shared.
+    """
+    precision = state.precision
+    assert precision is not None
+    assert precision.buffer_dtype is not None
+    wide = precision.wide(state.module)
+    known = precision.buffer_dtypes
+    for name, buffer in own_buffers(state):
+        if not buffer.is_floating_point():
+            continue
+        if wide:
+            dtype = known.get(name, buffer.dtype)
+        else:
+            dtype = precision.buffer_dtype
+            if buffer.dtype != dtype:
+                known[name] = buffer.dtype
+        if buffer.dtype != dtype:
+            buffer.data = buffer.to(dtype)
+
+
+def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of the unit and not of a unit below it, with names from its modules."""
+    for root in state.modules:
+        stack: list[tuple[str, nn.Module]] = [("", root)]
+        while stack:
+            fqn, module = stack.pop()
+            if OWNERS.get(module) is not state:
+                continue
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield join(fqn, name), buffer
+            for name, child in module._modules.items():
+                if child is not None:
+                    path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+                    stack.append((path, child))
+
+
+# Input dtypes of modules that keep full precision, while one of their forwards runs.
+_GIVEN: weakref.WeakKeyDictionary[nn.Module, torch.dtype] = weakref.WeakKeyDictionary()
+
+
+def keep_full_precision(module: nn.Module) -> None:
+    """Cast what ``module`` is given to its own dtype, and what it gives back again.
+
+    Its own dtype is that of its first floating point parameter, float32 without one;
+    outputs get the dtype of the first floating point input. Without such an input
+    nothing is cast.
+    """
+    raise_inputs = _disable_dynamo(_raise_inputs)
+    # Before hooks of the user, who should see what forward is given.
+    module.register_forward_pre_hook(raise_inputs, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_disable_dynamo(_lower_outputs))
+
+
+def _raise_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    if not given:
+        _GIVEN.pop(module, None)
+        return None
+    _GIVEN[module] = given[0].dtype
+    own = (p.dtype for p in module.parameters() if p.is_floating_point())
+    dtype = next(own, torch.float32)
+    raised: Arguments = cast_floating((args, kwargs), dtype)
+    return raised
+
+
+def _lower_outputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    dtype = _GIVEN.pop(module, None)
+    return None if dtype is None else cast_floating(output, dtype)

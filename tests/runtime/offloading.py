@@ -1,0 +1,143 @@
+"""Offloaded training on a rank, on whatever device the rank has; run on CPU and GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    CPUOffload,
+    ShardingStrategy,
+    clip_grad_norm_,
+    no_sync,
+)
+from composable_fsdp.testing.models import TinyGPT
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.reference import (
+    Input,
+    adamw,
+    apply_units,
+    assert_same_training,
+    backward,
+    gpt_input,
+    gpt_units,
+    gradients_of,
+    loss_of,
+    train,
+    train_reference,
+)
+
+OFFLOAD = CPUOffload(offload_params=True)
+CPU = torch.device("cpu")
+
+
+def offloaded_gpt(
+    world: World, path: str = "composable", **options: Any
+) -> tuple[nn.Module, nn.Module]:
+    """A sharded offloaded GPT, and its plain copy on the rank's device."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model).to(world.device)
+    options = {"cpu_offload": OFFLOAD, **options}
+    sharded = apply_units(model, gpt_units(model), path=path, **options)
+    return sharded, plain
+
+
+def inputs_on(world: World) -> Input:
+    """``gpt_input`` on the rank's device."""
+    return lambda step, rank: gpt_input(step, rank).to(world.device)
+
+
+def assert_at_home(model: nn.Module, world: World) -> None:
+    """Shards and gradients are on the host, pinned for CUDA; ``full`` is not."""
+    pinned = world.device.type == "cuda"
+    for handle in _get_fsdp_handles(model):
+        assert handle.device == world.device
+        assert not handle.is_full
+        for region in handle.regions:
+            assert region.full.device == world.device
+            assert region.full.untyped_storage().nbytes() == 0
+            for tensor in (region.shard, region.grad_shard):
+                if tensor is not None:
+                    assert tensor.device == CPU
+                    assert tensor.is_pinned() is pinned
+    for parameter in model.parameters():
+        assert parameter.device == CPU
+        assert parameter.grad is None or parameter.grad.device == CPU
+
+
+def train_offloaded(
+    world: World,
+    path: str,
+    strategy: ShardingStrategy,
+    tolerance: float,
+    max_norm: float | None = None,
+) -> None:
+    """Three steps against the plain model, and where the parameters are by then."""
+    sharded, plain = offloaded_gpt(world, path, strategy=strategy)
+    make = inputs_on(world)
+    clip: Callable[[nn.Module], object] | None = None
+    theirs: Callable[[nn.Module], object] | None = None
+    if max_norm is not None:
+        clip = lambda m: clip_grad_norm_(m, max_norm)  # noqa: E731
+        theirs = lambda m: nn.utils.clip_grad_norm_(m.parameters(), max_norm)  # noqa: E731
+    assert_at_home(sharded, world)
+
+    expected = train_reference(plain, world.world_size, make, adamw, clip=theirs)
+    losses = train(sharded, world.rank, make, adamw, clip=clip)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine, tolerance=tolerance)
+    assert world.all_equal(sharded.state_dict())
+
+
+def three_points(world: World, strategy: ShardingStrategy) -> None:
+    """After init, after forward, after backward: the parameters are on the host."""
+    sharded, _ = offloaded_gpt(world, strategy=strategy)
+    x = inputs_on(world)(0, world.rank)
+    assert_at_home(sharded, world)
+
+    with torch.no_grad():
+        sharded(x)
+    assert_at_home(sharded, world)
+
+    backward(loss_of(sharded, x))
+    assert_at_home(sharded, world)
+    assert all(p.grad is not None for p in sharded.parameters())
+
+
+def accumulate(world: World, strategy: ShardingStrategy, how: str) -> None:
+    """Three microbatches, in ``no_sync`` or not; gradients are their sum."""
+    sharded, plain = offloaded_gpt(world, strategy=strategy)
+    make = inputs_on(world)
+    sums: dict[str, Tensor] = {}
+    for step in range(3):
+        inputs = [make(step, rank) for rank in range(world.world_size)]
+        for name, value in gradients_of(plain, inputs).items():
+            sums[name] = sums[name] + value if name in sums else value
+
+    for step in range(3):
+        loss = loss_of(sharded, make(step, world.rank))
+        if how == "no_sync" and step < 2:
+            with no_sync(sharded):
+                backward(loss)
+        else:
+            backward(loss)
+    gradients = full_gradients(sharded)
+
+    assert_at_home(sharded, world)
+    for name, value in sums.items():
+        torch.testing.assert_close(gradients[name], value.cpu(), rtol=1e-5, atol=1e-6)
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by name, gathered as if they were the parameters' values."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.copy_(parameter.grad)
+    return {name: value.cpu() for name, value in model.state_dict().items()}
