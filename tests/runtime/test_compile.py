@@ -131,6 +131,7 @@ def train_compiled(
 
 
 @pytest.mark.req("B-23")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -187,8 +188,9 @@ def train_composed(world: World) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.req("B-23", "B-12")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_may_be_checkpointed_or_replicated(ranks: RankCount) -> None:
     """The losses of the plain model, bit by bit."""
-    for losses, expected in ranks(2).run(train_composed):
+    for losses, expected in ranks(2).run(train_composed, timeout=110.0):
         assert losses == expected
