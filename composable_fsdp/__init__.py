@@ -6,6 +6,14 @@ from composable_fsdp.access.methods import (
     register_forward_method,
     register_fsdp_forward_method,
 )
+from composable_fsdp.access.settings import (
+    register_comm_hook,
+    set_gradient_divide_factor,
+    set_is_last_backward,
+    set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
+)
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
@@ -63,6 +71,14 @@ from composable_fsdp.planning.policies import (
     ModuleWrapPolicy,
     SizePolicy,
 )
+from composable_fsdp.runtime.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
 from composable_fsdp.state_dict.settings import (
     get_state_dict_type,
     set_state_dict_type,
@@ -78,6 +94,7 @@ __all__ = [
     "CheckpointWrapper",
     "CompositionError",
     "CustomPolicy",
+    "DefaultState",
     "DesyncError",
     "FSDPError",
     "FlatParameter",
@@ -86,6 +103,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "LowPrecisionState",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NotRootError",
@@ -102,12 +120,15 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "allreduce_hook",
     "always_wrap_policy",
     "apply_activation_checkpointing",
+    "bf16_compress_hook",
     "checkpoint",
     "checkpoint_wrapper",
     "clip_grad_norm_",
     "contract",
+    "fp16_compress_hook",
     "fully_shard",
     "get_state_dict_type",
     "lambda_auto_wrap_policy",
@@ -116,10 +137,17 @@ __all__ = [
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "reduce_scatter_hook",
+    "register_comm_hook",
     "register_forward_method",
     "register_fsdp_forward_method",
     "rekey_optim_state_dict",
     "replicate",
+    "set_gradient_divide_factor",
+    "set_is_last_backward",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
     "set_state_dict_type",
     "size_based_auto_wrap_policy",
     "state_dict_type",

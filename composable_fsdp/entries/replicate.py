@@ -23,7 +23,7 @@ from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, set_divisions
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.assign import REPLICATE
 from composable_fsdp.planning.options import UnitOptions
@@ -99,6 +99,7 @@ def replicate(
     apply([module], state, application)
     for handle in joining:
         handle.groups = Groups(handle.groups.shard, group)
+        set_divisions(handle)
         for region in handle.regions:
             if init_sync and region.shard.numel():
                 collectives.broadcast(region.shard, group)

@@ -16,9 +16,11 @@ from composable_fsdp.comm.device import StreamEvent, Waitable
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
+from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.assign import ParamInfo
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import UnitPlan
 
@@ -38,6 +40,7 @@ class FlatParamHandle:
         "accumulators",
         "calls",
         "device",
+        "epoch",
         "fills",
         "fqn",
         "free_event",
@@ -47,12 +50,14 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
+        "held",
         "infos",
         "is_full",
         "kept",
         "needs_gather",
         "offload",
         "open_calls",
+        "origin",
         "other_form",
         "pending",
         "phase",
@@ -65,6 +70,7 @@ class FlatParamHandle:
         "regions",
         "retiring",
         "rows",
+        "rule",
         "swaps",
         "tapes",
         "task",
@@ -73,6 +79,10 @@ class FlatParamHandle:
     )
 
     plan: UnitPlan
+    origin: tuple[RegionLayout, ...]
+    """The regions as they were planned; ``plan`` tells what they are now."""
+    epoch: int
+    """How often the regions were laid out anew."""
     fqn: str
     """Name of the unit's module from the module ``fully_shard`` was called on."""
     full_fqn: str
@@ -122,6 +132,9 @@ class FlatParamHandle:
     kept: bool
     """Whether the memory of ``full`` stays until the end of the next backward."""
     reduce_is_allocated: bool
+    rule: ReduceRule
+    held: tuple[bytes, ...] | None
+    """What had arrived when sums went into ``partial``; ``None`` if nothing waits."""
     # CUDA only: made once, recorded again each time.
     gather_event: StreamEvent | None
     free_event: StreamEvent | None
@@ -187,6 +200,7 @@ def build_handle(
     options = target.plan.options
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
+    handle.origin, handle.epoch = target.plan.regions, 0
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
     handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
@@ -206,7 +220,9 @@ def build_handle(
         )
     handle.regions = tuple(regions)
     handle.infos = target.infos
+    handle.rule = ReduceRule()
     _make_tables(handle)
+    set_divisions(handle)
     _reset(handle)
     remember_leaves(handle)
     return handle
@@ -265,6 +281,16 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
     )
 
 
+def set_divisions(handle: FlatParamHandle) -> None:
+    """Compute how each region's sums are divided, from the unit's rule."""
+    ranks = handle.groups.world_size
+    for region in handle.trainable:
+        assert region.reduce_buffer is not None
+        region.division = division(
+            handle.rule, region.reduce_buffer.dtype, handle.device, ranks=ranks
+        )
+
+
 def _reset(handle: FlatParamHandle) -> None:
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
@@ -273,7 +299,7 @@ def _reset(handle: FlatParamHandle) -> None:
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
-    handle.reduce_owner = None
+    handle.reduce_owner = handle.held = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp.flat.handle import FlatParamHandle, build_handle
+from composable_fsdp.flat.handle import FlatParamHandle, build_handle, set_divisions
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
@@ -105,5 +105,7 @@ def _copy_handle(
     made = build_handle(
         target, groups=handle.groups, device=handle.device, sharded=True
     )
+    made.rule = copy.copy(handle.rule)
+    set_divisions(made)
     memo[id(handle)] = made
     return made

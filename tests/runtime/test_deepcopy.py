@@ -16,6 +16,7 @@ from composable_fsdp import (
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
+    set_gradient_divide_factor,
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
@@ -257,6 +258,22 @@ def test_a_copy_made_before_the_first_forward_joins_another_tree(
 ) -> None:
     """A sharded model and its copy stand side by side under one root."""
     ranks(2).run(copy_below_a_new_root)
+
+
+def test_a_copy_keeps_settings_and_changes_its_own(one_rank: World) -> None:
+    """A divide factor goes along; set on the copy, it stays the copy's."""
+    model = fully_shard(tiny_mlp())
+    set_gradient_divide_factor(model, 4.0)
+    made = copy.deepcopy(model)
+    other = copy.deepcopy(model)
+    set_gradient_divide_factor(other, 2.0)
+
+    norms = []
+    for each in (model, made, other):
+        backward(each(torch.ones(1, 8)).sum())
+        norms.append(clip_grad_norm_(each, 1e9).item())
+
+    assert norms[0] == norms[1] == pytest.approx(norms[2] / 2)
 
 
 class Pair(nn.Module):
