@@ -106,6 +106,13 @@ class Call:
             return
         handle.open_calls -= 1
         if handle.open_calls == 0 and handle.pending == 0:
+            if (
+                handle.reduce_is_allocated
+                and self.state.sync_gradients
+                and self.tape.schedule is None
+            ):
+                assert self.state.context is not None
+                reduce_gradients(self.state.context, handle)
             _reshard_after_backward(self.state, handle)
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         # Its own index would not do: the units inside it have run since.
@@ -302,7 +309,13 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     # With a schedule, in the unit's turn; see ``fill``.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
     if state.sync_gradients and not scheduled:
-        reduce_gradients(context, handle)
+        for region in handle.trainable:
+            if handle.open_calls and 0 in region.arrived:
+                # They may yet arrive, unannounced: from a reentrant checkpoint inside
+                # the unit. It is through when the last input is, so that reduces, once.
+                break
+        else:
+            reduce_gradients(context, handle)
     if handle.open_calls == 0:
         _reshard_after_backward(state, handle)
 
