@@ -2,67 +2,47 @@
 
 * *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
   buffer and counts down from the number of leaves that this graph task will reach. At 0
-  the unit reduces.
+  the unit reduces (``arrivals``).
 * *Weights no longer needed*: each input that needs a gradient is an alias whose node
-runs
-  after everything the unit recorded. When the last one has run, and the gradients are
-  complete, the unit reshards. Complete gradients alone do not allow it: the last use of
-  the weights may be for the gradient of an input.
+  runs after everything the unit recorded. When the last one has run, and the gradients
+  are complete, the unit reshards. Complete gradients alone do not allow it: the last
+  use of the weights may be for the gradient of an input.
 
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
-its unit: what the unit computed has run when the alias does.
+its unit: what the unit computed has run when the alias does. What never came is done at
+the end of the graph task (``task``).
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``, the
-engine's ``queue_callback`` and ``Tensor._post_accumulate_grad_hooks`` are private; used
-only here, checked on torch 2.13 (and present in 2.11).
+``torch._C._will_engine_execute_node`` is private; used only here, checked on torch 2.13
+(and present in 2.11).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.forms import switch_form
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.fill import catch_up, finish_filling, has_arrived
-from composable_fsdp.runtime.offload import land
+from composable_fsdp.runtime.arrivals import reshard_after_backward, use_form
+from composable_fsdp.runtime.fill import catch_up
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
-    drop_arrived,
-    drop_reduction,
-    finish_reduction,
     prepare_reduce,
     reduce_gradients,
 )
+from composable_fsdp.runtime.task import current_task, join_task
 from composable_fsdp.runtime.unshard import (
-    keep_full,
-    release,
-    reshard,
-    retire,
     unshard,
     wait_unsharded,
 )
 from composable_fsdp.tree.agree import depart_in_backward
-from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
-current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Id of the backward that this thread runs; ``NO_TASK`` outside."""
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-_engine = torch.autograd.Variable._execution_engine
-
-OURS = -1
-"""Key of the arrival hook among the hooks of a full leaf."""
 
 KEEP = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
@@ -113,7 +93,7 @@ class Call:
             ):
                 assert self.state.context is not None
                 reduce_gradients(self.state.context, handle)
-            _reshard_after_backward(self.state, handle)
+            reshard_after_backward(self.state, handle)
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         # Its own index would not do: the units inside it have run since.
         tape = self.tape
@@ -192,237 +172,3 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:
         prepare_reduce(context, handle)
-
-
-def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Have the end of graph task ``task`` finish this unit."""
-    if task not in context.tasks:
-        if context.dead:
-            bury(context)
-        context.tasks[task] = []
-        _engine.queue_callback(TaskEnd(context, task))
-    context.tasks[task].append(state)
-    state.handle.task = task
-
-
-def arm_leaves(state: _FSDPState) -> None:
-    """Attach the arrival hooks to the full leaves of the current form, once."""
-    nodes = []
-    # Turns gradients on, too. Under inference mode a view has no node to ask.
-    with torch.inference_mode(False):
-        for region in state.handle.trainable:
-            arrivals = make_arrivals(state, region)
-            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-                # A leaf keeps its node only weakly: the handle does, so that the node
-                # we ask the engine about is the node it runs.
-                nodes.append(_accumulator(leaf))
-                # What register_post_accumulate_grad_hook sets, less its checks and its
-                # handle, which took longer than all else. Torch numbers from 0 up.
-                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
-    state.handle.accumulators = tuple(nodes)
-
-
-def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it.
-
-    Gradients must be enabled.
-    """
-    alias: Tensor = leaf.view_as(leaf)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]
-
-
-def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
-    """Make the unit ready to be full in the parameters' own dtype, or in compute's.
-
-    A unit that is full in the other one gives it up. Sends nothing.
-    """
-    handle = state.handle
-    if handle.wide is wide:
-        return
-    release(context, handle)
-    if switch_form(handle):
-        arm_leaves(state)
-
-
-def make_arrivals(
-    state: _FSDPState, region: FlatParameter
-) -> list[Callable[[Tensor], None]]:
-    """Return the post-accumulate hooks of the region's full leaves.
-
-    Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
-    arrival copies, later ones of the same reduction add.
-    """
-    # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
-    # strong reference would keep the model alive for ever.
-    owner = weakref.ref(state)
-    return [
-        partial(_arrive, owner, region.arrived, index, view)
-        for index, view in enumerate(region.reduce_views)
-    ]
-
-
-def _arrive(
-    owner: weakref.ref[_FSDPState],
-    arrived: bytearray,
-    index: int,
-    view: Tensor,
-    leaf: Tensor,
-) -> None:
-    unit = owner()
-    assert unit is not None
-    handle = unit.handle
-    gradient = leaf.grad
-    # None, if a custom Function returned no gradient: counted, nothing to move.
-    if gradient is not None:
-        leaf.grad = None
-        if torch.is_grad_enabled():
-            gradient = gradient.detach()
-        if not handle.reduce_is_allocated:
-            _late(unit, handle)
-        if arrived[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            arrived[index] = 1
-    # Of another graph task (a checkpoint inside the unit): only accumulated.
-    if handle.task == current_task():
-        handle.pending -= 1
-        if handle.pending == 0:
-            _gradients_complete(unit, handle)
-
-
-def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """A gradient that no pre-backward announced: have somebody reduce it."""
-    context = state.context
-    assert context is not None
-    prepare_reduce(context, handle)
-    if handle.task == NO_TASK:
-        join_task(context, state, current_task())
-        # Nothing counts down, so the final callback reduces.
-        handle.pending = -1
-
-
-def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
-    context = state.context
-    assert context is not None
-    # With a schedule, in the unit's turn; see ``fill``.
-    scheduled = handle.tapes and handle.tapes[0].schedule is not None
-    if state.sync_gradients and not scheduled:
-        for region in handle.trainable:
-            if handle.open_calls and 0 in region.arrived:
-                # They may yet arrive, unannounced: from a reentrant checkpoint inside
-                # the unit. It is through when the last input is, so that reduces, once.
-                break
-        else:
-            reduce_gradients(context, handle)
-    if handle.open_calls == 0:
-        _reshard_after_backward(state, handle)
-
-
-def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
-    context = state.context
-    assert context is not None
-    handle.phase = Phase.BACKWARD_POST
-    if state.reshard_after_backward:
-        reshard(context, handle)
-    else:
-        keep_full(context, handle)
-
-
-class TaskEnd:
-    """The callback at the end of a graph task; dropped uncalled, it notes that it died.
-
-    The engine holds it with the graph task, and lets go of both when backward raises.
-    """
-
-    __slots__ = ("context", "task")
-
-    def __init__(self, context: RuntimeContext, task: int) -> None:
-        self.context, self.task = context, task
-
-    def __call__(self) -> None:
-        """Finish the units of the task."""
-        finish_task(self.context, self.task)
-
-    def __del__(self) -> None:
-        if self.task in self.context.tasks:
-            self.context.dead.add(self.task)
-
-
-def bury(context: RuntimeContext) -> None:
-    """Reset units of graph tasks that raised; their unreduced gradients are dropped.
-
-    Waits for collectives of this rank that were issued; sends nothing.
-    """
-    dead, context.dead = context.dead, set()
-    context.filling.clear()
-    for log in context.backward_logs:
-        log.drop()
-    drop_reduction(context)
-    for task in dead:
-        for state in context.tasks.pop(task, ()):
-            handle = state.handle
-            if handle.task == task:
-                reset_backward(handle)
-                drop_arrived(handle)
-                reshard(context, handle)
-
-
-def reset_backward(handle: FlatParamHandle) -> None:
-    """Forget the graph task that the unit was in."""
-    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes = ()
-    handle.phase = Phase.IDLE
-
-
-def finish_task(context: RuntimeContext, task: int) -> None:
-    """End of a graph task: reduce and reshard what the events left, reset the units.
-
-    The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream, and the host's reads of offloaded gradients, behind the
-    last reduction. A backward that built a graph
-    keeps its units in memory until the next one ends.
-
-    Collective: the reductions of units whose gradients came unannounced.
-    Raises: DesyncError, if another rank had more to send.
-    """
-    keep = torch.is_grad_enabled()
-    if context.filling and len(context.tasks) == 1:
-        finish_filling(context)
-    for state in context.tasks.pop(task, ()):
-        handle = state.handle
-        if handle.task != task:
-            continue
-        reset_backward(handle)
-        if state.sync_gradients and has_arrived(handle):
-            reduce_gradients(context, handle)
-        handle.kept = keep
-        if state.reshard_after_backward:
-            reshard(context, handle)
-        else:
-            keep_full(context, handle)
-    if context.tasks:
-        return
-    root = root_of(context)
-    for state in root._all_fsdp_states:
-        handle = state.handle
-        waits = handle.held is not None and handle.rule.all_reduce
-        if (handle.reduce_is_allocated or waits) and state.sync_gradients:
-            # Arrived under no_sync, or waits for its replicas, and this backward did
-            # not come by.
-            prepare_reduce(context, handle)
-            reduce_gradients(context, handle)
-        if not keep and context.outermost is None:
-            handle.kept = False
-            if not state.reshard_after_backward:
-                keep_full(context, handle)
-            elif handle.gathered or handle.is_full:
-                reshard(context, handle)
-    context.prefetched.clear()
-    if root.is_last_backward:
-        finish_reduction(context)
-        land(context)
-    retire(context, keep=0)
-    for log in context.backward_logs:
-        log.end()

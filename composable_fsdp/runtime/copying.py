@@ -21,7 +21,7 @@ from composable_fsdp.flat.handle import FlatParamHandle, build_handle, set_divis
 from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.runtime.backward import arm_leaves
+from composable_fsdp.runtime.arrivals import arm_leaves
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states

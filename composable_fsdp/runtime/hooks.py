@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.runtime.backward import arm_leaves
+from composable_fsdp.runtime.arrivals import arm_leaves
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree.state import _FSDPState
 

@@ -18,7 +18,6 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import require_leaves
-from composable_fsdp.runtime.backward import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
@@ -27,6 +26,7 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.regroup import follow_requires_grad
+from composable_fsdp.runtime.task import current_task, reset_backward
 from composable_fsdp.runtime.unshard import reshard, retire, versions
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
