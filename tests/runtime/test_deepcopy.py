@@ -80,10 +80,11 @@ def test_a_copy_and_its_original_train_apart(
     ranks(2).run(train_both, path, strategy, tied)
 
 
-def average(world: World, path: str) -> None:
+def average(world: World, path: str, frozen: bool) -> None:
     """Three steps; after each, the copy moves a tenth of the way."""
     model, plain = sharded_gpt(path)
     ema, plain_ema = copy.deepcopy(model), copy.deepcopy(plain)
+    ema.requires_grad_(not frozen)
     for m, e, make in (
         (plain, plain_ema, lambda m: train_reference(m, 2, gpt_input, sgd, steps=1)),
         (model, ema, lambda m: train(m, world.rank, gpt_input, sgd, steps=1)),
@@ -102,11 +103,12 @@ def average(world: World, path: str) -> None:
 
 @pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("frozen", [False, True])
 def test_a_moving_average_of_the_parameters_is_that_of_the_plain_model(
-    ranks: RankCount, path: str
+    ranks: RankCount, frozen: bool, path: str
 ) -> None:
     """Parameters of copy and original pair up, and the copy computes with its own."""
-    ranks(2).run(average, path)
+    ranks(2).run(average, path, frozen)
 
 
 def average_by_torch(world: World, path: str) -> None:
