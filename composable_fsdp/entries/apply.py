@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_ranks
+from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join, shown
@@ -30,6 +30,7 @@ from composable_fsdp.planning.planner import (
 )
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
+from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
@@ -48,6 +49,7 @@ class Application:
     device_id: int | torch.device | None
     sync_module_states: bool
     tied_params: str
+    param_init_fn: Init | None
 
 
 def prepare(
@@ -61,8 +63,14 @@ def prepare(
     device_id: int | torch.device | None = None,
     sync_module_states: bool = False,
     tied_params: str = "error",
+    param_init_fn: Init | None = None,
 ) -> Application:
     """Check what was passed and resolve groups; touches no module and sends nothing."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(
+            "param_init_fn expects a function of a module, got "
+            f"{type(param_init_fn).__name__}."
+        )
     return Application(
         options=options,
         ranks=resolve_ranks(process_group, device_mesh, options.strategy),
@@ -72,6 +80,7 @@ def prepare(
         device_id=device_id,
         sync_module_states=sync_module_states,
         tied_params=check_tied(tied_params),
+        param_init_fn=param_init_fn,
     )
 
 
@@ -86,7 +95,8 @@ def apply(
 
     Collective: with ``sync_module_states`` one broadcast per parameter and buffer over
     the shard (and replicate) group; else none.
-    Raises: PlanError, CompositionError; the modules are as they were.
+    Raises: PlanError, CompositionError; the modules are as they were. What
+    ``param_init_fn`` raises comes after the first change.
     """
     for module in modules:
         _refuse_owned(module)
@@ -97,15 +107,25 @@ def apply(
         ranks.for_strategy(target.plan.options.strategy)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
-    _refuse_mixed_meta(targets)
-    if application.sync_module_states:
-        _broadcast(modules, parameters, ranks)
+    init = application.param_init_fn
+    if init is None and not application.sync_module_states:
+        _refuse_mixed_meta(targets)
+    before = prepare_values(
+        targets,
+        init=init,
+        sync=application.sync_module_states,
+        ranks=ranks,
+        device=device,
+        ignored_modules=application.ignored_modules,
+        ignored_parameters=application.ignored_parameters,
+    )
     states = build_units(
         targets,
         state,
         ranks=ranks,
         device=device,
         ignored=application.ignored_modules,
+        before=before,
     )
     for each in states:
         install_state_dict_hooks(each)
@@ -195,27 +215,5 @@ def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
                 raise PlanError(
                     f"Unit {shown(target.plan.fqn)} has parameters on meta "
                     f"({', '.join(meta)}) beside parameters with values. Give all of "
-                    "them values, or none."
+                    "them values, or none, or pass param_init_fn."
                 )
-
-
-def _broadcast(
-    modules: Sequence[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    ranks: RankLayout,
-) -> None:
-    """Give every rank the values of the group's first rank, buffers included."""
-    buffers = {id(b): b for module in modules for b in module.buffers()}
-    tensors = [*parameters, *buffers.values()]
-    if any(tensor.is_meta for tensor in tensors):
-        raise PlanError(
-            "sync_module_states=True expects real values, got a tensor on meta. "
-            "Initialise the model first, or leave sync_module_states out."
-        )
-    for tensor in tensors:
-        data = tensor.detach().contiguous()
-        for group in (ranks.shard, ranks.replicate):
-            if group is not None and group.size() > 1:
-                collectives.broadcast(data, group)
-        if data.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(data)

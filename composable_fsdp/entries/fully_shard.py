@@ -84,7 +84,14 @@ def _shard(
         ignored_modules, ignored_states: modules or parameters to leave as they are.
         device_id: compute device; else the mesh's, else cuda under NCCL, else where the
             parameters are.
-        sync_module_states: give every rank the values of rank 0 first.
+        param_init_fn: called once with each module that holds parameters or buffers on
+            meta, to give them memory and values; unit by unit, so that memory holds one
+            unit above the shards. Without it a model on meta is sharded on meta, and
+            ``to_empty`` or a state dict gives the shards values before the first
+            forward.
+        sync_module_states: give every rank the values of rank 0 first; a model on meta
+            gets memory for them, and on rank 0, if it is on meta there, values from
+            each module's ``reset_parameters``.
         backward_prefetch: when the next unit is gathered in backward.
         limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
         block: what a shard boundary may not cut.
@@ -106,7 +113,6 @@ def _shard(
     if unknown:
         raise TypeError(_unknown_text(sorted(unknown)))
     refuse_unavailable(
-        param_init_fn=param_init_fn,
         forward_prefetch=forward_prefetch or None,
     )
     state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
@@ -130,6 +136,7 @@ def _shard(
         device_id=device_id,
         sync_module_states=sync_module_states,
         tied_params=tied_params,
+        param_init_fn=param_init_fn,
     )
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:

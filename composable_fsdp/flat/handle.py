@@ -7,6 +7,8 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +67,7 @@ class FlatParamHandle:
         "kept",
         "needs_gather",
         "offload",
+        "on_meta",
         "open_calls",
         "other_form",
         "pending",
@@ -96,6 +99,8 @@ class FlatParamHandle:
     """Where full parameters are, and compute."""
     offload: bool
     """Whether the shards and their gradients are on the host."""
+    on_meta: bool
+    """Whether the shards have no values yet."""
     rows: bool
     infos: tuple[ParamInfo, ...]
     swaps: tuple[Swap, ...]
@@ -223,21 +228,67 @@ def build_handle(
         for slot, held in zip(layout.parameters, places, strict=True)
         for place in held
     )
-    _make_tables(handle, target)
+    _make_tables(handle)
     _reset(handle)
     remember_leaves(handle)
     return handle
 
 
-def _make_tables(handle: FlatParamHandle, target: Target) -> None:
-    """Compute once what every step needs."""
-    handle.swaps = tuple(
-        (place.module._parameters, place.name, leaf, full)
-        for region, places in zip(handle.regions, target.places, strict=True)
-        for leaf, full, held in zip(
-            region.leaves, region.full_leaves, places, strict=True
+def rebuild_handle(
+    handle: FlatParamHandle,
+    leaves: Sequence[Sequence[nn.Parameter]],
+    *,
+    device: torch.device,
+) -> None:
+    """Make the regions anew over ``leaves``, this rank's parts in any memory.
+
+    Per region in slot order, of one dtype, which becomes the region's. They take the
+    places of the old leaves in the modules, and keep their gradients. The layout stays,
+    also where a narrower dtype makes it less than 16-byte aligned: other cuts would
+    have to be sent. Full leaves are new and have no hooks. Sends nothing.
+    """
+    forget_leaves(handle)
+    layouts, regions = [], []
+    for old, parameters in zip(handle.regions, leaves, strict=True):
+        dtype = parameters[0].dtype if parameters else old.layout.dtype
+        layouts.append(replace(old.layout, dtype=dtype))
+        gradients = [parameter.grad for parameter in parameters]
+        regions.append(
+            build_region(
+                layouts[-1],
+                parameters,
+                rank=old.rank,
+                rows=handle.rows,
+                device=device,
+                dtypes=handle.plan.options.dtypes(dtype),
+                offload=handle.offload,
+                sharded=True,
+            )
         )
-        for place in held
+        for leaf, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and gradient.device == leaf.device:
+                leaf.grad = gradient
+    handle.plan = replace(handle.plan, regions=tuple(layouts))
+    handle.regions, handle.device = tuple(regions), device
+    _make_tables(handle)
+    _reset(handle)
+    remember_leaves(handle)
+    for parameters_of, name, leaf, _ in handle.swaps:
+        parameters_of[name] = leaf
+
+
+def _make_tables(handle: FlatParamHandle) -> None:
+    """Compute once what every step needs."""
+    pairs = {
+        slot.index: (leaf, full)
+        for region in handle.regions
+        for slot, leaf, full in zip(
+            region.layout.parameters, region.leaves, region.full_leaves, strict=True
+        )
+    }
+    handle.swaps = tuple(
+        (info.module._parameters, info.name, *pairs[info.slot_index])
+        for info in handle.infos
     )
     make_gather_lists(handle)
     handle.gather_check = tuple(
@@ -247,6 +298,7 @@ def _make_tables(handle: FlatParamHandle, target: Target) -> None:
         for leaf in region.leaves
         if leaf.numel()
     )
+    handle.on_meta = any(region.shard.is_meta for region in handle.regions)
     handle.trainable = tuple(r for r in handle.regions if r.layout.trainable)
     groups: dict[torch.dtype, list[FlatParameter]] = {}
     for region in handle.trainable:
@@ -311,6 +363,14 @@ def remember_leaves(handle: FlatParamHandle) -> None:
     reference = weakref.ref(handle, forget)
     for index, key in enumerate(keys):
         _LEAVES[key] = (reference, index)
+
+
+def forget_leaves(handle: FlatParamHandle) -> None:
+    """Take this handle's leaves out of what ``find_leaf`` knows."""
+    for leaf in handle.leaves:
+        entry = _LEAVES.get(id(leaf))
+        if entry is not None and entry[0]() is handle:
+            del _LEAVES[id(leaf)]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:

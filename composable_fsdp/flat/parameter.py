@@ -102,11 +102,13 @@ def build_region(
     device: torch.device,
     dtypes: Dtypes,
     offload: bool = False,
+    sharded: bool = False,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
 
     ``device`` computes; with ``offload`` the shard is on the host, and ``full`` has
-    memory of its own also where one rank holds everything.
+    memory of its own also where one rank holds everything. With ``sharded`` the
+    ``parameters`` are this rank's part already, in memory of their own.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
     object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
@@ -120,7 +122,7 @@ def build_region(
     region.shard = _new_shard(region, layout.dtype)
     region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
-        _fill_shard(region, parameters)
+        _fill_shard(region, parameters, sharded=sharded)
         _make_sharded_leaves(region, parameters, rows=rows)
         make_full(region, dtypes.compute)
         _make_gradients(region, dtypes.reduce)
@@ -137,7 +139,9 @@ def _new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
     return storage.new_buffer(numel, dtype, torch.device("cpu"), pinned=pinned)
 
 
-def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> None:
+def _fill_shard(
+    region: FlatParameter, parameters: Sequence[nn.Parameter], *, sharded: bool
+) -> None:
     shard, layout = region.shard, region.layout
     if shard.is_meta:
         return
@@ -147,7 +151,8 @@ def _fill_shard(region: FlatParameter, parameters: Sequence[nn.Parameter]) -> No
         shard.zero_()
     for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
         if stop > start:
-            source = parameter.detach().reshape(-1)[start:stop]
+            source = parameter.detach().reshape(-1)
+            source = source if sharded else source[start:stop]
             shard[at : at + stop - start].copy_(source)
 
 

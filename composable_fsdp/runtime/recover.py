@@ -16,7 +16,7 @@ from torch import nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK
-from composable_fsdp.flat.integrity import require_leaves
+from composable_fsdp.flat.integrity import leaves_are_home
 from composable_fsdp.runtime.backward import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
@@ -25,8 +25,9 @@ from composable_fsdp.runtime.reduce import (
     drop_reduction,
     finish_reduction,
 )
+from composable_fsdp.runtime.take_up import take_up, take_up_unless_on_meta
 from composable_fsdp.runtime.unshard import reshard, retire
-from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
 
@@ -47,7 +48,9 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
             handle.gathered = handle.retiring
-        require_leaves(handle)
+    for unit in root_of(context)._root_states:
+        if not leaves_are_home(unit.handle):
+            take_up(unit)
     for unit in context.lists:
         unit.remaining.clear()
     for unit in context.precisions:
@@ -122,6 +125,7 @@ def settle(state: _FSDPState, what: str) -> None:
     """
     context = state.context
     if context is None:
+        take_up_unless_on_meta(state)
         return
     if context.outermost is not None and not is_live(context):
         recover(context, drop_gradients=False)
@@ -146,6 +150,8 @@ def settle(state: _FSDPState, what: str) -> None:
         recover(context, drop_gradients=True)
     # The caller may write shards on the host.
     wait_for_copies(context)
+    if not state.handle.is_full and not state.handle.gathered:
+        take_up_unless_on_meta(state)
 
 
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
@@ -154,7 +160,7 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     Units that were kept between forward and backward are resharded; backward gathers
     them again. Sends nothing.
 
-    Raises: as ``settle``.
+    Raises: as ``settle``; PlanError, as ``take_up``.
     """
     settle(state, what)
     context = ensure_root(state)
@@ -163,4 +169,6 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
         if handle.gathered:
             reshard(context, handle)
     retire(context, keep=0)
+    for unit in root_of(context)._root_states:
+        take_up(unit)
     return context

@@ -21,8 +21,16 @@ def gather_unit(handle: FlatParamHandle) -> dict[int, Tensor]:
     besides.
 
     Collective: one all-gather (regions coalesced) over the shard group; none if it has
-    one rank.
+    one rank, or the unit has no values yet: then the tensors are on meta.
     """
+    if handle.on_meta:
+        return {
+            slot.index: torch.empty(
+                slot.shape, dtype=region.layout.dtype, device="meta"
+            )
+            for region in handle.regions
+            for slot in region.layout.parameters
+        }
     shards = [on_device(handle, region.shard) for region in handle.regions]
     fulls = gather_flat_values(handle, shards)
     return {

@@ -148,11 +148,26 @@ class _Load:
                         value = value[0]
                     if tuple(value.shape) != slot.shape:
                         error_msgs.append(_shape_text(key, value, slot.shape))
+                    elif leaf.is_meta:
+                        if local_metadata.get("assign_to_params_buffers", False):
+                            part = part_of(region, slot, value, like=leaf)
+                            # Torch makes a parameter of it, and the unit takes it up.
+                            state_dict[key] = part.to(leaf.dtype, copy=True)
+                            continue
+                        error_msgs.append(_meta_text(key))
                     else:
                         with torch.no_grad():
                             leaf.copy_(part_of(region, slot, value, like=leaf))
                     # The leaf itself: copying it is nothing, and assign=True keeps it.
                     state_dict[key] = leaf
+
+
+def _meta_text(key: str) -> str:
+    return (
+        f"{shown(strip_wrapper(key))}: the parameter is on meta and cannot be copied "
+        "into. Call model.to_empty(device=...) first, or load_state_dict(..., "
+        "assign=True)."
+    )
 
 
 def _shape_text(key: str, value: Tensor, expected: tuple[int, ...]) -> str:
