@@ -1,5 +1,6 @@
 """Fully sharded data parallel training as a composable API over flat buffers."""
 
+from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
@@ -7,8 +8,19 @@ from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
@@ -21,7 +33,9 @@ from composable_fsdp.errors import (
     PhaseError,
     PlanError,
 )
+from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning.callables import (
     always_wrap_policy,
@@ -36,6 +50,11 @@ from composable_fsdp.planning.policies import (
     ModuleWrapPolicy,
     SizePolicy,
 )
+from composable_fsdp.state_dict.settings import (
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
 
 __all__ = [
     "BackwardPrefetch",
@@ -46,25 +65,42 @@ __all__ = [
     "CustomPolicy",
     "DesyncError",
     "FSDPError",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NotRootError",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PhaseError",
     "PlanError",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "always_wrap_policy",
     "clip_grad_norm_",
     "contract",
     "fully_shard",
+    "get_state_dict_type",
     "lambda_auto_wrap_policy",
     "no_sync",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "rekey_optim_state_dict",
+    "set_state_dict_type",
     "size_based_auto_wrap_policy",
+    "state_dict_type",
     "transformer_auto_wrap_policy",
     "unshard_params",
 ]

@@ -13,7 +13,7 @@ from tests.import_graph import DOORS, FORBIDDEN, PACKAGE, Module, imports
 COLLECTIVES_HOME = f"{PACKAGE}.comm.collectives"
 TESTING = f"{PACKAGE}.testing"
 """The harness talks to its own ranks between runs; that is not the library."""
-GROUP_MAKERS_HOME = (f"{PACKAGE}.comm.groups", f"{PACKAGE}.testing")
+GROUP_MAKERS_HOME = (f"{PACKAGE}.comm.nodes", f"{PACKAGE}.testing")
 """Modules, and packages with all they hold, that may make process groups."""
 
 MAX_FILE_LINES = 400

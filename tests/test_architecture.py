@@ -84,7 +84,7 @@ def test_collectives_are_called_from_one_module(package: dict[str, Module]) -> N
 
 
 def test_process_groups_are_made_in_one_module(package: dict[str, Module]) -> None:
-    """Only ``comm/groups.py`` and the test worlds make process groups."""
+    """Only ``comm/nodes.py`` and the test worlds make process groups."""
     assert source_rules.group_makers(package) == []
 
 
@@ -211,7 +211,7 @@ Rule = Callable[[dict[str, Module]], list[str]]
             "tree/root",
             "import torch.distributed as dist\ngroup = dist.new_group([0])",
             "composable_fsdp/tree/root.py:2 -> torch.distributed.new_group: "
-            "only composable_fsdp.comm.groups and composable_fsdp.testing",
+            "only composable_fsdp.comm.nodes and composable_fsdp.testing",
             id="group",
         ),
         pytest.param(

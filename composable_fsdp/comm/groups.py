@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp.comm.nodes import node_groups, node_size
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 
@@ -76,25 +77,58 @@ class Groups:
         return None if self._replicate is None else self._replicate.get()
 
     @property
+    def in_first_replica(self) -> bool:
+        """Whether no other shard group comes before this rank's."""
+        group = self.replicate
+        return group is None or group.rank() == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank comes first of all: what ``rank0_only`` means by 0."""
+        return self.rank == 0 and self.in_first_replica
+
+    @property
     def world_size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.shard_world_size * self.replicas
 
 
 class RankLayout:
-    """What the caller said about ranks: one group, or a (shard, replicate) pair."""
+    """What the caller said about ranks: one group, a (shard, replicate) pair, nothing.
 
-    __slots__ = ("_replicate", "_shard", "device_type")
+    The ranks say who shares parameters, the strategy what is kept and when. With a pair
+    every strategy but NO_SHARD shards over the first and replicates over the second.
+    With one group FULL_SHARD and SHARD_GRAD_OP shard over it, and NO_SHARD replicates.
+    The hybrid strategies need a pair; if nothing was given they shard within a node.
+    """
+
+    __slots__ = (
+        "_groups",
+        "_replicate",
+        "_shard",
+        "by_node",
+        "device_type",
+        "is_nccl",
+        "replicas",
+        "shard_world_size",
+    )
 
     def __init__(
         self,
         shard: dist.ProcessGroup,
         replicate: dist.ProcessGroup | None,
         device_type: str | None,
+        *,
+        by_node: bool = False,
     ) -> None:
         self._shard = GroupRef(shard)
         self._replicate = None if replicate is None else GroupRef(replicate)
         self.device_type = device_type
+        self.by_node = by_node
+        self.is_nccl = dist.get_backend(shard) == "nccl"
+        self.shard_world_size = shard.size()
+        self.replicas = replicate.size() if replicate is not None else 1
+        self._groups: dict[ShardingStrategy, Groups] = {}
 
     @property
     def shard(self) -> dist.ProcessGroup:
@@ -109,38 +143,74 @@ class RankLayout:
     @property
     def world_size(self) -> int:
         """Ranks in both groups together."""
-        return self.shard.size() * (self.replicate.size() if self.replicate else 1)
+        return self.shard_world_size * self.replicas
 
-    def for_strategy(self, strategy: ShardingStrategy) -> Groups:
-        """The groups of a unit with this strategy."""
-        if self.replicate is not None:
-            shard, replicate = self.shard, self.replicate
-            if strategy not in HYBRID:
-                raise PlanError(
-                    f"{strategy.name} takes one process group, got a shard group and a "
-                    "replicate group. Use HYBRID_SHARD, or pass one group."
-                )
-            return Groups(shard, replicate)
-        if strategy in HYBRID:
+    def sizes(self, strategy: ShardingStrategy) -> tuple[int, int]:
+        """Ranks that share a unit's parameters, and copies of them. Only reads.
+
+        Raises: PlanError, if the strategy cannot be had on these ranks.
+        """
+        replicate = self.replicate
+        if strategy is ShardingStrategy.NO_SHARD:
+            self._require_everyone()
+            return 1, self.world_size
+        if replicate is not None:
+            return self.shard_world_size, self.replicas
+        if strategy not in HYBRID:
+            return self.world_size, 1
+        if not self.by_node:
             raise PlanError(
                 f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or a "
                 "tuple (shard group, replicate group); got one group. Pass one of the "
-                "two."
+                "two, or neither to shard within a node."
             )
-        if strategy is ShardingStrategy.NO_SHARD:
-            return Groups(None, self.shard)
-        return Groups(self.shard, None)
+        size = node_size(self.world_size)
+        return size, self.world_size // size
+
+    def for_strategy(self, strategy: ShardingStrategy) -> Groups:
+        """The groups of a unit with this strategy; equal ones are one object.
+
+        Collective: makes the groups of the nodes the first time they are asked for;
+        else none.
+        Raises: PlanError, as ``sizes``.
+        """
+        if strategy not in self._groups:
+            self.sizes(strategy)
+            if self.replicate is None and strategy in HYBRID:
+                # Not kept: the nodes' groups may be destroyed before this one.
+                return Groups(*node_groups(self.world_size))
+            if strategy is ShardingStrategy.NO_SHARD:
+                self._groups[strategy] = Groups(None, self._everyone())
+            else:
+                self._groups[strategy] = Groups(self.shard, self.replicate)
+        return self._groups[strategy]
+
+    def _everyone(self) -> dist.ProcessGroup | None:
+        """One group of all ranks."""
+        shard, replicate = self.shard, self.replicate
+        if replicate is None or replicate.size() == 1:
+            return shard
+        return replicate if shard.size() == 1 else dist.group.WORLD
+
+    def _require_everyone(self) -> None:
+        group = self._everyone()
+        if group is not None and group.size() != self.world_size:
+            raise PlanError(
+                "NO_SHARD averages over all ranks in one group; the two that were "
+                f"given hold {self.world_size} ranks together, the default group "
+                f"{group.size()}. Pass one group, or a 1-D mesh, of the "
+                f"{self.world_size} ranks."
+            )
 
 
 def resolve_ranks(
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
     device_mesh: DeviceMesh | None,
-    strategy: ShardingStrategy,
 ) -> RankLayout:
     """Turn what the caller passed into groups.
 
     A 1-D mesh shards; a 2-D mesh with named dims replicates over dim 0 and shards over
-    dim 1, and is for the hybrid strategies. Makes no group and sends nothing.
+    dim 1. Makes no group and sends nothing.
 
     Raises: PlanError, for another mesh, both a mesh and a group, or a rank outside;
     CompositionError, if torch.distributed was not initialised.
@@ -157,7 +227,7 @@ def resolve_ranks(
             "Pass process_group or device_mesh, not both: each names the ranks."
         )
     if device_mesh is not None:
-        return _from_mesh(device_mesh, strategy)
+        return _from_mesh(device_mesh)
     if isinstance(process_group, (tuple, list)):
         if len(process_group) != 2:
             raise PlanError(
@@ -165,8 +235,18 @@ def resolve_ranks(
                 f"{len(process_group)} groups."
             )
         return RankLayout(_member(process_group[0]), _member(process_group[1]), None)
-    group = process_group if process_group is not None else dist.group.WORLD
-    return RankLayout(_member(group), None, None)
+    group = _member(process_group if process_group is not None else dist.group.WORLD)
+    by_node = process_group is None
+    layouts = _layouts.setdefault(group, {})
+    if by_node not in layouts:
+        layouts[by_node] = RankLayout(group, None, None, by_node=by_node)
+    return layouts[by_node]
+
+
+# What units of one group share: it holds its group weakly, so it goes with the group.
+_layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _member(group: object) -> dist.ProcessGroup:
@@ -183,18 +263,12 @@ def _member(group: object) -> dist.ProcessGroup:
     return group
 
 
-def _from_mesh(mesh: DeviceMesh, strategy: ShardingStrategy) -> RankLayout:
+def _from_mesh(mesh: DeviceMesh) -> RankLayout:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}.")
     if mesh.ndim == 1:
         return RankLayout(_member(mesh.get_group()), None, mesh.device_type)
     if mesh.ndim == 2 and mesh.mesh_dim_names:
-        if strategy not in HYBRID:
-            raise PlanError(
-                f"A 2-D device_mesh replicates over {mesh.mesh_dim_names[0]!r} and "
-                f"shards over {mesh.mesh_dim_names[1]!r}, which {strategy.name} does "
-                "not do. Use HYBRID_SHARD, or pass a 1-D mesh."
-            )
         return RankLayout(
             _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
         )
@@ -222,7 +296,7 @@ def resolve_device(
         return _indexed(torch.device(device_id))
     if ranks.device_type is not None:
         wanted = _indexed(torch.device(ranks.device_type))
-    elif dist.get_backend(ranks.shard) == "nccl":
+    elif ranks.is_nccl:
         wanted = _indexed(torch.device("cuda"))
     else:
         real = (p.device for p in parameters if not p.is_meta)

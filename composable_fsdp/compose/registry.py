@@ -76,11 +76,19 @@ def remove_state(module: nn.Module, api: str) -> None:
 # ---- the nearest owner of every submodule -----------------------------------
 
 
-class _Link(weakref.ref[Any]):
-    """A weak reference that knows the entry it belongs to."""
+class _StateLink(weakref.ref[Any]):
+    """A weak reference to a state that knows the entries it was set for."""
 
-    __slots__ = ("key",)
+    __slots__ = ("keys",)
+    keys: list[int]
+
+
+class _ModuleLink(weakref.ref[Any]):
+    """A weak reference to a module: the entry of ``key``, and the owner it names."""
+
+    __slots__ = ("key", "owner")
     key: int
+    owner: _StateLink
 
 
 class OwnerMap(Generic[S]):
@@ -91,35 +99,41 @@ class OwnerMap(Generic[S]):
     a ``__weakref__`` slot.
     """
 
-    __slots__ = ("_drop", "_entries")
+    __slots__ = ("_drop_module", "_drop_state", "_entries")
 
     def __init__(self) -> None:
-        entries: dict[int, tuple[_Link, _Link]] = {}
+        entries: dict[int, _ModuleLink] = {}
 
-        def drop(link: weakref.ref[Any]) -> None:
-            # Another callback of the same death may have set a new owner: only drop its
-            # own entry. None outlives its module, so an id that comes again is free.
+        # Another callback of the same death may have set a new owner: each drops only
+        # its own entries. None outlives its module, so an id that comes again is free.
+        def drop_module(link: weakref.ref[Any]) -> None:
             key = getattr(link, "key", -1)
-            if link in entries.get(key, ()):
-                entries.pop(key, None)
+            if entries.get(key) is link:
+                del entries[key]
+
+        def drop_state(link: weakref.ref[Any]) -> None:
+            for key in getattr(link, "keys", ()):
+                if key in entries and entries[key].owner is link:
+                    del entries[key]
 
         self._entries = entries
-        self._drop = drop
+        self._drop_module = drop_module
+        self._drop_state = drop_state
 
-    def set(self, module: nn.Module, state: S) -> None:
-        """Make ``state`` the owner of ``module``, in place of any before."""
-        key = id(module)
-        to_module = _Link(module, self._drop)
-        to_state = _Link(state, self._drop)
-        to_module.key = to_state.key = key
-        self._entries[key] = (to_module, to_state)
+    def set(self, state: S, *modules: nn.Module) -> None:
+        """Make ``state`` the owner of ``modules``, in place of any before."""
+        owner = _StateLink(state, self._drop_state)
+        owner.keys = [id(module) for module in modules]
+        for key, module in zip(owner.keys, modules, strict=True):
+            self._entries[key] = entry = _ModuleLink(module, self._drop_module)
+            entry.key, entry.owner = key, owner
 
     def get(self, module: nn.Module) -> S | None:
         """Return the state that owns ``module``, or None if nothing does."""
         entry = self._entries.get(id(module))
         if entry is None:
             return None
-        state: S | None = entry[1]()
+        state: S | None = entry.owner()
         return state
 
     def clear(self, module: nn.Module) -> None:
@@ -153,22 +167,31 @@ def incompatible_api(module: nn.Module) -> str | None:
 
     That is ``replicate``, ours or torch's, or torch's DDP; None if there is none.
     """
-    if REGISTRY_KEY in module.__dict__ and has_api(module, "replicate"):
-        return "replicate"
-    name = _torch_class(type(module))
-    if name in _TORCH_REPLICATES:
-        return _TORCH_REPLICATES[name]
-    return "torch's replicate" if "replicate" in _torch_registry(module) else None
+    return other_apis(module)[0]
 
 
 def foreign_fsdp(module: nn.Module) -> str | None:
     """Name torch's FSDP1 or FSDP2 if it was applied to ``module`` itself, else None."""
+    return other_apis(module)[1]
+
+
+def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
+    """Return what ``incompatible_api`` and ``foreign_fsdp`` say, in one look."""
     name = _torch_class(type(module))
-    if name:
-        return _TORCH_SHARDS.get(name)
-    if "fully_shard" in _torch_registry(module):
-        return _TORCH_SHARDS["FSDPModule"]
-    return None
+    registry = _torch_registry(module)
+    ours = REGISTRY_KEY in module.__dict__ and has_api(module, "replicate")
+    if not (name or registry or ours):
+        return _NO_OTHERS
+    incompatible = _TORCH_REPLICATES.get(name)
+    if incompatible is None and "replicate" in registry:
+        incompatible = "torch's replicate"
+    foreign = _TORCH_SHARDS.get(name)
+    if not name and "fully_shard" in registry:
+        foreign = _TORCH_SHARDS["FSDPModule"]
+    return "replicate" if ours else incompatible, foreign
+
+
+_NO_OTHERS: Final = (None, None)
 
 
 # Weak, because torch makes a class for each class it meets.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,18 +36,13 @@ from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 
 
-@dataclass(frozen=True, slots=True)
-class Application:
+class Application(NamedTuple):
     """Everything a caller may say about one application, after checking."""
 
-    options: UnitOptions
+    request: PlanRequest
     ranks: RankLayout
-    policy: object
-    ignored_modules: frozenset[nn.Module]
-    ignored_parameters: frozenset[int]
     device_id: int | torch.device | None
     sync_module_states: bool
-    tied_params: str
     param_init_fn: Init | None
 
 
@@ -71,17 +65,18 @@ def prepare(
             "param_init_fn expects a function of a module, got "
             f"{type(param_init_fn).__name__}."
         )
-    return Application(
+    ranks = resolve_ranks(process_group, device_mesh)
+    request = PlanRequest(
         options=options,
-        ranks=resolve_ranks(process_group, device_mesh, options.strategy),
+        world_size=ranks.world_size,
+        sizes=ranks.sizes,
         policy=policy,
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
-        device_id=device_id,
-        sync_module_states=sync_module_states,
         tied_params=check_tied(tied_params),
-        param_init_fn=param_init_fn,
+        owner_of=_owner_of,
     )
+    return Application(request, ranks, device_id, sync_module_states, param_init_fn)
 
 
 def apply(
@@ -94,43 +89,36 @@ def apply(
     Every check comes before the first change.
 
     Collective: with ``sync_module_states`` one broadcast per parameter and buffer over
-    the shard (and replicate) group; else none.
+    the shard (and replicate) group; the first hybrid unit that shards within a node
+    makes the nodes' groups; else none.
     Raises: PlanError, CompositionError; the modules are as they were. What
     ``param_init_fn`` raises comes after the first change.
     """
     for module in modules:
         _refuse_owned(module)
     ranks = application.ranks
-    plan, targets = plan_modules(modules, _request(application))
+    plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
-    for target in targets:
-        ranks.for_strategy(target.plan.options.strategy)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
-    init = application.param_init_fn
-    if init is None and not application.sync_module_states:
+    init, sync = application.param_init_fn, application.sync_module_states
+    on_meta = any(parameter.is_meta for parameter in parameters)
+    if on_meta and init is None and not sync:
         _refuse_mixed_meta(targets)
     before = prepare_values(
         targets,
         init=init,
-        sync=application.sync_module_states,
+        sync=sync,
         ranks=ranks,
         device=device,
-        ignored_modules=application.ignored_modules,
-        ignored_parameters=application.ignored_parameters,
+        ignored=application.request.ignored_parameters,
     )
-    states = build_units(
-        targets,
-        state,
-        ranks=ranks,
-        device=device,
-        ignored=application.ignored_modules,
-        before=before,
-    )
+    states = build_units(targets, state, ranks=ranks, device=device, before=before)
     for each in states:
         install_state_dict_hooks(each)
-    if application.policy is not None and application.options.mixed_precision:
-        _keep_full_precision([t.modules[0] for t in targets[1:]], application.options)
+    options = application.request.options
+    if application.request.policy is not None and options.mixed_precision:
+        _keep_full_precision([t.modules[0] for t in targets[1:]], options)
     return plan
 
 
@@ -149,21 +137,6 @@ def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> No
             "(MixedPrecision(_module_classes_to_ignore=()) casts them, too).",
             stacklevel=2,
         )
-
-
-def _request(application: Application) -> PlanRequest:
-    ranks = application.ranks
-    return PlanRequest(
-        options=application.options,
-        world_size=ranks.world_size,
-        shard_world_size=ranks.shard.size(),
-        replicas=ranks.replicate.size() if ranks.replicate is not None else 1,
-        policy=application.policy,
-        ignored_modules=application.ignored_modules,
-        ignored_parameters=application.ignored_parameters,
-        tied_params=application.tied_params,
-        owner_of=_owner_of,
-    )
 
 
 def _owner_of(parameter: nn.Parameter) -> str | None:

@@ -71,13 +71,16 @@ def _shard(
 
     Args:
         module: a module, or a list that becomes one unit (not the root). process_group:
-        the ranks to shard over, or a pair (shard, replicate) for the hybrid
-            strategies; the default group if nothing is given.
+        the ranks to shard over, or a pair (shard, replicate); the default group if
+            nothing is given, within which hybrid units shard by node
+            (LOCAL_WORLD_SIZE) and replicate across nodes.
         device_mesh: the same as a mesh: 1-D shards, 2-D named (replicate, shard).
         policy: which modules below become units: a policy object, a function
             ``(module, recurse, nonwrapped_numel) -> bool``, or one that returns
             ``{module: options}``. Units made by hand before are boundaries.
-        strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or a hybrid one.
+        strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or a hybrid one, which wants a
+            pair, a 2-D mesh, or nothing. A pair or a 2-D mesh makes the first two
+            hybrid as well: ranks say who shares, the strategy says when.
         cpu_offload: with ``CPUOffload(offload_params=True)`` shards and their gradients
             live on the host, where the optimizer then works; compute stays on the
             device. While a backward runs their ``.grad`` is None.
@@ -101,8 +104,9 @@ def _shard(
         "promote"
             to the lowest unit above all its places.
 
-    Collective: one broadcast per parameter and buffer with ``sync_module_states``; else
-    none. All ranks must make the same calls in the same order.
+    Collective: one broadcast per parameter and buffer with ``sync_module_states``; the
+    nodes' groups are made for the first hybrid unit that is given no ranks; else none.
+    All ranks must make the same calls in the same order.
     Raises: CompositionError, PlanError, TypeError; the module is as it was.
 
     >>> for block in model.blocks:               # doctest: +SKIP

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
@@ -16,7 +16,6 @@ from composable_fsdp.runtime.materialize import (
     find_waiting,
     leave_empty,
     materialize,
-    own_modules,
     require_reset_parameters,
     reset_parameters,
     with_memory,
@@ -30,14 +29,14 @@ def prepare_values(
     sync: bool,
     ranks: RankLayout,
     device: torch.device,
-    ignored_modules: frozenset[nn.Module],
-    ignored_parameters: frozenset[int],
+    ignored: frozenset[int],
 ) -> Callable[[int], None] | None:
     """Return what has to be called with each target's index, or None if nothing.
 
     It runs ``init`` on modules with meta tensors, moves buffers to ``device`` in place,
     and with ``sync`` gives every rank the values of the first. Then ranks that are not
-    the first need no initialiser, only memory.
+    the first need no initialiser, only memory. ``ignored`` are identities of parameters
+    that stay as they are.
 
     Collective, in what is returned: with ``sync`` one broadcast per parameter and
     buffer of the unit over the shard (and replicate) group; else none.
@@ -45,10 +44,9 @@ def prepare_values(
     """
     if init is None and not sync and device.type == "cpu":
         return None
-    own = own_modules(targets, ignored_modules)
     waiting: list[list[Waiting]] = [[] for _ in targets]
     if init is not None or sync:
-        waiting = find_waiting(targets, own, ignored_parameters)
+        waiting = find_waiting(targets, ignored)
         init = _choose(init, waiting, device, is_first=not sync or _is_first(ranks))
     done: set[int] = set()
 
@@ -58,7 +56,7 @@ def prepare_values(
             materialize(each, init)
         buffers = [
             buffer
-            for _, module in own[index]
+            for module in targets[index].members
             for buffer in module._buffers.values()
             if buffer is not None and id(buffer) not in done
         ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.access.unshard_params import unshard_own, unshard_params
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -26,11 +26,10 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.fully_shard import fully_shard, refuse_unavailable
+from composable_fsdp.entries.wrapper_states import StateMethods
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
-from composable_fsdp.optim.load import optim_state_dict_to_load
-from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
@@ -40,13 +39,15 @@ from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateMethods, nn.Module):
     """Shard ``module`` over ranks and wrap it; arguments are those of torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` chooses is wrapped in its place, as FSDP1 does.
     ``use_orig_params`` is always True here: the parameters are the original objects.
     A model on meta gets values at once, from ``param_init_fn`` or each module's
     ``reset_parameters()``.
+    ``tied_params`` is ``fully_shard``'s, beside FSDP1's own: a policy may tear tied
+    weights apart on this path, too.
 
     Collective: as ``fully_shard``.
     Raises: as ``fully_shard``; the module is as it was.
@@ -70,6 +71,8 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = True,
         ignored_states: Iterable[Any] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        tied_params: str = "error",
     ) -> None:
         super().__init__()
         if isinstance(module, FullyShardedDataParallel):
@@ -102,13 +105,14 @@ class FullyShardedDataParallel(nn.Module):
             use_orig_params=use_orig_params,
             ignored_states=list(ignored_states or ()),
             device_mesh=device_mesh,
+            tied_params=tied_params,
         )
         _wrap_units_below(module)
         self._take(module)
 
     def _take(self, module: nn.Module) -> None:
         setattr(self, WRAPPED_MODULE, module)
-        OWNERS.set(self, self._state)
+        OWNERS.set(self._state, self)
         install_wrapper_hooks(self)
 
     @property
@@ -170,6 +174,24 @@ class FullyShardedDataParallel(nn.Module):
                 raise  # one of ours, whose names are plain
             raise RuntimeError(strip_wrapper_in_text(str(error))) from None
 
+    def check_is_root(self) -> bool:
+        """Whether no other unit holds this one."""
+        return self._state.parent is None
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` on every module below, with full parameters; its writes are kept.
+
+        Each unit is full while ``fn`` runs in it. Collective: one all-gather per unit.
+        Raises: PhaseError, inside forward or backward.
+        """
+        with unshard_own(self, self._state):
+            super().apply(fn)
+        return self
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduce gradients through ``hook``."""
+        refuse_unavailable(register_comm_hook=hook)
+
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
@@ -213,33 +235,6 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global norm of all gradients; see ``clip_grad_norm_``."""
         return clip_grad_norm_(self, max_norm, norm_type)
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """See ``composable_fsdp.optim_state_dict``."""
-        return _optim_state_dict(model, optim, optim_state_dict, group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """See ``composable_fsdp.optim_state_dict_to_load``."""
-        return optim_state_dict_to_load(
-            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
-        )
-
-
-_optim_state_dict = optim_state_dict
 
 
 def _wrap_units_below(module: nn.Module) -> None:

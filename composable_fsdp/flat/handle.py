@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +20,12 @@ from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
-from composable_fsdp.planning.plan import UnitPlan
+from composable_fsdp.planning.assign import ParamInfo
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
-
-
-class ParamInfo(NamedTuple):
-    """One place of a parameter: ``module._parameters[name]``, ``fqn`` from the unit.
-
-    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a
-    list of modules two may bear one name).
-    """
-
-    fqn: str
-    module: nn.Module
-    name: str
-    primary: str
-    slot_index: int
 
 
 Swap = tuple[dict[str, "nn.Parameter | None"], str, nn.Parameter, nn.Parameter]
@@ -222,12 +209,7 @@ def build_handle(
             )
         )
     handle.regions = tuple(regions)
-    handle.infos = tuple(
-        ParamInfo(place.fqn, place.module, place.name, slot.fqn, slot.index)
-        for layout, places in zip(target.plan.regions, target.places, strict=True)
-        for slot, held in zip(layout.parameters, places, strict=True)
-        for place in held
-    )
+    handle.infos = target.infos
     _make_tables(handle)
     _reset(handle)
     remember_leaves(handle)
@@ -279,7 +261,7 @@ def rebuild_handle(
 
 def _make_tables(handle: FlatParamHandle) -> None:
     """Compute once what every step needs."""
-    pairs = {
+    leaves = {
         slot.index: (leaf, full)
         for region in handle.regions
         for slot, leaf, full in zip(
@@ -287,19 +269,23 @@ def _make_tables(handle: FlatParamHandle) -> None:
         )
     }
     handle.swaps = tuple(
-        (info.module._parameters, info.name, *pairs[info.slot_index])
-        for info in handle.infos
+        [
+            (info.module._parameters, info.name, *leaves[info.slot_index])
+            for info in handle.infos
+        ]
     )
     make_gather_lists(handle)
     handle.gather_check = tuple(
-        (leaf, leaf.data_ptr())
-        for region in handle.regions
-        if not region.shard.is_meta
-        for leaf in region.leaves
-        if leaf.numel()
+        [
+            (leaf, leaf.data_ptr())
+            for region in handle.regions
+            if not region.shard.is_meta
+            for leaf in region.leaves
+            if leaf.numel()
+        ]
     )
     handle.on_meta = any(region.shard.is_meta for region in handle.regions)
-    handle.trainable = tuple(r for r in handle.regions if r.layout.trainable)
+    handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     groups: dict[torch.dtype, list[FlatParameter]] = {}
     for region in handle.trainable:
         if region.reduce_buffer is not None and region.layout.padded_numel:
@@ -348,33 +334,41 @@ def _reset(handle: FlatParamHandle) -> None:
 # because a weak reference to a parameter makes ``torch.utils.swap_tensors`` refuse it;
 # the handle keeps its leaves alive, so an identity cannot be reused while the entry
 # stands.
-_LEAVES: dict[int, tuple[weakref.ref[FlatParamHandle], int]] = {}
+class _LeavesOf(weakref.ref[FlatParamHandle]):
+    """A weak reference to a handle; ``indices`` are its leaves', by identity."""
+
+    __slots__ = ("indices",)
+    indices: dict[int, int]
+
+
+_LEAVES: dict[int, _LeavesOf] = {}
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Make ``find_leaf`` know this handle's leaves until the handle is gone."""
-    keys = [id(leaf) for leaf in handle.leaves]
+    link = _LeavesOf(handle, _forget)
+    link.indices = {id(leaf): index for index, leaf in enumerate(handle.leaves)}
+    _LEAVES.update(dict.fromkeys(link.indices, link))
 
-    def forget(_: weakref.ref[FlatParamHandle]) -> None:
-        for key in keys:
-            if _LEAVES.get(key, (None,))[0] is reference:
-                del _LEAVES[key]
 
-    reference = weakref.ref(handle, forget)
-    for index, key in enumerate(keys):
-        _LEAVES[key] = (reference, index)
+def _forget(link: weakref.ref[FlatParamHandle]) -> None:
+    assert isinstance(link, _LeavesOf)
+    for key in link.indices:
+        if _LEAVES.get(key) is link:
+            del _LEAVES[key]
 
 
 def forget_leaves(handle: FlatParamHandle) -> None:
     """Take this handle's leaves out of what ``find_leaf`` knows."""
     for leaf in handle.leaves:
-        entry = _LEAVES.get(id(leaf))
-        if entry is not None and entry[0]() is handle:
+        link = _LEAVES.get(id(leaf))
+        if link is not None and link() is handle:
             del _LEAVES[id(leaf)]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
     """The handle whose sharded leaf this is, and its index; ``None`` if of none."""
-    entry = _LEAVES.get(id(parameter))
-    handle = entry[0]() if entry else None
-    return (handle, entry[1]) if entry and handle is not None else None
+    key = id(parameter)
+    link = _LEAVES.get(key)
+    handle = None if link is None else link()
+    return (handle, link.indices[key]) if link and handle is not None else None

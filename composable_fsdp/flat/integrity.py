@@ -16,7 +16,7 @@ from torch import nn
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle, rebuild_handle
-from composable_fsdp.flat.parameter import shard_views
+from composable_fsdp.flat.parameter import full_views, shard_views
 from composable_fsdp.naming import join, shown
 
 
@@ -118,7 +118,7 @@ def _require_fit(
             "state dict."
         )
     for region in handle.regions:
-        homes = shard_views(region, region.shard, rows=handle.rows)
+        homes, _ = shard_views(region, region.shard, rows=handle.rows)
         parameters = [current[slot.index] for slot in region.layout.parameters]
         for slot, home, found in zip(
             region.layout.parameters, homes, parameters, strict=True
@@ -163,7 +163,7 @@ def _reattach(handle: FlatParamHandle) -> None:
     """Copy leaves with memory of their own into the shard and make them views again."""
     with torch.no_grad():
         for region in handle.regions:
-            homes = shard_views(region, region.shard, rows=handle.rows)
+            homes, _ = shard_views(region, region.shard, rows=handle.rows)
             for leaf, home in zip(region.leaves, homes, strict=True):
                 if leaf.numel() and leaf.data_ptr() != home.data_ptr():
                     home.copy_(leaf.detach())
@@ -177,3 +177,37 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
         f"found {tuple(got.shape)} {got.dtype}. Cast or replace parameters before "
         "fully_shard; inside unshard_params they can be written in place."
     )
+
+
+def full_homes(handle: FlatParamHandle) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Each full leaf, and the view of ``full`` that its data has to be.
+
+    ``full`` must have its memory.
+    """
+    return [
+        pair
+        for region in handle.regions
+        for pair in zip(
+            region.full_leaves, full_views(region.layout, region.full)[0], strict=True
+        )
+    ]
+
+
+def is_at(leaf: torch.Tensor, home: torch.Tensor) -> bool:
+    """Whether ``leaf`` is the same view of the same memory as ``home``."""
+    return (leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()) == (
+        home.data_ptr(),
+        home.dtype,
+        home.shape,
+        home.stride(),
+    )
+
+
+def reattach_full(handle: FlatParamHandle) -> None:
+    """Make full leaves whose ``.data`` was replaced views of ``full`` again.
+
+    What they held is lost, unless it was copied before. ``full`` must have its memory.
+    """
+    for leaf, home in full_homes(handle):
+        if not is_at(leaf, home):
+            leaf.data = home

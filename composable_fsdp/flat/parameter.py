@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
-from composable_fsdp.planning.layout import RegionLayout, sharded_shape
+from composable_fsdp.planning.layout import Cuts, RegionLayout
 from composable_fsdp.planning.options import Dtypes
 
 
@@ -122,7 +122,7 @@ def build_region(
     region.shard = _new_shard(region, layout.dtype)
     region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
-        _fill_shard(region, parameters, sharded=sharded)
+        _fill_shard(region, parameters, rows=rows, sharded=sharded)
         _make_sharded_leaves(region, parameters, rows=rows)
         make_full(region, dtypes.compute)
         _make_gradients(region, dtypes.reduce)
@@ -140,13 +140,17 @@ def _new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
 
 
 def _fill_shard(
-    region: FlatParameter, parameters: Sequence[nn.Parameter], *, sharded: bool
+    region: FlatParameter,
+    parameters: Sequence[nn.Parameter],
+    *,
+    rows: bool,
+    sharded: bool,
 ) -> None:
-    shard, layout = region.shard, region.layout
+    shard = region.shard
     if shard.is_meta:
         return
-    parts = layout.parts(region.rank)
-    if sum(stop - start for start, stop, _ in parts) < layout.shard_numel:
+    parts, cuts, _ = region.layout.shard_cuts(region.rank, rows=rows)
+    if cuts.gaps:
         # Padding is zero, so that a norm of the whole shard means something.
         shard.zero_()
     for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
@@ -156,26 +160,31 @@ def _fill_shard(
             shard[at : at + stop - start].copy_(source)
 
 
-def shard_views(region: FlatParameter, base: Tensor, *, rows: bool) -> list[Tensor]:
-    """Views of this rank's parts in a ``(shard_numel,)`` buffer, in leaf shapes."""
-    layout = region.layout
-    views = []
-    for slot, (start, stop, at) in zip(
-        layout.parameters, layout.parts(region.rank), strict=True
-    ):
-        numel = stop - start
-        shape = sharded_shape(
-            slot.shape, numel, rows=rows, world_size=layout.world_size
-        )
-        part = base[at : at + numel]
-        views.append(part if shape == (numel,) else part.view(shape))
-    return views
+def shard_views(
+    region: FlatParameter, base: Tensor, *, rows: bool
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Views of a ``(shard_numel,)`` buffer: this rank's leaves, and padding."""
+    _, cuts, shapes = region.layout.shard_cuts(region.rank, rows=rows)
+    return _views(base, cuts, shapes)
+
+
+def _views(
+    buffer: Tensor, cuts: Cuts, shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Cut ``buffer``: parts in ``shapes``, and padding."""
+    # One operation for all pieces, where slices would take one each.
+    pieces = buffer.split_with_sizes(cuts.sizes)
+    parts = [
+        pieces[i] if len(shape) == 1 else pieces[i].view(shape)
+        for i, shape in zip(cuts.parameters, shapes, strict=True)
+    ]
+    return parts, tuple([pieces[i] for i in cuts.gaps])
 
 
 def _make_sharded_leaves(
     region: FlatParameter, parameters: Sequence[nn.Parameter], *, rows: bool
 ) -> None:
-    views = shard_views(region, region.shard, rows=rows)
+    views, _ = shard_views(region, region.shard, rows=rows)
     for parameter, view in zip(parameters, views, strict=True):
         # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
         parameter.grad = None
@@ -212,13 +221,7 @@ def full_views(
     layout: RegionLayout, buffer: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Views of a ``(padded_numel,)`` buffer: parameters, and padding."""
-    sizes, parameters, gaps = layout.cuts
-    pieces = buffer.split_with_sizes(sizes)
-    views = []
-    for slot, i in zip(layout.parameters, parameters, strict=True):
-        piece = pieces[i]
-        views.append(piece if len(slot.shape) == 1 else piece.view(slot.shape))
-    return views, tuple(pieces[i] for i in gaps)
+    return _views(buffer, layout.cuts, [slot.shape for slot in layout.parameters])
 
 
 def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
@@ -256,8 +259,5 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     with torch.inference_mode(False), torch.no_grad():
         # Sums are added to it as a whole: padding has to start from zero.
         region.grad_shard.zero_()
-        region.grad_views = tuple(shard_views(region, region.grad_shard, rows=rows))
-        region.grad_gaps = tuple(
-            region.grad_shard[start:stop]
-            for start, stop in region.layout.shard_gaps(region.rank)
-        )
+        views, region.grad_gaps = shard_views(region, region.grad_shard, rows=rows)
+        region.grad_views = tuple(views)

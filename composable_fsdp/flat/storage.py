@@ -40,5 +40,7 @@ def new_buffer(
     Made outside inference mode whatever the caller's mode is: it is kept across calls,
     and an inference tensor could never be written to in training.
     """
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from composable_fsdp.compose.registry import foreign_fsdp, get_state, incompatible_api
+from composable_fsdp.compose.registry import (
+    foreign_fsdp,
+    get_state,
+    incompatible_api,
+    other_apis,
+)
+from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.planning import walk
@@ -23,6 +29,7 @@ from composable_fsdp.planning.checks import (
     refuse_module,
     refuse_overlapping_storage,
     refuse_parameter,
+    share_storage,
 )
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
 from composable_fsdp.planning.policies import evaluate_policy
@@ -32,12 +39,18 @@ API = "fully_shard"
 """Name under which the registry holds the states of this package."""
 
 
-class Place(NamedTuple):
-    """Where a parameter is: ``module._parameters[name]``, ``fqn`` from the unit."""
+class ParamInfo(NamedTuple):
+    """One place of a parameter: ``module._parameters[name]``, ``fqn`` from the unit.
 
+    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a
+    list of modules two may bear one name).
+    """
+
+    fqn: str
     module: nn.Module
     name: str
-    fqn: str
+    primary: str
+    slot_index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +58,13 @@ class PlanRequest:
     """Everything a plan depends on besides the tree.
 
     ``owner_of`` tells which unit of an earlier application holds a parameter, if any.
-    ``shard_world_size`` and ``replicas`` apply to the hybrid strategies.
+    ``sizes`` gives, by strategy, the ranks that share a unit's parameters and the
+    number of copies; the default is one group of ``world_size`` ranks.
     """
 
     options: UnitOptions
     world_size: int
-    shard_world_size: int = 0
-    replicas: int = 1
+    sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
     policy: object = None
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
@@ -79,6 +92,8 @@ class Unit:
     parameters: list[tuple[nn.Parameter, list[Occurrence]]] = field(
         default_factory=list
     )
+    members: list[nn.Module] = field(default_factory=list)
+    """Its modules and those below them that are nearest to it, in walking order."""
     units_below: list[object] = field(default_factory=list)
 
 
@@ -92,9 +107,10 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     for module in modules:
         _check_root(module)
     units, found = _walk(modules, _evaluate(modules, request), request)
-    refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
+    if share_storage([parameter for parameter, _ in found.values()]):
+        refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
     for parameter, places in found.values():
-        index = _unit_of(places, units, request)
+        index = _unit_of(places, units, request) if len(units) > 1 else 0
         units[index].parameters.append((parameter, places))
     return units
 
@@ -180,17 +196,20 @@ def _walk(
         if index is not None:
             # A name is relative to the unit's module: its path is that many characters.
             chain = (*chain, (index, len(fqn)))
+        nearest = units[chain[-1][0]]
+        nearest.members.append(module)
         _note_parameters(module, fqn, chain, found, request)
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
             path = fqn if name == WRAPPED_MODULE else join(fqn, name)
-            if foreign := foreign_fsdp(child):
+            incompatible, foreign = other_apis(child)
+            if foreign:
                 raise CompositionError(_foreign_text(path, foreign))
             below = get_state(child, API)
             if below is not None and id(child) not in index_of:
-                units[chain[-1][0]].units_below.append(below)
-            elif child not in request.ignored_modules and not incompatible_api(child):
+                nearest.units_below.append(below)
+            elif child not in request.ignored_modules and not incompatible:
                 stack.append((child, path, chain))
             else:
                 skipped.append((path, child))
@@ -223,11 +242,14 @@ def _note_parameters(
 ) -> None:
     """Add the module's own parameters, and refuse those that cannot be sharded."""
     refuse_module(module, fqn)
+    prefix = f"{fqn}." if fqn else ""
     for name, parameter in module._parameters.items():
         if parameter is None or id(parameter) in request.ignored_parameters:
             continue
-        where = join(fqn, name)
-        _refuse_owned(parameter, where, request)
+        where = prefix + name
+        owner = request.owner_of(parameter)
+        if owner is not None:
+            raise PlanError(_owned_text(where, owner))
         refuse_parameter(parameter, where)
         place = Occurrence(chain, where, module, name)
         known = found.get(id(parameter))
@@ -237,15 +259,13 @@ def _note_parameters(
             known[1].append(place)
 
 
-def _refuse_owned(parameter: nn.Parameter, where: str, request: PlanRequest) -> None:
-    owner = request.owner_of(parameter)
-    if owner is not None:
-        raise PlanError(
-            f"Parameter {shown(where)} is tied to {owner}, which another fully_shard "
-            "call already manages: one unit would gather it and both would use it. "
-            "Apply fully_shard to the lowest module that holds both places, instead of "
-            "to the inner one."
-        )
+def _owned_text(where: str, owner: str) -> str:
+    return (
+        f"Parameter {shown(where)} is tied to {owner}, which another fully_shard "
+        "call already manages: one unit would gather it and both would use it. "
+        "Apply fully_shard to the lowest module that holds both places, instead of "
+        "to the inner one."
+    )
 
 
 def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) -> int:

@@ -50,6 +50,8 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
 
 def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
     """Refuse parameters whose data a flat buffer cannot hold."""
+    if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+        return  # as nearly all are: what is refused for its kind has another class
     if is_lazy(parameter):
         raise PlanError(
             f"Parameter {shown(fqn)} is not initialised yet (a lazy module). Run a dry "
@@ -74,11 +76,14 @@ def _is_dtensor(parameter: nn.Parameter) -> bool:
     return tensor is not None and isinstance(parameter, tensor.DTensor)
 
 
+def share_storage(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether any of these different parameters have one storage."""
+    storages = {parameter.untyped_storage()._cdata for parameter in parameters}
+    return len(storages) < len(parameters)
+
+
 def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Refuse different parameters that share memory, which sharding would separate."""
-    storages = {parameter.untyped_storage()._cdata for _, parameter in named}
-    if len(storages) == len(named):
-        return
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, parameter in named:
         if parameter.numel() == 0:

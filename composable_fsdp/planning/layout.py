@@ -82,6 +82,18 @@ class Cuts(NamedTuple):
     gaps: tuple[int, ...]
 
 
+class ShardCuts(NamedTuple):
+    """What one rank holds of a region, parameter by parameter, and how to cut it.
+
+    ``parts``: elements ``[start, stop)`` of the parameter, and their offset in the
+    shard. ``shapes``: those of the sharded leaves.
+    """
+
+    parts: tuple[tuple[int, int, int], ...]
+    cuts: Cuts
+    shapes: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class RegionLayout:
     """One flat buffer: ``numel`` elements of parameters, ``padded_numel`` in all.
@@ -114,54 +126,66 @@ class RegionLayout:
     @cached_property
     def cuts(self) -> Cuts:
         """How to cut the buffer into parameters and padding in one operation."""
-        sizes: list[int] = []
-        parameters: list[int] = []
-        gaps: list[int] = []
-        end = 0
-        for slot in self.parameters:
-            if slot.offset > end:
-                gaps.append(len(sizes))
-                sizes.append(slot.offset - end)
-            parameters.append(len(sizes))
-            sizes.append(slot.numel)
-            end = slot.offset + slot.numel
-        if self.padded_numel > end:
-            gaps.append(len(sizes))
-            sizes.append(self.padded_numel - end)
-        return Cuts(tuple(sizes), tuple(parameters), tuple(gaps))
+        return _cut([(s.offset, s.numel) for s in self.parameters], self.padded_numel)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Intervals of the buffer that hold padding, in memory order."""
         sizes, ends = self.cuts.sizes, list(accumulate(self.cuts.sizes))
         return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
 
-    def shard_gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Intervals of ``rank``'s shard that hold padding, in memory order."""
-        low = rank * self.shard_numel
-        cut = [
-            (max(start - low, 0), min(stop - low, self.shard_numel))
-            for start, stop in self.gaps()
-        ]
-        return tuple((start, stop) for start, stop in cut if stop > start)
-
-    def parts(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Per parameter, what ``rank`` owns: ``(start, stop, offset in the shard)``."""
-        known = self._parts.get(rank)
+    def shard_cuts(self, rank: int, *, rows: bool) -> ShardCuts:
+        """How to cut ``rank``'s shard into its parts of the parameters and padding."""
+        known = self._shard_cuts.get((rank, rows))
         if known is None:
-            known = self._parts[rank] = tuple(
-                (*self.interval(slot, rank), self.shard_offset(slot, rank))
-                for slot in self.parameters
+            slots = self.parameters
+            parts = [
+                (*self.interval(s, rank), self.shard_offset(s, rank)) for s in slots
+            ]
+            known = self._shard_cuts[rank, rows] = ShardCuts(
+                tuple(parts),
+                _cut(
+                    [(at, stop - start) for start, stop, at in parts], self.shard_numel
+                ),
+                tuple(
+                    sharded_shape(
+                        s.shape, stop - start, rows=rows, world_size=self.world_size
+                    )
+                    for s, (start, stop, _) in zip(slots, parts, strict=True)
+                ),
             )
         return known
 
     @cached_property
-    def _parts(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    def _shard_cuts(self) -> dict[tuple[int, bool], ShardCuts]:
         return {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole buffer, padding included."""
         return self.padded_numel * self.dtype.itemsize
+
+
+def _cut(held: Sequence[tuple[int, int]], numel: int) -> Cuts:
+    """Cut ``numel`` elements into the intervals ``held`` and the padding between.
+
+    Each interval is (offset, size), in order; an empty one may have offset 0.
+    """
+    sizes: list[int] = []
+    parameters: list[int] = []
+    gaps: list[int] = []
+    end = 0
+    for offset, size in held:
+        if offset > end:
+            gaps.append(len(sizes))
+            sizes.append(offset - end)
+            end = offset
+        parameters.append(len(sizes))
+        sizes.append(size)
+        end += size
+    if numel > end:
+        gaps.append(len(sizes))
+        sizes.append(numel - end)
+    return Cuts(tuple(sizes), tuple(parameters), tuple(gaps))
 
 
 def row_block(shape: Sequence[int]) -> int:
@@ -205,6 +229,29 @@ def plan_regions(
     their first parameter.
     """
     return _plan_regions(tuple(specs), world_size, launch_bytes)
+
+
+@lru_cache(maxsize=4096)
+def plan_unit_regions(
+    parameters: tuple[tuple[tuple[str, ...], tuple[int, ...], torch.dtype, bool], ...],
+    *,
+    rows: bool,
+    world_size: int,
+) -> tuple[RegionLayout, ...]:
+    """Lay out parameters, each given by names, shape, dtype and ``requires_grad``.
+
+    Blocks are rows, or single elements. Equal arguments, as of the blocks of a
+    transformer, give the same object.
+    """
+    return plan_regions(
+        [
+            ParameterSpec(
+                names, tuple(shape), dtype, trainable, row_block(shape) if rows else 1
+            )
+            for names, shape, dtype, trainable in parameters
+        ],
+        world_size=world_size,
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -2,96 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import or_
 
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.options import UnitOptions
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Collectives of one training step and their bytes, per rank.
-
-    Regions issued together are one call. Bytes are those of the whole buffer that a
-    collective fills or reduces (``padded_numel`` x item size): what a rank sends and
-    receives on a ring is that times ``(world_size - 1) / world_size``, twice for an
-    all-reduce.
-    """
-
-    all_gather_calls: int = 0
-    all_gather_bytes: int = 0
-    reduce_scatter_calls: int = 0
-    reduce_scatter_bytes: int = 0
-    all_reduce_calls: int = 0
-    all_reduce_bytes: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.all_gather_calls + other.all_gather_calls,
-            self.all_gather_bytes + other.all_gather_bytes,
-            self.reduce_scatter_calls + other.reduce_scatter_calls,
-            self.reduce_scatter_bytes + other.reduce_scatter_bytes,
-            self.all_reduce_calls + other.all_reduce_calls,
-            self.all_reduce_bytes + other.all_reduce_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPlan:
-    """One fully sharded module: its name, its regions and its options.
-
-    ``fqn`` is the module's name from the module that was planned. ``shard_world_size``
-    is the number of ranks that share the parameters, ``replicas`` the number of such
-    groups.
-    """
-
-    fqn: str
-    class_name: str
-    regions: tuple[RegionLayout, ...]
-    options: UnitOptions
-    shard_world_size: int
-    replicas: int
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of parameters that each rank keeps (its shards, padding included)."""
-        return sum(r.shard_numel * r.dtype.itemsize for r in self.regions)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of reduced gradients that each rank keeps."""
-        return sum(
-            r.shard_numel * r.dtype.itemsize for r in self.regions if r.trainable
-        )
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the unit's full parameters while it is unsharded."""
-        return sum(r.nbytes for r in self.regions) if self.shard_world_size > 1 else 0
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether any parameter of the unit gets a gradient."""
-        return any(r.trainable and r.numel for r in self.regions)
-
-    def traffic(self, *, is_root: bool, in_backward: bool) -> Traffic:
-        """Collectives of one forward and backward in the steady state.
-
-        ``in_backward`` tells whether gradients flow through the unit.
-        """
-        gathered = sum(r.nbytes for r in self.regions if r.numel)
-        reduced = [r for r in self.regions if r.trainable and r.numel]
-        dtypes = len({r.dtype for r in reduced})
-        nbytes = sum(r.nbytes for r in reduced)
-        total = Traffic()
-        if self.shard_world_size > 1 and gathered:
-            again = self.options.reshard_after_forward and not is_root and in_backward
-            total += Traffic(1 + again, gathered * (1 + again), dtypes, nbytes)
-        if self.replicas > 1:
-            part = nbytes // self.shard_world_size
-            total += Traffic(all_reduce_calls=len(reduced), all_reduce_bytes=part)
-        return total
+from composable_fsdp.planning.memory import PeakMemory, peak_of_step
+from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,32 +33,103 @@ class ShardingPlan:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters on each rank."""
+        """Bytes of parameters on each rank, those kept on the host included."""
         return sum(unit.parameter_bytes for unit in self.units)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients on each rank after a backward."""
+        """Bytes of gradients on each rank after a backward, the host's included."""
         return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of parameters and gradients that offloading keeps on the host."""
+        return sum(
+            unit.parameter_bytes + unit.gradient_bytes
+            for unit in self.units
+            if unit.is_offloaded
+        )
 
     @property
     def traffic(self) -> Traffic:
         """Collectives and bytes of one step; the first unit is the root."""
         total = Traffic()
-        # Gradients flow back to the first trainable unit, through frozen ones as well.
-        flows = False
-        for i, unit in enumerate(self.units):
-            flows = flows or unit.is_trainable
+        for i, (unit, flows) in enumerate(self._with_flow()):
             total += unit.traffic(is_root=i == 0, in_backward=flows)
         return total
+
+    def _with_flow(self) -> list[tuple[UnitPlan, bool]]:
+        """Units, and whether gradients flow through them.
+
+        They flow back to the first trainable unit, through frozen ones as well.
+        """
+        trainable = accumulate((unit.is_trainable for unit in self.units), or_)
+        return list(zip(self.units, trainable, strict=True))
+
+    def peak(
+        self, *, device_type: str = "cuda", optimizer_states: int = 0
+    ) -> PeakMemory:
+        """The most that a step takes of each rank's device, activations left out.
+
+        ``optimizer_states``: tensors that the optimizer keeps per trainable parameter,
+        in its dtype (2 for AdamW). Of offloaded units only what visits the device is
+        counted, unless ``device_type`` is "cpu". ``planning.memory`` says what is
+        assumed of the step.
+        """
+        streams = device_type == "cuda"
+        parents = _parents(self.units)
+        kept = [u for u in self.units if not (u.is_offloaded and streams)]
+        moment = peak_of_step(
+            [
+                unit.memory(
+                    parent=parents[i], in_backward=flows, on_host=unit.is_offloaded
+                )
+                for i, (unit, flows) in enumerate(self._with_flow())
+            ],
+            streams=streams,
+        )
+        states = sum(
+            r.shard_numel * r.dtype.itemsize
+            for unit in kept
+            for r in unit.regions
+            if r.trainable
+        )
+        return PeakMemory(
+            parameters=sum(unit.parameter_bytes for unit in kept),
+            gradients=sum(unit.gradient_bytes for unit in kept),
+            full=moment.full,
+            reduce=moment.reduce,
+            in_flight=moment.in_flight,
+            optimizer=optimizer_states * states,
+            when=moment.when,
+        )
 
     @property
     def report(self) -> str:
         """The plan as text: a table of units, totals, then what deserves a look."""
-        return "\n".join([_table(self.units), *_totals(self), *self.warnings])
+        mixed = [
+            _mixed_text(unit) for unit in self.units if unit.frozen and unit.trainable
+        ]
+        return "\n".join([_table(self.units), *_totals(self), *mixed, *self.warnings])
 
     def __str__(self) -> str:
         return self.report
+
+
+def _parents(units: Sequence[UnitPlan]) -> list[int]:
+    """Index of the unit around each; -1 for the root."""
+    parents: list[int] = []
+    inside: list[int] = []
+    for index, unit in enumerate(units):
+        while inside and not _is_inside(unit.fqn, units[inside[-1]].fqn):
+            inside.pop()
+        parents.append(inside[-1] if inside else -1)
+        inside.append(index)
+    return parents
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return not outer or fqn.startswith(f"{outer}.")
 
 
 def _table(units: tuple[UnitPlan, ...]) -> str:
@@ -169,7 +159,7 @@ def _table(units: tuple[UnitPlan, ...]) -> str:
 
 
 def _totals(plan: ShardingPlan) -> list[str]:
-    traffic = plan.traffic
+    traffic, peak = plan.traffic, plan.peak()
     strategies = {unit.options.strategy.name: None for unit in plan.units}
     sent = [
         f"{calls} {name}{'s' if calls > 1 else ''} of {size_text(nbytes)} in all"
@@ -190,8 +180,23 @@ def _totals(plan: ShardingPlan) -> list[str]:
         f"per rank: parameters {size_text(plan.parameter_bytes)}, gradients "
         f"{size_text(plan.gradient_bytes)}; the largest unit is "
         f"{size_text(max(u.full_bytes for u in plan.units))} while it is full",
+        f"at the peak {size_text(peak.total)} on the device, in {peak.when}: full "
+        f"parameters {size_text(peak.full)}, reduction {size_text(peak.reduce)}, "
+        f"gradients in flight {size_text(peak.in_flight)}; without activations and "
+        "optimizer",
         f"per step: {', '.join(sent) or 'no communication'}",
     ]
+
+
+def _mixed_text(unit: UnitPlan) -> str:
+    trainable, frozen = unit.trainable, unit.frozen
+    shown = list(trainable)[:4]
+    more = f" and {len(trainable) - 4} more" if len(trainable) > 4 else ""
+    return (
+        f"unit {unit.fqn or ROOT_NAME} trains {len(trainable)} of "
+        f"{len(trainable) + len(frozen)} parameters ({sum(trainable.values()):,} "
+        f"elements; {sum(frozen.values()):,} are frozen): {', '.join(shown)}{more}"
+    )
 
 
 def size_text(nbytes: int) -> str:
@@ -214,24 +219,3 @@ def _region_text(region: RegionLayout) -> str:
     kind = str(region.dtype).removeprefix("torch.")
     frozen = "" if region.trainable else " frozen"
     return f"{kind}{frozen} x{len(region.parameters)}"
-
-
-def padding_notes(unit: UnitPlan) -> list[str]:
-    """Say where row blocks pad a region to more than twice its parameters."""
-    notes = []
-    for region in unit.regions:
-        if region.padded_numel <= 2 * region.numel or not region.numel:
-            continue
-        few = [
-            slot.fqn
-            for slot in region.parameters
-            if slot.block > 1 and slot.shape[0] < unit.shard_world_size
-        ]
-        if few:
-            notes.append(
-                f"unit {unit.fqn or ROOT_NAME}: {', '.join(few)} have fewer rows than "
-                f"the {unit.shard_world_size} ranks, so padding is "
-                f"{region.padded_numel / region.numel - 1:.0%}; block=Block.ELEMENT "
-                "cuts inside rows and avoids it."
-            )
-    return notes

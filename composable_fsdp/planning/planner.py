@@ -4,33 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from composable_fsdp.config import Block, ShardingStrategy
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
     Occurrence,
-    Place,
+    ParamInfo,
     PlanRequest,
     Unit,
     assign_units,
 )
-from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.layout import plan_unit_regions
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan, UnitPlan, padding_notes
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The live objects behind one ``UnitPlan``, region by region and slot by slot."""
+    """The live objects behind one ``UnitPlan``."""
 
     plan: UnitPlan
     modules: tuple[nn.Module, ...]
+    members: tuple[nn.Module, ...]
+    """These and the modules below of which this unit is the nearest above."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    places: tuple[tuple[tuple[Place, ...], ...], ...]
+    """Region by region and slot by slot."""
+    infos: tuple[ParamInfo, ...]
+    """Every place of every parameter, in the same order."""
     parent: int
     """Index of the unit above; of the first target, itself."""
     units_below: tuple[object, ...]
@@ -55,69 +67,90 @@ def plan_modules(
     return plan, targets
 
 
-def _group_sizes(options: UnitOptions, request: PlanRequest) -> tuple[int, int]:
-    """Ranks that share the unit's parameters, and how many such groups there are."""
-    if options.strategy is ShardingStrategy.NO_SHARD:
-        return 1, request.world_size
-    if options.strategy in (
+def group_sizes(
+    strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
+) -> tuple[int, int]:
+    """Ranks that share a unit's parameters, and how many copies of them there are.
+
+    Without ``shard_world_size`` there is one group.
+
+    Raises: PlanError, for a hybrid strategy on one group.
+    """
+    if strategy is ShardingStrategy.NO_SHARD:
+        return 1, world_size
+    if shard_world_size is not None:
+        return shard_world_size, world_size // shard_world_size
+    if strategy in (
         ShardingStrategy.HYBRID_SHARD,
         ShardingStrategy._HYBRID_SHARD_ZERO2,
     ):
-        return request.shard_world_size or request.world_size, request.replicas
-    return request.world_size, 1
+        raise PlanError(
+            f"A plan with {strategy.name} expects shard_world_size, the ranks that "
+            "share the parameters. Pass the size of the mesh's shard dim, or of a node."
+        )
+    return world_size, 1
 
 
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
-    shard_world_size, replicas = _group_sizes(unit.options, request)
-    rows = unit.options.block is Block.ROW
-    held: list[tuple[nn.Parameter, tuple[Place, ...]]] = []
-    specs = []
-    for parameter, occurrences in unit.parameters:
-        names, places = _places(occurrences, index)
-        held.append((parameter, places))
-        shape = tuple(parameter.shape)
-        block = row_block(shape) if rows else 1
-        specs.append(
-            ParameterSpec(names, shape, parameter.dtype, parameter.requires_grad, block)
-        )
+    sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
+    shard_world_size, replicas = sizes(unit.options.strategy)
+    infos = [
+        _infos(occurrences, index, slot_index)
+        for slot_index, (_, occurrences) in enumerate(unit.parameters)
+    ]
+    regions = plan_unit_regions(
+        tuple(
+            [
+                (names, parameter.shape, parameter.dtype, parameter.requires_grad)
+                for (names, _), (parameter, _) in zip(
+                    infos, unit.parameters, strict=True
+                )
+            ]
+        ),
+        rows=unit.options.block is Block.ROW,
+        world_size=shard_world_size,
+    )
     plan = UnitPlan(
         fqn=unit.fqn,
         class_name=type(unit.modules[0]).__name__,
-        regions=plan_regions(specs, world_size=shard_world_size),
+        regions=regions,
         options=unit.options,
         shard_world_size=shard_world_size,
         replicas=replicas,
     )
     notes.extend(padding_notes(plan))
-    slots = [[held[slot.index] for slot in r.parameters] for r in plan.regions]
+    slots = [[slot.index for slot in region.parameters] for region in regions]
     return Target(
         plan,
         unit.modules,
-        tuple(tuple(parameter for parameter, _ in region) for region in slots),
-        tuple(tuple(places for _, places in region) for region in slots),
+        tuple(unit.members),
+        tuple([tuple([unit.parameters[i][0] for i in region]) for region in slots]),
+        tuple([info for region in slots for i in region for info in infos[i][1]]),
         unit.parent,
         tuple(unit.units_below),
     )
 
 
-def _places(
-    occurrences: list[Occurrence], index: int
-) -> tuple[tuple[str, ...], tuple[Place, ...]]:
+def _infos(
+    occurrences: list[Occurrence], index: int, slot_index: int
+) -> tuple[tuple[str, ...], tuple[ParamInfo, ...]]:
     """All names of a parameter from its unit, and the places that hold it.
 
     A module that is met along two paths holds the parameter once and names it twice.
     """
+    first = _relative(occurrences[0], index)
     if len(occurrences) == 1:
         o = occurrences[0]
-        fqn = _relative(o, index)
-        return (fqn,), (Place(o.module, o.name, fqn),)
+        return (first,), (ParamInfo(first, o.module, o.name, first, slot_index),)
     names: dict[str, None] = {}
-    places: dict[tuple[int, str], Place] = {}
+    infos: dict[tuple[int, str], ParamInfo] = {}
     for o in occurrences:
         fqn = _relative(o, index)
         names[fqn] = None
-        places.setdefault((id(o.module), o.name), Place(o.module, o.name, fqn))
-    return tuple(names), tuple(places.values())
+        infos.setdefault(
+            (id(o.module), o.name), ParamInfo(fqn, o.module, o.name, first, slot_index)
+        )
+    return tuple(names), tuple(infos.values())
 
 
 def _relative(place: Occurrence, index: int) -> str:
@@ -131,8 +164,13 @@ def plan(
     module: nn.Module,
     *,
     world_size: int,
+    shard_world_size: int | None = None,
     policy: object = None,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    limit_all_gathers: bool = True,
     block: Block = Block.ROW,
     ignored_modules: Sequence[nn.Module] | None = None,
     ignored_states: Sequence[nn.Parameter] | Sequence[nn.Module] | None = None,
@@ -141,7 +179,9 @@ def plan(
     """Say what ``fully_shard`` would do with ``module`` on ``world_size`` ranks.
 
     Needs no process group, works on meta-device models and touches nothing; ``print()``
-    the result for a report. ``world_size`` counts ranks; sizes are in elements, bytes
+    the result for a report. ``world_size`` counts ranks; with ``shard_world_size`` so
+    many of them share parameters and the rest hold copies, as on a 2-D mesh
+    ``(world_size // shard_world_size, shard_world_size)``. Sizes are in elements, bytes
     as the fields say.
 
     Raises: PlanError or CompositionError, as ``fully_shard`` itself would.
@@ -156,9 +196,28 @@ def plan(
         raise PlanError(
             f"world_size expects a positive number of ranks, got {world_size!r}."
         )
+    if shard_world_size is not None and (
+        not isinstance(shard_world_size, int)
+        or shard_world_size < 1
+        or world_size % shard_world_size
+    ):
+        raise PlanError(
+            "shard_world_size expects a number of ranks that divides world_size="
+            f"{world_size}, got {shard_world_size!r}."
+        )
     request = PlanRequest(
-        options=UnitOptions(strategy=strategy, block=block),
+        options=UnitOptions(
+            strategy=strategy,
+            block=block,
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+        ),
         world_size=world_size,
+        sizes=partial(
+            group_sizes, world_size=world_size, shard_world_size=shard_world_size
+        ),
         policy=policy,
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
@@ -171,6 +230,8 @@ def expand_ignored(
     ignored_modules: Sequence[nn.Module] | None, ignored_states: Sequence[Any] | None
 ) -> frozenset[nn.Module]:
     """All modules that are ignored, with everything below them."""
+    if not ignored_modules and not ignored_states:
+        return frozenset()
     given = list(ignored_modules or ())
     given += [state for state in ignored_states or () if isinstance(state, nn.Module)]
     for module in given:
@@ -184,14 +245,16 @@ def expand_ignored(
 
 def ignored_parameters(ignored_states: Sequence[Any] | None) -> frozenset[int]:
     """Identities of the parameters that are ignored by themselves."""
-    for state in ignored_states or ():
+    if not ignored_states:
+        return frozenset()
+    for state in ignored_states:
         if not isinstance(state, (nn.Parameter, nn.Module)):
             raise TypeError(
                 "ignored_states expects parameters or modules, got "
                 f"{type(state).__name__}."
             )
     return frozenset(
-        id(state) for state in ignored_states or () if isinstance(state, nn.Parameter)
+        id(state) for state in ignored_states if isinstance(state, nn.Parameter)
     )
 
 

@@ -12,15 +12,17 @@ runs
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does.
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the
-engine's ``queue_callback`` are private; used only here, checked on torch 2.13 (and
-present in 2.11).
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``, the
+engine's ``queue_callback`` and ``Tensor._post_accumulate_grad_hooks`` are private; used
+only here, checked on torch 2.13 (and present in 2.11).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +56,9 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward that this thread runs; ``NO_TASK`` outside."""
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _engine = torch.autograd.Variable._execution_engine
+
+OURS = -1
+"""Key of the arrival hook among the hooks of a full leaf."""
 
 KEEP = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
@@ -155,20 +160,26 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
 def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
     nodes = []
-    for region in state.handle.trainable:
-        arrivals = make_arrivals(state, region)
-        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            # A leaf keeps its node only weakly: the handle does, so that the node we
-            # ask the engine about is the node it runs.
-            nodes.append(_accumulator(leaf))
-            leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
+    # Once for all leaves: entering it costs as much as asking two of them.
+    with torch.enable_grad():
+        for region in state.handle.trainable:
+            arrivals = make_arrivals(state, region)
+            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+                # A leaf keeps its node only weakly: the handle does, so that the node
+                # we ask the engine about is the node it runs.
+                nodes.append(_accumulator(leaf))
+                # What register_post_accumulate_grad_hook sets, less its checks and its
+                # handle, which took longer than all else. Torch numbers from 0 up.
+                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
     state.handle.accumulators = tuple(nodes)
 
 
 def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it."""
-    with torch.enable_grad():
-        alias: Tensor = leaf.view_as(leaf)
+    """The node that accumulates into ``leaf``, by way of any node that feeds it.
+
+    Gradients must be enabled.
+    """
+    alias: Tensor = leaf.view_as(leaf)
     assert alias.grad_fn is not None
     return alias.grad_fn.next_functions[0][0]
 
@@ -194,38 +205,43 @@ def make_arrivals(
     Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
     arrival copies, later ones of the same reduction add.
     """
-    arrived = region.arrived
     # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
     # strong reference would keep the model alive for ever.
     owner = weakref.ref(state)
+    return [
+        partial(_arrive, owner, region.arrived, index, view)
+        for index, view in enumerate(region.reduce_views)
+    ]
 
-    def make(index: int, view: Tensor) -> Callable[[Tensor], None]:
-        def arrive(leaf: Tensor) -> None:
-            unit = owner()
-            assert unit is not None
-            handle = unit.handle
-            gradient = leaf.grad
-            # None, if a custom Function returned no gradient: counted, nothing to move.
-            if gradient is not None:
-                leaf.grad = None
-                if torch.is_grad_enabled():
-                    gradient = gradient.detach()
-                if not handle.reduce_is_allocated:
-                    _late(unit, handle)
-                if arrived[index]:
-                    view.add_(gradient)
-                else:
-                    view.copy_(gradient)
-                    arrived[index] = 1
-            # Of another graph task (a checkpoint inside the unit): only accumulated.
-            if handle.task == current_task():
-                handle.pending -= 1
-                if handle.pending == 0:
-                    _gradients_complete(unit, handle)
 
-        return arrive
-
-    return [make(index, view) for index, view in enumerate(region.reduce_views)]
+def _arrive(
+    owner: weakref.ref[_FSDPState],
+    arrived: bytearray,
+    index: int,
+    view: Tensor,
+    leaf: Tensor,
+) -> None:
+    unit = owner()
+    assert unit is not None
+    handle = unit.handle
+    gradient = leaf.grad
+    # None, if a custom Function returned no gradient: counted, nothing to move.
+    if gradient is not None:
+        leaf.grad = None
+        if torch.is_grad_enabled():
+            gradient = gradient.detach()
+        if not handle.reduce_is_allocated:
+            _late(unit, handle)
+        if arrived[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            arrived[index] = 1
+    # Of another graph task (a checkpoint inside the unit): only accumulated.
+    if handle.task == current_task():
+        handle.pending -= 1
+        if handle.pending == 0:
+            _gradients_complete(unit, handle)
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -6,10 +6,9 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.compose.registry import incompatible_api, set_state
+from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.handle import build_handle
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
@@ -24,7 +23,6 @@ def build_units(
     *,
     ranks: RankLayout,
     device: torch.device,
-    ignored: frozenset[nn.Module] = frozenset(),
     before: Callable[[int], None] | None = None,
 ) -> list[_FSDPState]:
     """Build every unit of one application, inner ones first; states in plan order.
@@ -46,7 +44,10 @@ def build_units(
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
                 _link(below, state)
-        _own_modules(state, ignored)
+        # Inner units have entered theirs, and a module has one owner.
+        heads = target.modules
+        free = [m for m in target.members if m in heads or OWNERS.get(m) is None]
+        OWNERS.set(state, *free)
         install_hooks(state)
     return states
 
@@ -68,20 +69,3 @@ def _fill(
     groups = ranks.for_strategy(options.strategy)
     state.handle = build_handle(target, groups=groups, device=device)
     state.precision = make_precision(state.handle)
-
-
-def _own_modules(state: _FSDPState, ignored: frozenset[nn.Module]) -> None:
-    """Enter the unit's modules into the owner map; inner units are in it already."""
-    stack: list[nn.Module] = list(state.modules)
-    while stack:
-        module = stack.pop()
-        owner = OWNERS.get(module)
-        if owner is None or module in state.modules:
-            OWNERS.set(module, state)
-            stack.extend(
-                child
-                for child in module._modules.values()
-                if child is not None
-                and child not in ignored
-                and incompatible_api(child) is None
-            )

@@ -17,31 +17,35 @@ own: as when a model ties its weights after it has made all its layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.compose.registry import incompatible_api
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join, shown
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.tree.state import OWNERS
+from composable_fsdp.planning.walk import name_of
 
 Init = Callable[[nn.Module], object]
-Named = tuple[str, nn.Module]
 
 
 class Waiting(NamedTuple):
     """A module that holds meta tensors directly: which, and which it has first."""
 
-    fqn: str
+    top: nn.Module
+    """Where names start."""
     module: nn.Module
     held: tuple[tuple[dict[str, Any], str, Tensor], ...]
     """The module's table of parameters or buffers, key, and the tensor."""
     first: frozenset[str]
+
+    @property
+    def fqn(self) -> str:
+        """The module's name; only asked for by messages."""
+        return name_of(self.top, self.module)
 
 
 def reset_parameters(module: nn.Module) -> None:
@@ -74,24 +78,12 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Any:
     return made
 
 
-def own_modules(
-    targets: Sequence[Target], ignored: frozenset[nn.Module]
-) -> list[list[Named]]:
-    """Per target, the modules of the unit and of no unit below it, with names."""
-    inner = {id(module) for target in targets for module in target.modules}
-    done: set[int] = set()
-    return [list(_own_modules(target, inner, ignored, done)) for target in targets]
-
-
 def find_waiting(
-    targets: Sequence[Target],
-    own: Sequence[Sequence[Named]],
-    kept: frozenset[int],
+    targets: Sequence[Target], kept: frozenset[int]
 ) -> list[list[Waiting]]:
     """Per target, the modules that have to be initialised, in ``.modules()`` order.
 
-    ``own`` is what ``own_modules`` returned; ``kept`` are identities of parameters that
-    are left on meta, because they are ignored.
+    ``kept``: identities of parameters that are left on meta, because they are ignored.
     """
     first: dict[int, tuple[int, str]] = {}
     for top in targets[0].modules:
@@ -101,15 +93,15 @@ def find_waiting(
     return [
         [
             Waiting(
-                fqn,
+                targets[0].modules[0],
                 module,
                 held,
                 frozenset(k for t, k, v in held if first[id(v)] == (id(t), k)),
             )
-            for fqn, module in modules
+            for module in target.members
             if (held := _on_meta(module, kept))
         ]
-        for modules in own
+        for target in targets
     ]
 
 
@@ -125,34 +117,13 @@ def _on_meta(
     )
 
 
-def _own_modules(
-    target: Target, inner: set[int], ignored: frozenset[nn.Module], done: set[int]
-) -> Iterator[Named]:
-    stack = [(target.plan.fqn, module) for module in reversed(target.modules)]
-    while stack:
-        fqn, module = stack.pop()
-        if id(module) in done:
-            continue
-        done.add(id(module))
-        yield fqn, module
-        children = [(n, c) for n, c in module._modules.items() if c is not None]
-        stack.extend(
-            (join(fqn, name), child)
-            for name, child in reversed(children)
-            if id(child) not in inner
-            and child not in ignored
-            and OWNERS.get(child) is None
-            and incompatible_api(child) is None
-        )
-
-
 def require_reset_parameters(waiting: Sequence[Waiting]) -> None:
     """Refuse modules on meta that torch's convention cannot initialise."""
-    for fqn, module, held, _ in waiting:
-        if not callable(getattr(module, "reset_parameters", None)):
+    for each in waiting:
+        if not callable(getattr(each.module, "reset_parameters", None)):
             raise PlanError(
-                f"{type(module).__name__} {shown(fqn)} holds "
-                f"{', '.join(repr(key) for _, key, _ in held)} on meta and has no "
+                f"{type(each.module).__name__} {shown(each.fqn)} holds "
+                f"{', '.join(repr(key) for _, key, _ in each.held)} on meta and has no "
                 "reset_parameters() to initialise it. Give it one, or pass "
                 "param_init_fn."
             )
@@ -177,7 +148,7 @@ def materialize(waiting: Waiting, init: Init) -> None:
         if key in waiting.first:
             made = _require_like(waiting, key, tensor, made)
             if made is not tensor:
-                _swap(join(waiting.fqn, key), tensor, made)
+                _swap(waiting, key, tensor, made)
 
 
 def _require_like(waiting: Waiting, key: str, tensor: Tensor, made: object) -> Tensor:
@@ -199,7 +170,7 @@ def _require_like(waiting: Waiting, key: str, tensor: Tensor, made: object) -> T
     )
 
 
-def _swap(fqn: str, tensor: Tensor, made: Tensor) -> None:
+def _swap(waiting: Waiting, key: str, tensor: Tensor, made: Tensor) -> None:
     """Make the object ``tensor`` hold what ``made`` does, and keep its attributes."""
     trainable = tensor.requires_grad
     swap: Callable[[Tensor, Tensor], None] = vars(torch.utils)["swap_tensors"]
@@ -207,9 +178,9 @@ def _swap(fqn: str, tensor: Tensor, made: Tensor) -> None:
         swap(tensor, made)
     except RuntimeError as error:
         raise PlanError(
-            f"{shown(fqn)} on meta cannot be given values in place ({error}): "
-            "something else refers to it, as nn.LSTM does weakly. Initialise the model "
-            "before fully_shard."
+            f"{shown(join(waiting.fqn, key))} on meta cannot be given values in place "
+            f"({error}): something else refers to it, as nn.LSTM does weakly. "
+            "Initialise the model before fully_shard."
         ) from error
     tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
     tensor.requires_grad_(trainable)

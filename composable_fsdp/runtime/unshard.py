@@ -22,13 +22,8 @@ from composable_fsdp.comm.device import Streams, copy_async
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.tree.state import RuntimeContext
-
-RETIRING_LIMIT = 1
-"""Resharded units whose memory may wait for the GPU, with ``limit_all_gathers``."""
-
-RETIRING_UNLIMITED = 4
-"""The same without it: more overlap on small units, more memory."""
 
 
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import OwnerMap
+from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
@@ -134,6 +135,7 @@ class _FSDPState:
         "remaining",
         "reshard_after_forward",
         "settings",
+        "state_dict_settings",
         "sync_gradients",
     )
 
@@ -159,6 +161,7 @@ class _FSDPState:
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
+        self.state_dict_settings = FULL_BY_DEFAULT
 
     @property
     def parent(self) -> _FSDPState | None:

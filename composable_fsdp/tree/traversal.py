@@ -40,10 +40,11 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
         if isinstance(state, _FSDPState) and id(state) not in seen_states:
             seen_states.add(id(state))
             yield fqn, current, state
-        for name, child in reversed(current._modules.items()):
-            if child is not None:
-                path = fqn if name == WRAPPED_MODULE else join(fqn, name)
-                stack.append((path, child))
+        if current._modules:
+            for name, child in reversed(current._modules.items()):
+                if child is not None:
+                    path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+                    stack.append((path, child))
 
 
 def _get_fsdp_states_with_modules(

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    CompositionError,
     FullyShardedDataParallel,
     PhaseError,
     ShardingStrategy,
     optim_state_dict,
     unshard_params,
 )
-from composable_fsdp.access.unshard_params import (
-    _unshard_params_recurse,
-    _unshard_state,
-)
+from composable_fsdp.access.summon import _unshard_state
+from composable_fsdp.access.unshard_params import _unshard_params_recurse
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import World
@@ -273,19 +272,48 @@ def test_a_parameter_assigned_in_the_block_is_taken_up(
     ranks(world_size).run(check_assigned, path)
 
 
+def check_memory(world: World, path: str, writeback: bool) -> None:
+    model = apply_units(tiny_mlp(), [], path=path)
+    weight = model[0].weight  # type: ignore[index]
+    before = model.state_dict()["0.weight"]
+    given = torch.full((12, 8), 7.0)
+
+    with unshard_params(model, writeback=writeback):
+        model[0].weight.data = given.clone()  # type: ignore[index]
+    weight.data.mul_(2)  # as an optimizer does
+
+    with unshard_params(model):
+        shown = model[0].weight.clone()  # type: ignore[index]
+    assert torch.equal(shown, 2 * (given if writeback else before))
+
+
+@one_to_three_ranks
+@both_paths
+@pytest.mark.parametrize("writeback", [True, False])
+def test_memory_that_the_block_gave_a_parameter_ends_with_it(
+    ranks: RankCount, path: str, world_size: int, writeback: bool
+) -> None:
+    """After ``parameter.data = values`` the values count and later updates show."""
+    ranks(world_size).run(check_memory, path, writeback)
+
+
 def check_misfit(world: World, path: str) -> tuple[str, str]:
     model = gpt(path)
     before = model.state_dict()
     norm = model.get_submodule("blocks")[1].norm_2  # type: ignore[index]
     texts = []
-    for wrong in (nn.Parameter(torch.ones(3)), None):
+    for wrong in (nn.Parameter(torch.ones(3)), None, torch.ones(3)):
 
-        def act(wrong: nn.Parameter | None = wrong) -> None:
+        def act(wrong: Tensor | None = wrong) -> None:
             with unshard_params(model):
-                norm.weight = wrong
+                if wrong is None or isinstance(wrong, nn.Parameter):
+                    norm.weight = wrong
+                else:
+                    norm.weight.data = wrong
 
         texts.append(message_of(act))
 
+    assert texts[2] == texts[0]
     assert differences(model.state_dict(), before) == {}
     assert is_full(model) == [False] * 3
     loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
@@ -493,26 +521,10 @@ def test_a_state_dict_inside_the_block_has_the_assigned_parameter(
     ranks(2).run(check_assigned_and_saved, path)
 
 
-def check_errors_without_units(world: World, path: str) -> list[str]:
-    return [
-        message_of(unshard_params(nn.Linear(2, 2)).__enter__),
-        message_of(unshard_params(gpt(path), offload_to_cpu=True).__enter__),
-        message_of(unshard_params(gpt(path), with_grads=True).__enter__),
-    ]
-
-
-@both_paths
-def test_models_without_units_and_absent_options_are_refused(
-    ranks: RankCount, path: str
-) -> None:
-    """Each message says what to do instead."""
-    nothing, offload, with_grads = ranks(1).run(check_errors_without_units, path)[0]
-
-    assert (
-        "on a Linear that holds no fully sharded module. Apply fully_shard" in nothing
-    )
-    assert offload == with_grads
-    assert "Leave both out; copy what you need inside the block" in offload
+def test_a_model_without_units_is_refused() -> None:
+    """The message says what to do instead."""
+    with pytest.raises(CompositionError, match="on a Linear that holds no fully"):
+        unshard_params(nn.Linear(2, 2)).__enter__()
 
 
 def check_fsdp1_name(world: World) -> None:

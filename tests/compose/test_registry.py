@@ -180,8 +180,8 @@ def test_an_owner_is_replaced_and_cleared() -> None:
     module, first, second = nn.Linear(2, 2), State(), State()
 
     assert owners.get(module) is None
-    owners.set(module, first)
-    owners.set(module, second)
+    owners.set(first, module)
+    owners.set(second, module)
     del first
     assert owners.get(module) is second
     owners.clear(module)
@@ -197,8 +197,8 @@ def test_an_owner_entry_vanishes_with_its_module() -> None:
     state = State()
     module, cyclic = nn.Linear(2, 2), nn.Linear(2, 2)
     cyclic.itself = [cyclic]  # type: ignore[assignment]  # any attribute will do
-    owners.set(module, state)
-    owners.set(cyclic, state)
+    owners.set(state, module)
+    owners.set(state, cyclic)
 
     del module, cyclic
     gc.collect()
@@ -211,9 +211,9 @@ def test_an_owner_entry_vanishes_with_its_state() -> None:
     """The map keeps no state alive; modules that outlive their owner have none."""
     owners: OwnerMap[State] = OwnerMap()
     modules, kept_state, state = nn.ModuleList([nn.ReLU(), nn.ReLU()]), State(), State()
-    owners.set(modules, kept_state)
+    owners.set(kept_state, modules)
     for child in modules:
-        owners.set(child, state)
+        owners.set(state, child)
 
     del state
     gc.collect()
@@ -228,8 +228,8 @@ def test_an_owner_set_while_the_last_one_dies_stays() -> None:
     """The entry that vanishes is the dead state's, not the one put in its place."""
     owners: OwnerMap[State] = OwnerMap()
     module, state, heir = nn.Linear(2, 2), State(), State()
-    owners.set(module, state)
-    watcher = weakref.ref(state, lambda _: owners.set(module, heir))
+    owners.set(state, module)
+    watcher = weakref.ref(state, lambda _: owners.set(heir, module))
 
     del state
 
@@ -243,8 +243,8 @@ def test_owners_tell_modules_apart_by_identity() -> None:
     owners: OwnerMap[State] = OwnerMap()
     left, right, left_state, right_state = Equal(), Equal(), State(), State()
 
-    owners.set(left, left_state)
-    owners.set(right, right_state)
+    owners.set(left_state, left)
+    owners.set(right_state, right)
 
     assert owners.get(left) is left_state
     assert owners.get(right) is right_state
@@ -259,7 +259,7 @@ def test_a_module_at_a_reused_address_inherits_no_owner() -> None:
     for _ in range(100):
         module = nn.Identity()
         assert owners.get(module) is None
-        owners.set(module, state)
+        owners.set(state, module)
 
 
 @pytest.mark.req("S1-30")
@@ -267,7 +267,7 @@ def test_a_deep_copy_of_a_module_has_no_owner() -> None:
     """The map is beside the modules, so a copy is not owned by the original's state."""
     owners: OwnerMap[State] = OwnerMap()
     module, state = nn.Linear(2, 2), State()
-    owners.set(module, state)
+    owners.set(state, module)
 
     assert owners.get(copy.deepcopy(module)) is None
 

@@ -25,7 +25,7 @@ def test_options_and_groups_are_resolved_without_a_module(one_rank: World) -> No
 
     assert application.ranks.world_size == 1
     with pytest.raises(AttributeError):
-        application.policy = None  # type: ignore[misc]
+        application.device_id = None  # type: ignore[misc]
 
 
 @pytest.mark.req("S1-39")

@@ -119,6 +119,7 @@ def test_a_wrapper_is_not_wrapped_again(one_rank: World) -> None:
         FullyShardedDataParallel(model)
 
 
+@pytest.mark.req("S0-06")
 def test_use_orig_params_false_warns_once_and_is_taken_as_true(
     one_rank: World,
 ) -> None:

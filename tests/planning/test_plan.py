@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 from torch import nn
 
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.config import Block, ShardingStrategy
-from composable_fsdp.planning.assign import PlanRequest
-from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan, Traffic
-from composable_fsdp.planning.planner import plan, plan_modules
+from composable_fsdp.config import (
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from composable_fsdp.planning.memory import PeakMemory
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.planner import plan
+from composable_fsdp.planning.unit_plan import Traffic
 from tests.planning.trees import linears, units
 
 MATRIX = 16 * 4
@@ -59,14 +64,12 @@ def test_without_sharding_a_step_only_averages_gradients() -> None:
 
 def test_hybrid_sharding_reduces_within_a_group_and_averages_its_shards() -> None:
     """Two replicas of two shards: half of each gradient is averaged across replicas."""
-    request = PlanRequest(
-        options=UnitOptions(strategy=ShardingStrategy.HYBRID_SHARD),
+    result = plan(
+        linears(1),
         world_size=4,
         shard_world_size=2,
-        replicas=2,
+        strategy=ShardingStrategy.HYBRID_SHARD,
     )
-
-    result, _ = plan_modules([linears(1)], request)
 
     assert result.traffic == Traffic(
         all_gather_calls=1,
@@ -116,6 +119,85 @@ def test_bytes_per_rank_count_shards_with_their_padding() -> None:
     assert (result.numel, result.padded_numel) == (72, 96)
     assert result.parameter_bytes == result.gradient_bytes == 3 * 8 * 4
     assert result.units[0].full_bytes == 96 * 4
+
+
+def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
+    """Four matrices, one of them the root's; most is alive in unit 2's backward.
+
+    Full are the root, unit 2 and unit 1 ahead, on CUDA also unit 3, not freed yet;
+    reduce buffers are the root's and those of units 2 and 3.
+    """
+    result = plan(linears(4), world_size=2, policy=units({"1": {}, "2": {}, "3": {}}))
+    kept = 4 * MATRIX // 2
+
+    cpu, cuda = result.peak(device_type="cpu"), result.peak(optimizer_states=2)
+
+    most = (3 * MATRIX, 3 * MATRIX, MATRIX)
+    assert cpu == PeakMemory(kept, kept, *most, 0, "backward of 2")
+    assert cuda == replace(cpu, full=4 * MATRIX, optimizer=2 * kept)
+    assert cuda.total == 4 * kept + 8 * MATRIX
+
+
+def test_weights_kept_for_backward_are_all_full_at_the_peak() -> None:
+    """SHARD_GRAD_OP begins backward with every unit full, and frees as it goes."""
+    peak = three_units(ShardingStrategy.SHARD_GRAD_OP).peak(device_type="cpu")
+
+    assert (peak.full, peak.reduce) == (3 * MATRIX, 2 * MATRIX)
+    assert peak.when == "backward of 2"
+
+
+def test_low_precision_halves_what_is_gathered_and_what_is_reduced() -> None:
+    """Each buffer, and each call of the traffic, counts in its own dtype."""
+    low = plan(
+        linears(1),
+        world_size=2,
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float64),
+    )
+
+    (unit,) = low.units
+    assert (unit.full_bytes, unit.reduce_bytes) == (MATRIX // 2, MATRIX * 2)
+    assert (unit.parameter_bytes, unit.gradient_bytes) == (MATRIX // 2, MATRIX // 2)
+    assert low.traffic.all_gather_bytes == MATRIX // 2
+    assert low.traffic.reduce_scatter_bytes == MATRIX * 2
+
+
+def test_gradients_that_stay_in_low_precision_count_in_it() -> None:
+    """``keep_low_precision_grads`` halves them, and needs no second buffer."""
+    precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    kept = plan(linears(1), world_size=2, mixed_precision=precision)
+
+    assert kept.gradient_bytes == MATRIX // 4
+    assert kept.peak().reduce == MATRIX // 2
+
+
+def test_one_rank_that_casts_has_full_buffers() -> None:
+    """Nothing is gathered, and the cast needs room."""
+    precision = MixedPrecision(torch.bfloat16)
+    alone = plan(linears(1), world_size=1, mixed_precision=precision)
+
+    assert alone.units[0].full_bytes == MATRIX // 2
+    assert alone.traffic == Traffic()
+
+
+def test_what_is_offloaded_is_counted_on_the_host() -> None:
+    """Shards and gradients leave the device; a reduction needs room to land in."""
+    policy = units({"1": {"cpu_offload": CPUOffload(offload_params=True)}, "2": {}})
+    result = plan(linears(3), world_size=2, policy=policy)
+
+    peak = result.peak(optimizer_states=1)
+
+    assert result.host_bytes == 2 * MATRIX // 2
+    assert result.parameter_bytes == 3 * MATRIX // 2
+    assert (peak.parameters, peak.gradients, peak.optimizer) == (MATRIX,) * 3
+    assert result.peak(device_type="cpu").parameters == 3 * MATRIX // 2
+
+
+def test_an_offloaded_rank_alone_still_needs_full_buffers() -> None:
+    """Its parameters are on the host and computed with on the device."""
+    alone = plan(linears(1), world_size=1, cpu_offload=CPUOffload(True))
+
+    assert alone.units[0].full_bytes == MATRIX
+    assert alone.peak().full == MATRIX
 
 
 def test_few_rows_are_noted_with_the_way_out() -> None:
@@ -172,6 +254,8 @@ def test_the_report_names_every_unit_and_the_totals() -> None:
     assert "3 units, 12,288 parameters, world size 4" in text
     assert "5 all-gathers" in text
     assert "2 reduce-scatters" in text
+    assert "at the peak" in text
+    assert "without activations and optimizer" in text
 
 
 def test_a_marked_subtree_is_not_in_the_totals() -> None:
@@ -180,3 +264,38 @@ def test_a_marked_subtree_is_not_in_the_totals() -> None:
     set_state(model[1], "replicate", object())
 
     assert plan(model, world_size=2).numel == 16
+
+
+def adapted(frozen: int = 2) -> nn.Module:
+    """Two linear layers with biases, of which the first ``frozen`` parameters are."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in list(model.parameters())[:frozen]:
+        parameter.requires_grad_(False)
+    return model
+
+
+@pytest.mark.req("S0-06")
+def test_a_plan_lists_what_trains_and_what_is_frozen() -> None:
+    """Names and elements per unit, without what is ignored; the report says it."""
+    model = adapted(frozen=3)
+    ignored = [model.get_parameter("1.bias")]
+
+    found = plan(model, world_size=2, ignored_states=ignored)
+    mixed = plan(adapted(), world_size=2)
+
+    assert found.units[0].frozen == {"0.weight": 16, "0.bias": 4, "1.weight": 16}
+    assert found.units[0].trainable == {}
+    assert mixed.units[0].trainable == {"1.weight": 16, "1.bias": 4}
+    assert (
+        "unit (root) trains 2 of 4 parameters (20 elements; 20 are frozen): "
+        "1.weight, 1.bias"
+    ) in str(mixed)
+
+
+@pytest.mark.req("S0-06")
+def test_a_mixed_unit_is_planned_in_silence(recwarn: pytest.WarningsRecorder) -> None:
+    """It is legal, and no warning of Python or of the plan."""
+    found = plan(adapted(), world_size=2)
+
+    assert found.warnings == ()
+    assert list(recwarn) == []

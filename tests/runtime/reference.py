@@ -32,6 +32,10 @@ STRATEGIES = (
 
 Input = Callable[[int, int], Tensor]
 """The input of (step, rank)."""
+AnyInput = Callable[[int, int], Any]
+"""The same for models that take more than a tensor."""
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The loss of a model on one input."""
 Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Clip = Callable[[nn.Module], object]
 
@@ -113,7 +117,9 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": list(parameters)}], lr=0.05, eps=1e-3)
 
 
-def averaged_gradients(model: nn.Module, inputs: Sequence[Tensor]) -> list[float]:
+def averaged_gradients(
+    model: nn.Module, inputs: Sequence[Any], loss_of: Loss = loss_of
+) -> list[float]:
     """Leave the mean of the gradients of ``inputs`` in ``.grad``; the losses."""
     losses = []
     sums: dict[nn.Parameter, Tensor] = {}
@@ -141,18 +147,19 @@ def gradients_of(model: nn.Module, inputs: Sequence[Tensor]) -> dict[str, Tensor
 def train_reference(
     model: nn.Module,
     world_size: int,
-    make_input: Input,
+    make_input: AnyInput,
     optimize: Optimize,
     *,
     steps: int = 3,
     clip: Clip | None = None,
+    loss_of: Loss = loss_of,
 ) -> list[list[float]]:
     """Train the plain ``model`` on the inputs of all ranks; losses by step and rank."""
     optimizer = optimize(model.parameters())
     losses = []
     for step in range(steps):
         inputs = [make_input(step, rank) for rank in range(world_size)]
-        losses.append(averaged_gradients(model, inputs))
+        losses.append(averaged_gradients(model, inputs, loss_of))
         if clip is not None:
             clip(model)
         optimizer.step()
@@ -162,11 +169,12 @@ def train_reference(
 def train(
     model: nn.Module,
     rank: int,
-    make_input: Input,
+    make_input: AnyInput,
     optimize: Optimize,
     *,
     steps: int = 3,
     clip: Clip | None = None,
+    loss_of: Loss = loss_of,
 ) -> list[float]:
     """Train ``model`` on the inputs of ``rank``; its losses by step."""
     optimizer = optimize(model.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -24,30 +23,9 @@ from tests.runtime.reference import (
     loss_of,
     sgd,
 )
+from tests.runtime.traffic import Counts, counts, planned
 
 RankCount = Callable[[int], RankPool]
-Counts = dict[str, tuple[int, int]]
-"""Calls and bytes by kind."""
-
-
-def counts(calls: list[CallRecord]) -> Counts:
-    """What was sent, kind by kind."""
-    number = Counter(call.op for call in calls)
-    size: Counter[str] = Counter()
-    for call in calls:
-        size[call.op] += call.nbytes
-    return {op: (number[op], size[op]) for op in number}
-
-
-def planned(planned: ShardingPlan) -> Counts:
-    """What a plan says of one step, in the same form."""
-    t = planned.traffic
-    kinds = {
-        "all_gather": (t.all_gather_calls, t.all_gather_bytes),
-        "reduce_scatter": (t.reduce_scatter_calls, t.reduce_scatter_bytes),
-        "all_reduce": (t.all_reduce_calls, t.all_reduce_bytes),
-    }
-    return {op: both for op, both in kinds.items() if both[0]}
 
 
 def gpt_plan(world_size: int, strategy: ShardingStrategy) -> ShardingPlan:

@@ -1,0 +1,99 @@
+"""The groups of a run whose hybrid units shard within a node and replicate across.
+
+::
+
+    8 ranks, LOCAL_WORLD_SIZE=4      shard      0 1 2 3 | 4 5 6 7
+                                     replicate  0 4 | 1 5 | 2 6 | 3 7
+
+Every process makes all of them, once, in this order. They are found again as long as
+torch.distributed knows them, so units that are sharded in calls of their own share
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from composable_fsdp.errors import PlanError
+
+VARIABLE = "LOCAL_WORLD_SIZE"
+
+_made: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]] = {}
+"""Groups made here, by global ranks."""
+
+
+def node_size(world_size: int) -> int:
+    """Ranks on one node, from ``LOCAL_WORLD_SIZE``. Only reads.
+
+    Raises: PlanError, if it is not set, or does not divide ``world_size``.
+    """
+    if world_size == 1:
+        return 1
+    text = os.environ.get(VARIABLE, "")
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(
+            "HYBRID_SHARD without process_group and device_mesh shards within a node, "
+            f"and expects the node's number of ranks in {VARIABLE}, which is "
+            f"{text or 'not set'}. Start the script with torchrun, which sets it, or "
+            "pass a 2-D device_mesh (replicate, shard)."
+        )
+    size = int(text)
+    if world_size % size:
+        raise PlanError(
+            f"HYBRID_SHARD without process_group and device_mesh expects nodes of "
+            f"equal size; {VARIABLE}={size} does not divide the world size "
+            f"{world_size}. Pass a 2-D device_mesh (replicate, shard)."
+        )
+    return size
+
+
+def node_groups(
+    world_size: int,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's (shard, replicate) groups; ``None`` for a group of one rank.
+
+    Ranks of a node are consecutive, as torchrun numbers them.
+
+    Collective: makes the groups at the first call in a process; none later. All ranks
+    of the default group must call.
+    Raises: PlanError, as ``node_size``.
+    """
+    size = node_size(world_size)
+    starts = range(0, world_size, size)
+    return (
+        _group_among([range(start, start + size) for start in starts]),
+        _group_among([range(i, world_size, size) for i in range(size)]),
+    )
+
+
+def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
+    """The group of the part that holds this rank; all parts have one size."""
+    if len(parts) == 1:
+        return dist.group.WORLD
+    if len(parts[0]) == 1:
+        return None
+    (mine,) = [tuple(part) for part in parts if dist.get_rank() in part]
+    known = _known(mine)
+    if known is None:
+        made = {tuple(part): dist.new_group(list(part)) for part in parts}
+        known = made[mine]
+        _made[mine] = weakref.ref(known)
+    return known
+
+
+def _known(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    made = _made.get(ranks)
+    group = made() if made is not None else None
+    if group is None:
+        return None
+    try:
+        # Something else may keep a destroyed group alive on this rank and not on
+        # another; whether torch.distributed knows it is the same on all.
+        dist.get_global_rank(group, 0)
+    except ValueError:
+        return None
+    return group

@@ -1,0 +1,93 @@
+"""Ignored modules and parameters, also under a policy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import ModuleWrapPolicy, fully_shard, unshard_params
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.testing.tiny import TinyBlock, TinyGPT
+from composable_fsdp.testing.world import RankPool, World
+from tests.runtime.reference import PATHS, apply_units, backward, gpt_input, loss_of
+
+RankCount = Callable[[int], RankPool]
+
+IGNORED = ("blocks.0.up.weight", "blocks.1.norm_1.weight", "blocks.1.norm_1.bias")
+
+
+def ignoring(model: TinyGPT, path: str, *, by_policy: bool) -> nn.Module:
+    """Shard all but one weight, given as a parameter, and one norm, as a module."""
+    states: list[Any] = [model.get_parameter(IGNORED[0])]
+    modules = [model.get_submodule("blocks.1.norm_1")]
+    options: dict[str, Any] = {"ignored_states": states, "ignored_modules": modules}
+    if by_policy:
+        name = "policy" if path == "composable" else "auto_wrap_policy"
+        options[name] = ModuleWrapPolicy({TinyBlock})
+        return apply_units(model, [], path=path, **options)
+    return apply_units(model, ["blocks.0", "blocks.1"], path=path, **options)
+
+
+def check_ignored(world: World, path: str, by_policy: bool) -> None:
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    ignored = {name: model.get_parameter(name) for name in IGNORED}
+    shapes = {name: p.shape for name, p in ignored.items()}
+    pointers = {name: p.data_ptr() for name, p in ignored.items()}
+    sharded = ignoring(model, path, by_policy=by_policy)
+
+    with record() as calls:
+        backward(loss_of(sharded, gpt_input(0, world.rank)))
+    with unshard_params(sharded):
+        inside = {name: model_parameter(sharded, name) for name in IGNORED}
+
+    for name, p in ignored.items():
+        assert find_leaf(p) is None, name
+        assert inside[name] is p
+        assert p.shape == shapes[name]
+        assert p.data_ptr() == pointers[name]
+        # This rank's own gradient: nobody averages it.
+        assert p.grad is not None
+    state = sharded.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value)
+    gathered = sum(sum(c.numel) for c in calls if c.op == "reduce_scatter")
+    kept = sum(p.numel() for n, p in plain.named_parameters() if n not in IGNORED)
+    assert kept <= gathered < kept + sum(p.numel() for p in ignored.values())
+
+
+def model_parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return dict(model.named_parameters())[name]
+
+
+@pytest.mark.req("S0-11")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_what_is_ignored_stays_as_it_is(
+    ranks: RankCount, path: str, by_policy: bool
+) -> None:
+    """Never flattened, gathered or reduced; the state dict has it as it is."""
+    ranks(2).run(check_ignored, path, by_policy)
+
+
+@pytest.mark.req("S0-11")
+def test_a_policy_makes_no_unit_of_an_ignored_module(one_rank: World) -> None:
+    """Nor of anything below it."""
+    model = TinyGPT()
+
+    fully_shard(
+        model,
+        policy=ModuleWrapPolicy({TinyBlock}),
+        ignored_modules=[model.blocks[1]],
+    )
+
+    assert fully_shard.state(model.blocks[0]) is not None
+    assert fully_shard.state(model.blocks[1]) is None
+    assert all(find_leaf(p) is None for p in model.blocks[1].parameters())
