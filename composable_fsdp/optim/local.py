@@ -11,7 +11,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.names import Named, name_parameters, named_groups
 from composable_fsdp.runtime.recover import settle
-from composable_fsdp.state_dict.local import PLAN, plan_of, require_plan
+from composable_fsdp.state_dict.local import PLAN, plans_of, require_plan
 from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
 
 
@@ -41,7 +41,7 @@ def local_state(
     return {
         "state": result,
         "param_groups": named_groups(given, groups),
-        PLAN: {fqn: plan_of(state.handle) for fqn, _, state in walk_states(model)},
+        PLAN: plans_of(model),
     }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import WRAPPED_MODULE, shown, strip_wrapper
+from composable_fsdp.naming import WRAPPED_MODULE, join, shown, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import settle
@@ -27,7 +27,7 @@ from composable_fsdp.state_dict.full import gather_unit, part_of
 from composable_fsdp.state_dict.local import (
     PLAN,
     local_values,
-    plan_of,
+    plans_of,
     require_plan,
 )
 from composable_fsdp.state_dict.settings import refuse_sharded
@@ -83,7 +83,9 @@ def _save(
     """
     config = state.state_dict_settings.state_dict_config
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    values = _values(state, local_metadata, first_only, config.offload_to_cpu)
+    values = _values(state, first_only=first_only, to_cpu=config.offload_to_cpu)
+    if state.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        local_metadata[PLAN] = plans_of(module)
     for slot in _slots(state, module):
         # Names of one tied parameter share one tensor, as in the plain state dict.
         for name in slot.fqns:
@@ -109,16 +111,13 @@ def _save(
                 state_dict[key] = state_dict[key].cpu()
 
 
-def _values(
-    state: _FSDPState, metadata: dict[str, Any], first_only: bool, to_cpu: bool
-) -> dict[int, Tensor]:
+def _values(state: _FSDPState, *, first_only: bool, to_cpu: bool) -> dict[int, Tensor]:
     """The unit's parameters by slot index: full ones, or this rank's shards."""
     handle, context = state.handle, state.context
     kind = state.state_dict_settings.state_dict_type
     refuse_sharded(state, "state_dict")
     if kind is StateDictType.LOCAL_STATE_DICT:
         settle(state, "state_dict")
-        metadata[PLAN] = plan_of(handle)
         return local_values(handle)
     if context is not None and context.summoned is not None and context.rank0_only:
         raise PhaseError(
@@ -170,7 +169,8 @@ class _Load:
         another plan.
         """
         handle = self.state.handle
-        plan = state_dict.pop(prefix + PLAN, local_metadata.get(PLAN))
+        own_plan = local_metadata.get(PLAN, {}).get("")
+        plan = state_dict.pop(prefix + PLAN, own_plan)
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
         settle(self.state, "load_state_dict")
@@ -272,11 +272,12 @@ def _add_component(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
+    # From here on metadata is not found: plans go with the values they belong to, and
+    # get each wrapper's component as those do.
+    for name, plan in local_metadata.get(PLAN, {}).items():
+        state_dict[prefix + join(name, PLAN)] = plan
     inner = f"{prefix}{WRAPPED_MODULE}."
     _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
-    if PLAN in local_metadata:
-        # Metadata is found by module path, and the plan stands under the wrapper's.
-        state_dict[inner + PLAN] = local_metadata[PLAN]
 
 
 def _strip_reports(module: nn.Module, incompatible_keys: Any) -> None:

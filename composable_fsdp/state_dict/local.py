@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
+from composable_fsdp.tree.traversal import walk_states
 
 PLAN = "_composable_fsdp_plan"
-"""Key of the plan in a module's metadata."""
+"""Key, in the metadata of a unit's module, of the plans of the units in it by name.
+
+All of them, because metadata is found by the path of a module, and below a wrapper that
+is not the path under which it was saved.
+"""
 
 Plan = dict[str, Any]
 
@@ -36,6 +41,11 @@ def plan_of(handle: FlatParamHandle) -> Plan:
             for region in handle.regions
         ],
     }
+
+
+def plans_of(module: nn.Module) -> dict[str, Plan]:
+    """The plans of all units in ``module`` by name, its own under the empty one."""
+    return {fqn: plan_of(state.handle) for fqn, _, state in walk_states(module)}
 
 
 def require_plan(handle: FlatParamHandle, found: object) -> None:

@@ -24,9 +24,10 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import by_fields, by_name
 from composable_fsdp.tree.state import _FSDPState
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
 
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
@@ -79,12 +80,13 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
     Raises: CompositionError, without a fully sharded module, or if units differ.
     """
-    first, *rest = _require_units(module)
-    for state in rest:
+    _require_units(module)
+    (name, _, first), *rest = walk_states(module)
+    for fqn, _, state in rest:
         if state.state_dict_settings != first.state_dict_settings:
             raise CompositionError(
-                f"Units differ in their state dict settings: {first.name} has "
-                f"{first.state_dict_settings}, {state.name} has "
+                f"Units differ in their state dict settings: {shown(name)} has "
+                f"{first.state_dict_settings}, {shown(fqn)} has "
                 f"{state.state_dict_settings}. Call set_state_dict_type on the whole "
                 "model, or ask each unit alone."
             )
