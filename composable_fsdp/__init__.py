@@ -2,6 +2,14 @@
 
 from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.settings import (
+    register_comm_hook,
+    set_gradient_divide_factor,
+    set_is_last_backward,
+    set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
+)
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
@@ -50,6 +58,14 @@ from composable_fsdp.planning.policies import (
     ModuleWrapPolicy,
     SizePolicy,
 )
+from composable_fsdp.runtime.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
 from composable_fsdp.state_dict.settings import (
     get_state_dict_type,
     set_state_dict_type,
@@ -63,6 +79,7 @@ __all__ = [
     "CheckpointError",
     "CompositionError",
     "CustomPolicy",
+    "DefaultState",
     "DesyncError",
     "FSDPError",
     "FlatParameter",
@@ -71,6 +88,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "LowPrecisionState",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NotRootError",
@@ -87,9 +105,12 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "allreduce_hook",
     "always_wrap_policy",
+    "bf16_compress_hook",
     "clip_grad_norm_",
     "contract",
+    "fp16_compress_hook",
     "fully_shard",
     "get_state_dict_type",
     "lambda_auto_wrap_policy",
@@ -97,7 +118,14 @@ __all__ = [
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "reduce_scatter_hook",
+    "register_comm_hook",
     "rekey_optim_state_dict",
+    "set_gradient_divide_factor",
+    "set_is_last_backward",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
     "set_state_dict_type",
     "size_based_auto_wrap_policy",
     "state_dict_type",

@@ -192,7 +192,7 @@ def _show_copies(unit: Shown, *, rank0_only: bool, to_cpu: bool) -> None:
         for region, full in zip(handle.regions, unit.fulls, strict=True):
             pieces, _ = full_views(region.layout, full)
             unit.leaves.extend(
-                _full_leaf(piece, leaf)
+                _full_leaf(piece, leaf, trainable=leaf.requires_grad)
                 for piece, leaf in zip(pieces, region.leaves, strict=True)
             )
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_own, unshard_params
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
@@ -26,7 +27,7 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.entries.fully_shard import fully_shard, refuse_unavailable
+from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.wrapper_states import StateMethods
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
@@ -188,10 +189,6 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             super().apply(fn)
         return self
 
-    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
-        """Reduce gradients through ``hook``."""
-        refuse_unavailable(register_comm_hook=hook)
-
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
@@ -235,6 +232,10 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global norm of all gradients; see ``clip_grad_norm_``."""
         return clip_grad_norm_(self, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Have ``hook`` reduce this tree's gradients; see ``register_comm_hook``."""
+        register_comm_hook(self, state, hook)
 
 
 def _wrap_units_below(module: nn.Module) -> None:

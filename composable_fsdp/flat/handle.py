@@ -7,8 +7,6 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +16,11 @@ from composable_fsdp.comm.device import StreamEvent, Waitable
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
+from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.assign import ParamInfo
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import UnitPlan
 
@@ -40,6 +40,7 @@ class FlatParamHandle:
         "accumulators",
         "calls",
         "device",
+        "epoch",
         "fills",
         "fqn",
         "free_event",
@@ -49,6 +50,7 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
+        "held",
         "infos",
         "is_full",
         "kept",
@@ -56,6 +58,7 @@ class FlatParamHandle:
         "offload",
         "on_meta",
         "open_calls",
+        "origin",
         "other_form",
         "pending",
         "phase",
@@ -68,6 +71,7 @@ class FlatParamHandle:
         "regions",
         "retiring",
         "rows",
+        "rule",
         "swaps",
         "tapes",
         "task",
@@ -76,6 +80,10 @@ class FlatParamHandle:
     )
 
     plan: UnitPlan
+    origin: tuple[RegionLayout, ...]
+    """The regions as they were planned; ``plan`` tells what they are now."""
+    epoch: int
+    """How often the regions were laid out anew."""
     fqn: str
     """Name of the unit's module from the module ``fully_shard`` was called on."""
     full_fqn: str
@@ -127,6 +135,9 @@ class FlatParamHandle:
     kept: bool
     """Whether the memory of ``full`` stays until the end of the next backward."""
     reduce_is_allocated: bool
+    rule: ReduceRule
+    held: tuple[bytes, ...] | None
+    """What had arrived when sums went into ``partial``; ``None`` if nothing waits."""
     # CUDA only: made once, recorded again each time.
     gather_event: StreamEvent | None
     free_event: StreamEvent | None
@@ -182,16 +193,17 @@ class FlatParamHandle:
 
 
 def build_handle(
-    target: Target, *, groups: Groups, device: torch.device
+    target: Target, *, groups: Groups, device: torch.device, sharded: bool = False
 ) -> FlatParamHandle:
     """Turn a planned unit into buffers and leaves; its parameters are sharded then.
 
-    One unit at a time, so the memory above the shards is that of one unit. Sends
-    nothing.
+    One unit at a time, so the memory above the shards is that of one unit. With
+    ``sharded`` the parameters are this rank's parts already. Sends nothing.
     """
     options = target.plan.options
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
+    handle.origin, handle.epoch = target.plan.regions, 0
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
     handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
@@ -206,60 +218,20 @@ def build_handle(
                 device=device,
                 dtypes=options.dtypes(layout.dtype),
                 offload=handle.offload,
+                sharded=sharded,
             )
         )
     handle.regions = tuple(regions)
     handle.infos = target.infos
-    _make_tables(handle)
-    _reset(handle)
+    handle.rule = ReduceRule()
+    make_tables(handle)
+    set_divisions(handle)
+    reset_handle(handle)
     remember_leaves(handle)
     return handle
 
 
-def rebuild_handle(
-    handle: FlatParamHandle,
-    leaves: Sequence[Sequence[nn.Parameter]],
-    *,
-    device: torch.device,
-) -> None:
-    """Make the regions anew over ``leaves``, this rank's parts in any memory.
-
-    Per region in slot order, of one dtype, which becomes the region's. They take the
-    places of the old leaves in the modules, and keep their gradients. The layout stays,
-    also where a narrower dtype makes it less than 16-byte aligned: other cuts would
-    have to be sent. Full leaves are new and have no hooks. Sends nothing.
-    """
-    forget_leaves(handle)
-    layouts, regions = [], []
-    for old, parameters in zip(handle.regions, leaves, strict=True):
-        dtype = parameters[0].dtype if parameters else old.layout.dtype
-        layouts.append(replace(old.layout, dtype=dtype))
-        gradients = [parameter.grad for parameter in parameters]
-        regions.append(
-            build_region(
-                layouts[-1],
-                parameters,
-                rank=old.rank,
-                rows=handle.rows,
-                device=device,
-                dtypes=handle.plan.options.dtypes(dtype),
-                offload=handle.offload,
-                sharded=True,
-            )
-        )
-        for leaf, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and gradient.device == leaf.device:
-                leaf.grad = gradient
-    handle.plan = replace(handle.plan, regions=tuple(layouts))
-    handle.regions, handle.device = tuple(regions), device
-    _make_tables(handle)
-    _reset(handle)
-    remember_leaves(handle)
-    for parameters_of, name, leaf, _ in handle.swaps:
-        parameters_of[name] = leaf
-
-
-def _make_tables(handle: FlatParamHandle) -> None:
+def make_tables(handle: FlatParamHandle) -> None:
     """Compute once what every step needs."""
     leaves = {
         slot.index: (leaf, full)
@@ -313,7 +285,18 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
     )
 
 
-def _reset(handle: FlatParamHandle) -> None:
+def set_divisions(handle: FlatParamHandle) -> None:
+    """Compute how each region's sums are divided, from the unit's rule."""
+    ranks = handle.groups.world_size
+    for region in handle.trainable:
+        assert region.reduce_buffer is not None
+        region.division = division(
+            handle.rule, region.reduce_buffer.dtype, handle.device, ranks=ranks
+        )
+
+
+def reset_handle(handle: FlatParamHandle) -> None:
+    """Set what a unit is between steps, with events for the device it is on."""
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
     handle.ready = handle.other_form = None
@@ -321,7 +304,7 @@ def _reset(handle: FlatParamHandle) -> None:
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
-    handle.reduce_owner = None
+    handle.reduce_owner = handle.held = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.handle import FlatParamHandle, rebuild_handle
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import full_views, shard_views
+from composable_fsdp.flat.rebuild import rebuild_handle
 from composable_fsdp.naming import join, shown
 
 
@@ -37,6 +38,13 @@ def leaves_are_home(handle: FlatParamHandle) -> bool:
     return not handle.on_meta
 
 
+def is_regrouped(handle: FlatParamHandle) -> bool:
+    """Whether ``requires_grad`` of a leaf is not what its region has."""
+    return any(
+        leaf.requires_grad is not full.requires_grad for *_, leaf, full in handle.swaps
+    )
+
+
 def require_leaves(handle: FlatParamHandle) -> bool:
     """Take up leaves that were torn out; returns whether the full leaves are new ones.
 
@@ -47,9 +55,11 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     from now on, and its region is made anew; places that were tied are tied again, to
     what the first changed one of them shows. One that only has other memory is copied.
 
-    Raises: PlanError, naming the parameter: it is on meta, has another shape or
-    ``requires_grad`` or a dtype of its own in its region, is no parameter, or was moved
-    away from the host of its offloaded shard.
+    ``requires_grad`` is left for ``follow_requires_grad``.
+
+    Raises: PlanError, naming the parameter: it is on meta, has another shape or a dtype
+    of its own in its region, is no parameter, or was moved away from the host of its
+    offloaded shard.
     """
     if leaves_are_home(handle):
         return False
@@ -59,7 +69,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     if not _is_anew(handle, current):
         _reattach(handle)
         return False
-    if handle.reduce_is_allocated:
+    if handle.reduce_is_allocated or handle.held is not None:
         raise PlanError(
             f"Parameters of unit {handle.name} were replaced, cast or moved while "
             "gradients of no_sync wait to be reduced. Change them between steps."
@@ -75,7 +85,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
 def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Parameter]:
     """By slot index, the parameter that the modules show; fills in the names."""
     current: dict[int, nn.Parameter] = {}
-    for info, (parameters, key, leaf, full) in zip(
+    for info, (parameters, key, leaf, _) in zip(
         handle.infos, handle.swaps, strict=True
     ):
         fqn = names.setdefault(info.slot_index, join(handle.full_fqn, info.fqn))
@@ -85,13 +95,6 @@ def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Par
                 f"Parameter {shown(fqn)} was removed or replaced by a "
                 f"{type(found).__name__} after fully_shard (torch.func.functional_call "
                 "does so for a while). Change modules before fully_shard."
-            )
-        if found.requires_grad is not full.requires_grad:
-            raise PlanError(
-                f"requires_grad of parameter {shown(fqn)} was set to "
-                f"{found.requires_grad} after fully_shard, which laid it out as "
-                f"{'trainable' if full.requires_grad else 'frozen'}. Freeze and "
-                "unfreeze before fully_shard."
             )
         first = current.setdefault(info.slot_index, found)
         if found is not first and not leaf.is_meta:

@@ -29,10 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.fill import catch_up, finish_filling, has_arrived
 from composable_fsdp.runtime.offload import land
 from composable_fsdp.runtime.prefetch import prefetch_backward
 from composable_fsdp.runtime.reduce import (
@@ -71,16 +73,26 @@ class Call:
     would keep activations alive.
     """
 
-    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting", "wide")
+    __slots__ = (
+        "aliases",
+        "begin",
+        "epoch",
+        "index",
+        "state",
+        "tape",
+        "task",
+        "waiting",
+        "wide",
+    )
 
     def __init__(self, state: _FSDPState, tape: Tape) -> None:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
-        self.index = -1
+        self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
-        self.wide = state.handle.wide
+        self.wide, self.epoch = state.handle.wide, state.handle.epoch
 
     def input_done(self, *_: object) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
@@ -94,7 +106,7 @@ class Call:
         if handle.open_calls == 0 and handle.pending == 0:
             _reshard_after_backward(self.state, handle)
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if post and self.index > 0:
+        if post and self.index > 0 and self.tape.schedule is None:
             assert self.state.context is not None
             prefetch_backward(self.state.context, self.tape, self.index)
 
@@ -115,8 +127,17 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     state = call.state
     handle, context = state.handle, state.context
     assert context is not None
+    if call.epoch != handle.epoch:
+        raise PhaseError(
+            f"Backward reached unit {state.name} through a forward that ran before "
+            "requires_grad of its parameters changed, and the buffers of then are "
+            "gone. Run backward before the next forward, or freeze and unfreeze "
+            "between steps."
+        )
     if handle.task != task:
         _begin(context, state, task)
+    if call.tape.schedule is not None and call.index >= 0:
+        catch_up(context, call.tape, call.index)
     if call.tape not in handle.tapes:
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
@@ -161,7 +182,7 @@ def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
     nodes = []
     # Once for all leaves: entering it costs as much as asking two of them.
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         for region in state.handle.trainable:
             arrivals = make_arrivals(state, region)
             for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
@@ -258,7 +279,9 @@ def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
 def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     context = state.context
     assert context is not None
-    if state.sync_gradients:
+    # With a schedule, in the unit's turn; see ``fill``.
+    scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    if state.sync_gradients and not scheduled:
         reduce_gradients(context, handle)
     if handle.open_calls == 0:
         _reshard_after_backward(state, handle)
@@ -297,6 +320,7 @@ def bury(context: RuntimeContext) -> None:
     Waits for collectives of this rank that were issued; sends nothing.
     """
     dead, context.dead = context.dead, set()
+    context.filling.clear()
     drop_reduction(context)
     for task in dead:
         for state in context.tasks.pop(task, ()):
@@ -325,30 +349,33 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     Collective: the reductions of units whose gradients came unannounced.
     """
     keep = torch.is_grad_enabled()
+    if context.filling and len(context.tasks) == 1:
+        finish_filling(context)
     for state in context.tasks.pop(task, ()):
         handle = state.handle
         if handle.task != task:
             continue
         reset_backward(handle)
-        if state.sync_gradients and _has_arrived(handle):
+        if state.sync_gradients and has_arrived(handle):
             reduce_gradients(context, handle)
         handle.kept = keep
         reshard(context, handle)
     if context.tasks:
         return
-    for state in root_of(context)._all_fsdp_states:
+    root = root_of(context)
+    for state in root._all_fsdp_states:
         handle = state.handle
-        if handle.reduce_is_allocated and state.sync_gradients:
-            # Arrived under no_sync, and this backward did not come by.
+        waits = handle.held is not None and handle.rule.all_reduce
+        if (handle.reduce_is_allocated or waits) and state.sync_gradients:
+            # Arrived under no_sync, or waits for its replicas, and this backward did
+            # not come by.
+            prepare_reduce(context, handle)
             reduce_gradients(context, handle)
         if not keep and context.outermost is None:
             handle.kept = False
             if handle.gathered or handle.is_full:
                 reshard(context, handle)
-    finish_reduction(context)
-    land(context)
+    if root.is_last_backward:
+        finish_reduction(context)
+        land(context)
     retire(context, keep=0)
-
-
-def _has_arrived(handle: FlatParamHandle) -> bool:
-    return handle.reduce_is_allocated and any(1 in r.arrived for r in handle.trainable)

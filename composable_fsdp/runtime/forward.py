@@ -92,6 +92,8 @@ def pre_forward(
         return replaced
     # A recomputed forward is a graph of its own, with counts of its own.
     call = Call(state, Tape() if recomputing else context.tape)
+    if call.tape.schedule is not None:
+        call.begin = len(call.tape.order.uses)
     handle.calls.append(call)
     return _alias_inputs(call, args, kwargs) or replaced
 
@@ -190,6 +192,8 @@ def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
     handle = call.state.handle
     if record:
         call.index = call.tape.order.record(handle)
+        if call.tape.schedule is not None:
+            call.tape.schedule.record(call.state, call.begin)
     # Without an alias nothing will count this call down, and that is meant: the unit
     # may use its weights for a gradient that did not come in by its inputs (an
     # attribute, a closure), so only the end of backward is safe.

@@ -16,7 +16,7 @@ from torch import nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK
-from composable_fsdp.flat.integrity import leaves_are_home
+from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
 from composable_fsdp.runtime.backward import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
@@ -25,37 +25,46 @@ from composable_fsdp.runtime.reduce import (
     drop_reduction,
     finish_reduction,
 )
+from composable_fsdp.runtime.regroup import follow_requires_grad
 from composable_fsdp.runtime.take_up import take_up, take_up_unless_on_meta
 from composable_fsdp.runtime.unshard import reshard, retire
 from composable_fsdp.tree.root import ensure_root, root_of
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """Start a forward at ``state``, the outermost unit of this call.
 
     Units that an earlier forward left full are resharded: the optimizer may have
-    changed the shards since. Sends nothing.
+    changed the shards since. Parameters whose ``requires_grad`` changed move to other
+    regions. Sends nothing.
 
-    Raises: PlanError, if a leaf was torn out of its shard and does not fit.
+    Raises: PlanError, if a leaf was torn out of its shard and does not fit; PhaseError,
+    if ``requires_grad`` changed while gradients wait.
     """
     if context.tasks:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
+    schedule: Schedule | None = None
     for handle in context.handles:
         if handle.gathered or handle.is_full:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
             handle.gathered = handle.retiring
+        if handle.rule.fill:
+            schedule = schedule or Schedule()
     for unit in root_of(context)._root_states:
-        if not leaves_are_home(unit.handle):
+        handle = unit.handle
+        if not leaves_are_home(handle):
             take_up(unit)
+            if is_regrouped(handle):
+                follow_requires_grad(context, handle)
     for unit in context.lists:
         unit.remaining.clear()
     for unit in context.precisions:
         cast_buffers(unit)
-    context.tape = Tape()
+    context.tape = Tape(schedule)
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -95,6 +104,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     context.outermost = context.frame = None
     context.tasks.clear()
     context.dead.clear()
+    context.filling.clear()
     if drop_gradients:
         # Not settled: the user may have zeroed the gradients since backward raised.
         drop_reduction(context)

@@ -28,6 +28,28 @@ from composable_fsdp.tree.precision import Precision
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
+class Schedule:
+    """What every rank does in the backward of one forward; see ``runtime.fill``.
+
+    ``uses``: the unit of each use. ``begins``: per unit, how many uses had been
+    recorded when its first forward began. ``next``: the use that backward reached last.
+    ``waiting``: of ``begins``, the units not reduced yet.
+    """
+
+    __slots__ = ("begins", "next", "uses", "waiting")
+
+    def __init__(self) -> None:
+        self.uses: list[_FSDPState] = []
+        self.begins: dict[_FSDPState, int] = {}
+        self.next = 0
+        self.waiting: dict[_FSDPState, int] = {}
+
+    def record(self, state: _FSDPState, begin: int) -> None:
+        """Note a use whose forward began after ``begin`` others had ended."""
+        self.uses.append(state)
+        self.begins[state] = min(begin, self.begins.get(state, begin))
+
+
 class Tape:
     """What one forward through the root leaves for its backward.
 
@@ -36,10 +58,11 @@ class Tape:
     graph alone, so a forward without a backward leaves nothing behind.
     """
 
-    __slots__ = ("open_calls", "order")
+    __slots__ = ("open_calls", "order", "schedule")
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Schedule | None = None) -> None:
         self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
+        self.schedule = schedule
         self.open_calls: dict[FlatParamHandle, int] = {}
 
 
@@ -48,6 +71,7 @@ class RuntimeContext:
 
     __slots__ = (
         "dead",
+        "filling",
         "frame",
         "handles",
         "lists",
@@ -83,6 +107,8 @@ class RuntimeContext:
         """Graph tasks that raised and are still in ``tasks``."""
         self.tasks: dict[int, list[_FSDPState]] = {}
         """Per live graph task, the units whose backward it runs, first come first."""
+        self.filling: list[Tape] = []
+        """Forwards whose backward runs and in which all ranks send the same."""
         self.retiring: deque[FlatParamHandle] = deque()
         """Units resharded on the CPU that the GPU may still read; oldest first."""
         self.reducing: Reduction | None = None
@@ -97,17 +123,21 @@ class Reduction:
     """A reduction on its way: whose, what to wait for, and which gradients it carries.
 
     ``arrived`` is per trainable region and parameter; see ``FlatParameter.arrived``.
+    One that is not ``final`` leaves its sums in ``FlatParameter.partial``.
     """
 
-    __slots__ = ("arrived", "handle", "works")
+    __slots__ = ("arrived", "final", "handle", "works")
 
     def __init__(
         self,
         handle: FlatParamHandle,
         works: list[Waitable],
         arrived: tuple[bytes, ...],
+        *,
+        final: bool,
     ) -> None:
         self.handle, self.works, self.arrived = handle, works, arrived
+        self.final = final
 
 
 class _FSDPState:
@@ -128,6 +158,7 @@ class _FSDPState:
         "device",
         "fqn",
         "handle",
+        "is_last_backward",
         "modules",
         "options",
         "precision",
@@ -157,6 +188,8 @@ class _FSDPState:
         self._root_handles: tuple[FlatParamHandle, ...] = ()
         self.context: RuntimeContext | None = None
         self.sync_gradients = True
+        self.is_last_backward = True
+        """Of the outermost unit: whether the end of backward waits for reductions."""
         self.reshard_after_forward = True
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""

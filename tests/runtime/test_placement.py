@@ -342,3 +342,26 @@ def test_a_question_before_the_first_forward_takes_up_as_well(one_rank: World) -
     state = fully_shard.state(model)
     assert state is not None
     assert state._is_root is None
+
+
+def test_a_frozen_parameter_may_take_the_place_of_a_trainable_one(
+    one_rank: World,
+) -> None:
+    """It is taken up and moves to a frozen region; a cast keeps it there."""
+    model = fully_shard(tiny_mlp())
+    first = model.get_submodule("0")
+    first.weight = nn.Parameter(torch.ones(12, 8), requires_grad=False)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+
+        backward(loss_of(model, torch.ones(1, 8, dtype=dtype)))
+
+        (handle,) = _get_fsdp_handles(model)
+        kinds = {(r.layout.trainable, r.layout.dtype) for r in handle.regions}
+        assert kinds == {(True, dtype), (False, dtype)}
+        assert model.get_parameter("0.weight").grad is None
+        assert model.get_parameter("0.bias").grad is not None
+        assert all(v.dtype == dtype for v in model.state_dict().values())
+    model.get_parameter("0.weight").requires_grad_(True)
+    backward(loss_of(model, torch.ones(1, 8, dtype=torch.float64)))
+    assert model.get_parameter("0.weight").grad is not None
