@@ -57,8 +57,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     context = _context(state, "unshard")
     handle = state.handle
     if not handle.gathered or handle.retiring:
-        if context.streams is not None:
-            # The optimizer wrote the shards on the caller's stream.
+        if context.streams is not None and context.outermost is None:
+            # The optimizer wrote the shards on the caller's stream. Inside a forward,
+            # which has waited for it, a wait would end the overlap.
             current = torch.cuda.current_stream(handle.device)
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)
