@@ -1,5 +1,6 @@
 """Fully sharded data parallel training as a composable API over flat buffers."""
 
+from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.manual import UnshardHandle, is_sharded, reshard, unshard
 from composable_fsdp.access.schedule import (
@@ -8,14 +9,33 @@ from composable_fsdp.access.schedule import (
     set_reshard_after_backward,
     set_reshard_after_forward,
 )
+from composable_fsdp.access.settings import (
+    register_comm_hook,
+    set_gradient_divide_factor,
+    set_is_last_backward,
+    set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
+    set_requires_gradient_sync,
+)
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
@@ -28,7 +48,9 @@ from composable_fsdp.errors import (
     PhaseError,
     PlanError,
 )
+from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning.callables import (
     always_wrap_policy,
@@ -43,6 +65,19 @@ from composable_fsdp.planning.policies import (
     ModuleWrapPolicy,
     SizePolicy,
 )
+from composable_fsdp.runtime.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
+from composable_fsdp.state_dict.settings import (
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
 
 __all__ = [
     "BackwardPrefetch",
@@ -51,23 +86,42 @@ __all__ = [
     "CheckpointError",
     "CompositionError",
     "CustomPolicy",
+    "DefaultState",
     "DesyncError",
     "FSDPError",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "LowPrecisionState",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NotRootError",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "PhaseError",
     "PlanError",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
     "UnshardHandle",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "allreduce_hook",
     "always_wrap_policy",
+    "bf16_compress_hook",
     "clip_grad_norm_",
     "contract",
+    "fp16_compress_hook",
     "fully_shard",
     "is_sharded",
+    "get_state_dict_type",
     "lambda_auto_wrap_policy",
     "no_sync",
     "optim_state_dict",
@@ -78,7 +132,17 @@ __all__ = [
     "set_modules_to_forward_prefetch",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "reduce_scatter_hook",
+    "register_comm_hook",
+    "rekey_optim_state_dict",
+    "set_gradient_divide_factor",
+    "set_is_last_backward",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "set_state_dict_type",
     "size_based_auto_wrap_policy",
+    "state_dict_type",
     "transformer_auto_wrap_policy",
     "unshard",
     "unshard_params",

@@ -82,6 +82,9 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        # A tuple, because options are compared and hashed.
+        ignored = tuple(self._module_classes_to_ignore)
+        object.__setattr__(self, "_module_classes_to_ignore", ignored)
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
@@ -99,3 +102,100 @@ class CPUOffload:
     """Whether sharded parameters and their gradients live in host memory."""
 
     offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """What ``module.state_dict()`` and ``optim_state_dict`` hold (FSDP1's names).
+
+    ``FULL_STATE_DICT``: whole tensors of the plain model. ``LOCAL_STATE_DICT``: this
+    rank's shards as plain tensors, for the same plan only. ``SHARDED_STATE_DICT``:
+    tensors that know which part of the whole they are.
+    """
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(Enum):
+    """What the keys of an optimizer's state dict are: parameter names, or numbers."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+@dataclass(frozen=True)
+class StateDictConfig:
+    """How ``module.state_dict()`` answers; use the class of the type that is set.
+
+    ``offload_to_cpu``: tensors come in host memory, else on the model's device.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig(StateDictConfig):
+    """``rank0_only``: the first rank gets everything, the others an empty dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalStateDictConfig(StateDictConfig):
+    """For this rank's shards; nothing besides ``offload_to_cpu``."""
+
+
+@dataclass(frozen=True)
+class ShardedStateDictConfig(StateDictConfig):
+    """For sharded tensors. ``_use_dtensor`` is taken because FSDP1 has it."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass(frozen=True)
+class OptimStateDictConfig:
+    """How ``optim_state_dict`` answers; use the class of the type that is set.
+
+    ``offload_to_cpu``: tensors come in host memory, else on the model's device.
+    """
+
+    offload_to_cpu: bool = True
+
+
+@dataclass(frozen=True)
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """``rank0_only``: the first rank gets everything, the others an empty dict.
+
+    ``optim_state_dict_to_load`` then reads what the first rank passes, and sends it.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """For this rank's shards; they stay on the model's device unless asked for."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For sharded tensors. ``_use_dtensor`` is taken because FSDP1 has it."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass(frozen=True)
+class StateDictSettings:
+    """The type that is set on a model, and the configurations that go with it."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig
+
+
+FULL_BY_DEFAULT = StateDictSettings(
+    StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+)

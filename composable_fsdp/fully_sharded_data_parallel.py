@@ -3,15 +3,44 @@
 from composable_fsdp.config import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
 )
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.planning.policies import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CustomPolicy",
+    "FlatParamHandle",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
 ]

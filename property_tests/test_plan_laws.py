@@ -14,8 +14,9 @@ from torch import nn
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.config import Block
 from composable_fsdp.errors import PlanError
-from composable_fsdp.planning.plan import ShardingPlan, Traffic
+from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import plan
+from composable_fsdp.planning.unit_plan import Traffic
 from composable_fsdp.testing.models import build, legal_units, module_at
 from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
 from composable_fsdp.testing.strategies import FEATURES, model_recipes, world_sizes

@@ -1,7 +1,7 @@
 """Full parameters outside the step, as a context.
 
-Three levels: ``_unshard_state`` for one unit, ``_unshard_params_recurse`` for the units
-of a tree, ``unshard_params`` for users.
+Three levels: ``_unshard_state`` for one unit (``summon.py``),
+``_unshard_params_recurse`` for the units of a tree, ``unshard_params`` for users.
 """
 
 from __future__ import annotations
@@ -9,22 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import nn
 
-from composable_fsdp.comm import collectives
-from composable_fsdp.errors import CompositionError, PhaseError, PlanError
-from composable_fsdp.flat import views
-from composable_fsdp.flat.forms import has_two_forms
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.integrity import full_homes, is_at, reattach_full
-from composable_fsdp.naming import WRAPPED_MODULE, join, shown
+from composable_fsdp.access.summon import _unshard_state
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.backward import use_form
-from composable_fsdp.runtime.offload import on_device, wait_for_copies
+from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.recover import require_idle
-from composable_fsdp.runtime.unshard import reshard, retire, unshard, wait_unsharded
-from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.runtime.unshard import retire
+from composable_fsdp.tree.root import ensure_root, forget_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_root_states, _get_fsdp_states
 
@@ -47,23 +41,22 @@ def unshard_params(
         block wrote into the parameters reaches the shards. Each rank
             writes its own part; with ``rank0_only`` rank 0's values reach every shard.
         rank0_only: only rank 0 of each shard group gets full parameters; the others
-        keep
-            seeing their shards.
+            keep seeing their shards.
+        offload_to_cpu: the full parameters are copies in host memory, made unit by
+            unit, so device memory holds one unit at a time.
+        with_grads: ``.grad`` of the full parameters is the full gradient, where any
+            rank has one; with ``writeback`` what the block makes of it is kept.
 
     Collective: per unit one all-gather over the shard group (with ``rank0_only`` one
-    gather per region, and with ``writeback`` one scatter per region on exit). All its
-    ranks must enter. After a raise in the block nothing is written and nothing is sent.
+    gather per region, and with ``writeback`` one scatter per region on exit); with
+    ``with_grads`` the same again, and one all-reduce of a byte per parameter (with
+    ``rank0_only`` and ``writeback`` one more on exit). All its ranks must enter. After
+    a raise in the block nothing is written and nothing is sent.
     Raises: PhaseError, inside forward, backward or another such block.
 
     >>> with unshard_params(model, writeback=True):     # doctest: +SKIP
     ...     model.head.weight.data.zero_()
     """
-    if offload_to_cpu or with_grads:
-        raise PlanError(
-            "unshard_params(offload_to_cpu=..., with_grads=...) is not available in "
-            "this version of composable_fsdp. Leave both out; copy what you need "
-            "inside the block."
-        )
     tops = _tops(module, recurse=recurse)
     # All of them first: units side by side share one tree.
     contexts = {id(c): c for c in (require_idle(s, "unshard_params") for s in tops)}
@@ -80,6 +73,8 @@ def unshard_params(
                     recurse=recurse,
                     writeback=writeback,
                     rank0_only=rank0_only,
+                    offload_to_cpu=offload_to_cpu,
+                    with_grads=with_grads,
                 )
             )
         yield
@@ -140,6 +135,8 @@ def _unshard_params_recurse(
     recurse: bool,
     writeback: bool,
     rank0_only: bool,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
 ) -> Iterator[None]:
     """Full parameters of ``state``'s unit and, with ``recurse``, of the units below it.
 
@@ -150,129 +147,47 @@ def _unshard_params_recurse(
         if ensure_root(state).summoned is None:
             context = require_idle(state, "unshard_params")
             stack.enter_context(_summon(context, state, rank0_only))
-        for each in states:
+        shown = [
             stack.enter_context(
-                _unshard_state(each, writeback=writeback, rank0_only=rank0_only)
+                _unshard_state(
+                    each,
+                    writeback=writeback,
+                    rank0_only=rank0_only,
+                    offload_to_cpu=offload_to_cpu,
+                    with_grads=with_grads,
+                )
             )
+            for each in states
+        ]
         yield
         if writeback:
             # All units first: one that does not fit leaves every shard as it was.
-            for each in states:
-                _require_shapes(each.handle, rank0_only=rank0_only)
+            for unit in shown:
+                unit.take_assigned()
 
 
 @contextmanager
-def _unshard_state(
-    state: _FSDPState, *, writeback: bool, rank0_only: bool
-) -> Iterator[None]:
-    """Full parameters of one unit.
+def unshard_own(module: nn.Module, state: _FSDPState) -> Iterator[None]:
+    """Full parameters, kept on exit, of the unit that ``module`` is; for ``apply``.
 
-    Collective: one all-gather, or one gather (and scatter) per region; see
-    ``unshard_params``. None if the unit's shard group has one rank.
+    Also of units below that are lists, which no call of their own will show. Does
+    nothing inside a block that shows them already. A tree that was not initialised is
+    left so: units above may still be made.
+
+    Collective: one all-gather per unit.
+    Raises: PhaseError, inside forward or backward.
     """
-    context, handle = ensure_root(state), state.handle
-    handle.phase = Phase.SUMMON
-    if has_two_forms(handle):
-        # The parameters themselves, and not what compute makes of them.
-        use_form(context, state, wide=True)
-    if context.streams is not None:
-        # The optimizer wrote the shards on the caller's stream.
-        context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
-    shows = not rank0_only or handle.groups.rank == 0
-    kept = [(r.shard, r.shard.clone()) for r in handle.regions if not r.is_cut]
-    written = False
-    try:
-        if rank0_only and handle.groups.shard is not None:
-            _gather_to_first(handle)
-        else:
-            unshard(context, handle)
-        if shows:
-            wait_unsharded(handle)
+    lists = [each for each in _get_fsdp_states(module) if len(each.modules) > 1]
+    hidden = [s for s in (state, *lists) if s.handle.phase is not Phase.SUMMON]
+    was_new = state.context is None
+    context = ensure_root(state)
+    with ExitStack() as stack:
+        if context.summoned is None:
+            stack.enter_context(
+                _summon(require_idle(state, "apply"), state, rank0_only=False)
+            )
+        for each in hidden:
+            stack.enter_context(_unshard_state(each, writeback=True, rank0_only=False))
         yield
-        if writeback:
-            _require_shapes(handle, rank0_only=rank0_only)
-            _write_back(handle, rank0_only=rank0_only)
-            written = True
-    finally:
-        handle.phase = Phase.IDLE
-        if handle.is_full:
-            reattach_full(handle)
-        reshard(context, handle)
-        use_form(context, state, wide=False)
-        if not written:
-            # Where nothing is cut, the block wrote into the shard itself.
-            for shard, values in kept:
-                shard.copy_(values)
-
-
-def _gather_to_first(handle: FlatParamHandle) -> None:
-    """Fill ``full`` on the first rank of the shard group; others allocate nothing."""
-    group = handle.groups.shard
-    assert group is not None
-    first = handle.groups.rank == 0
-    if first:
-        views.allocate_full(handle)
-    for region in handle.regions:
-        if region.is_cut and region.layout.padded_numel:
-            full = region.full if first else None
-            collectives.gather_flat(full, on_device(handle, region.shard), group)
-
-
-@torch.no_grad()
-def _write_back(handle: FlatParamHandle, *, rank0_only: bool) -> None:
-    """Copy the full values into the shards: own parts, or the first rank's to all.
-
-    Replicas of NO_SHARD hold everything: with ``rank0_only`` the first one's values are
-    broadcast. Collective: one scatter (or broadcast) per region with ``rank0_only``.
-    """
-    groups = handle.groups
-    first = groups.rank == 0
-    for region in handle.regions:
-        if not region.layout.padded_numel:
-            continue
-        shard = on_device(handle, region.shard)
-        if rank0_only and groups.shard is not None:
-            full = region.full if first else None
-            collectives.scatter_flat(shard, full, groups.shard)
-        elif region.is_cut:
-            shard.copy_(region.own_slice)
-        if rank0_only and groups.replicate is not None:
-            collectives.broadcast(shard, groups.replicate)
-        if shard is not region.shard:
-            region.shard.copy_(shard)
-
-
-def _require_shapes(handle: FlatParamHandle, *, rank0_only: bool) -> None:
-    """Take up parameters that the block assigned, or refuse them by name.
-
-    ``parameter.data = values`` counts, too: the parameter stays, its memory does not.
-    """
-    full = not rank0_only or handle.groups.rank == 0
-    homes = {id(leaf): home for leaf, home in full_homes(handle)} if full else {}
-    for info, (parameters, name, sharded, whole) in zip(
-        handle.infos, handle.swaps, strict=True
-    ):
-        home = homes.get(id(whole), sharded)
-        found = parameters.get(name)
-        if found is (whole if full else sharded) and is_at(found, home):
-            continue
-        fqn = shown(join(handle.full_fqn, info.fqn))
-        if (
-            not isinstance(found, torch.Tensor)
-            or found.shape != home.shape
-            or found.dtype != home.dtype
-        ):
-            got = (
-                f"{tuple(found.shape)} {found.dtype}"
-                if isinstance(found, torch.Tensor)
-                else type(found).__name__
-            )
-            raise PhaseError(
-                f"Inside unshard_params parameter {fqn} was replaced by {got}; "
-                f"expected {tuple(home.shape)} {home.dtype}. Write into it in "
-                "place, for example parameter.data.copy_(values)."
-            )
-        with torch.no_grad():
-            # A clone: what was found may be another view of the same memory.
-            home.copy_(found.clone())
-        parameters[name] = whole if full else sharded
+    if was_new:
+        forget_root(context)

@@ -219,6 +219,21 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
     dist.broadcast(tensor, src=dist.get_global_rank(group, rank), group=group)
 
 
+def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) -> Any:
+    """Return group rank ``rank``'s picklable ``value``; the others' is not looked at.
+
+    Collective: a broadcast of the size and one of bytes over ``group``; not for the
+    steady state.
+    """
+    if _recorder is not None:
+        _recorder.append(CallRecord("broadcast_object", (), (), group.size()))
+    values = [value]
+    dist.broadcast_object_list(
+        values, src=dist.get_global_rank(group, rank), group=group
+    )
+    return values[0]
+
+
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's picklable ``value``, in group rank order.
 

@@ -77,6 +77,17 @@ class Groups:
         return None if self._replicate is None else self._replicate.get()
 
     @property
+    def in_first_replica(self) -> bool:
+        """Whether no other shard group comes before this rank's."""
+        group = self.replicate
+        return group is None or group.rank() == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank comes first of all: what ``rank0_only`` means by 0."""
+        return self.rank == 0 and self.in_first_replica
+
+    @property
     def world_size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.shard_world_size * self.replicas

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.access.settings import register_comm_hook
+from composable_fsdp.access.unshard_params import unshard_own, unshard_params
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -27,10 +28,9 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.wrapper_states import StateMethods
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
-from composable_fsdp.optim.load import optim_state_dict_to_load
-from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
@@ -39,7 +39,7 @@ from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateMethods, nn.Module):
     """Shard ``module`` over ranks and wrap it; arguments are those of torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` chooses is wrapped in its place, as FSDP1 does.
@@ -171,6 +171,20 @@ class FullyShardedDataParallel(nn.Module):
                 raise  # one of ours, whose names are plain
             raise RuntimeError(strip_wrapper_in_text(str(error))) from None
 
+    def check_is_root(self) -> bool:
+        """Whether no other unit holds this one."""
+        return self._state.parent is None
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` on every module below, with full parameters; its writes are kept.
+
+        Each unit is full while ``fn`` runs in it. Collective: one all-gather per unit.
+        Raises: PhaseError, inside forward or backward.
+        """
+        with unshard_own(self, self._state):
+            super().apply(fn)
+        return self
+
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
@@ -215,32 +229,9 @@ class FullyShardedDataParallel(nn.Module):
         """Clip the global norm of all gradients; see ``clip_grad_norm_``."""
         return clip_grad_norm_(self, max_norm, norm_type)
 
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """See ``composable_fsdp.optim_state_dict``."""
-        return _optim_state_dict(model, optim, optim_state_dict, group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """See ``composable_fsdp.optim_state_dict_to_load``."""
-        return optim_state_dict_to_load(
-            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
-        )
-
-
-_optim_state_dict = optim_state_dict
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Have ``hook`` reduce this tree's gradients; see ``register_comm_hook``."""
+        register_comm_hook(self, state, hook)
 
 
 def _wrap_units_below(module: nn.Module) -> None:

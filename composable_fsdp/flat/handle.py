@@ -17,11 +17,13 @@ from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
+from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.assign import ParamInfo
-from composable_fsdp.planning.plan import UnitPlan
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
@@ -40,6 +42,7 @@ class FlatParamHandle:
         "backward_log",
         "calls",
         "device",
+        "epoch",
         "fills",
         "forward_log",
         "fqn",
@@ -51,12 +54,14 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
+        "held",
         "infos",
         "is_full",
         "kept",
         "needs_gather",
         "offload",
         "open_calls",
+        "origin",
         "other_form",
         "pending",
         "phase",
@@ -70,6 +75,7 @@ class FlatParamHandle:
         "regions",
         "retiring",
         "rows",
+        "rule",
         "swaps",
         "tapes",
         "task",
@@ -78,6 +84,10 @@ class FlatParamHandle:
     )
 
     plan: UnitPlan
+    origin: tuple[RegionLayout, ...]
+    """The regions as they were planned; ``plan`` tells what they are now."""
+    epoch: int
+    """How often the regions were laid out anew."""
     fqn: str
     """Name of the unit's module from the module ``fully_shard`` was called on."""
     full_fqn: str
@@ -134,6 +144,9 @@ class FlatParamHandle:
     """Where its gathers in forward and backward and its reductions are compared with
     those of other ranks; ``None`` for what it does not send."""
     reduce_is_allocated: bool
+    rule: ReduceRule
+    held: tuple[bytes, ...] | None
+    """What had arrived when sums went into ``partial``; ``None`` if nothing waits."""
     # CUDA only: made once, recorded again each time.
     gather_event: StreamEvent | None
     free_event: StreamEvent | None
@@ -189,16 +202,17 @@ class FlatParamHandle:
 
 
 def build_handle(
-    target: Target, *, groups: Groups, device: torch.device
+    target: Target, *, groups: Groups, device: torch.device, sharded: bool = False
 ) -> FlatParamHandle:
     """Turn a planned unit into buffers and leaves; its parameters are sharded then.
 
-    One unit at a time, so the memory above the shards is that of one unit. Sends
-    nothing.
+    One unit at a time, so the memory above the shards is that of one unit. With
+    ``sharded`` the parameters are this rank's parts already. Sends nothing.
     """
     options = target.plan.options
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
+    handle.origin, handle.epoch = target.plan.regions, 0
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
     handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
@@ -213,11 +227,14 @@ def build_handle(
                 device=device,
                 dtypes=options.dtypes(layout.dtype),
                 offload=handle.offload,
+                sharded=sharded,
             )
         )
     handle.regions = tuple(regions)
     handle.infos = target.infos
+    handle.rule = ReduceRule()
     _make_tables(handle)
+    set_divisions(handle)
     _reset(handle)
     remember_leaves(handle)
     return handle
@@ -276,6 +293,16 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
     )
 
 
+def set_divisions(handle: FlatParamHandle) -> None:
+    """Compute how each region's sums are divided, from the unit's rule."""
+    ranks = handle.groups.world_size
+    for region in handle.trainable:
+        assert region.reduce_buffer is not None
+        region.division = division(
+            handle.rule, region.reduce_buffer.dtype, handle.device, ranks=ranks
+        )
+
+
 def _reset(handle: FlatParamHandle) -> None:
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
@@ -286,6 +313,7 @@ def _reset(handle: FlatParamHandle) -> None:
     handle.kept = handle.reduce_is_allocated = False
     handle.reduce_owner = handle.full_since = None
     handle.forward_log = handle.backward_log = handle.reduce_log = None
+    handle.reduce_owner = handle.held = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)

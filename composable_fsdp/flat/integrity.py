@@ -16,14 +16,15 @@ from composable_fsdp.flat.parameter import full_views
 from composable_fsdp.naming import join, shown
 
 
-def require_leaves(handle: FlatParamHandle) -> None:
+def require_leaves(handle: FlatParamHandle) -> bool:
     """Bring leaves that were torn out, but fit, back into the shard; refuse the others.
 
-    The sharded form must be current. Everything is checked before anything is copied.
-    Sends nothing.
+    Returns whether ``requires_grad`` of a leaf is not what its region has. The sharded
+    form must be current. Everything is checked before anything is copied. Sends
+    nothing.
 
-    Raises: PlanError, naming the parameter: it is on meta, or has another dtype, shape
-    or ``requires_grad``, or is no parameter.
+    Raises: PlanError, naming the parameter: it is on meta, or has another dtype or
+    shape, or is no parameter.
     """
     for parameters, name, leaf, full in handle.swaps:
         if (
@@ -37,12 +38,13 @@ def require_leaves(handle: FlatParamHandle) -> None:
                 break
         else:
             if not any(region.shard.is_meta for region in handle.regions):
-                return
-    _repair(handle)
+                return False
+    return _repair(handle)
 
 
-def _repair(handle: FlatParamHandle) -> None:
+def _repair(handle: FlatParamHandle) -> bool:
     names = {}
+    changed = False
     replaced = []
     for info, (parameters, key, leaf, full) in zip(
         handle.infos, handle.swaps, strict=True
@@ -60,19 +62,14 @@ def _repair(handle: FlatParamHandle) -> None:
         if current is not leaf:
             _require_like(leaf, current, fqn)
             replaced.append((parameters, key, leaf, current))
-        if leaf.requires_grad is not full.requires_grad:
-            raise PlanError(
-                f"requires_grad of parameter {shown(fqn)} was set to "
-                f"{leaf.requires_grad} after fully_shard, which laid it out as "
-                f"{'trainable' if full.requires_grad else 'frozen'}. Freeze and "
-                "unfreeze before fully_shard."
-            )
+        changed = changed or leaf.requires_grad is not full.requires_grad
     for parameters, key, leaf, current in replaced:
         assert current is not None
         with torch.no_grad():
             leaf.copy_(current)
         parameters[key] = leaf
     _reattach(handle, names)
+    return changed
 
 
 def _require_like(leaf: nn.Parameter, current: object, fqn: str) -> None:

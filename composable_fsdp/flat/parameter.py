@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
+from composable_fsdp.flat.reduce_rule import Division
 from composable_fsdp.planning.layout import Cuts, RegionLayout
 from composable_fsdp.planning.options import Dtypes
 
@@ -30,6 +31,7 @@ class FlatParameter:
 
     __slots__ = (
         "arrived",
+        "division",
         "device",
         "full",
         "full_leaves",
@@ -38,12 +40,14 @@ class FlatParameter:
         "grad_gaps",
         "grad_shard",
         "grad_views",
+        "has_tensor_hooks",
         "in_flight",
         "is_cut",
         "layout",
         "leaves",
         "offload",
         "own_slice",
+        "partial",
         "rank",
         "reduce_buffer",
         "reduce_views",
@@ -77,6 +81,13 @@ class FlatParameter:
     """Views of the padding in ``grad_shard``."""
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
+    has_tensor_hooks: bool
+    """Whether a leaf has hooks of the user that see its gradient; of this reduction."""
+    division: Division
+    """How sums over ranks become averages."""
+    partial: Tensor | None
+    """``(shard_numel,)`` in the reduce dtype: sums of earlier reductions that were not
+    taken over the replicas yet; see ``set_requires_all_reduce``."""
     temporary: Tensor | None
     """Where a reduction writes while ``grad_shard`` still holds earlier gradients, or
     is on the host."""
@@ -102,26 +113,29 @@ def build_region(
     device: torch.device,
     dtypes: Dtypes,
     offload: bool = False,
+    sharded: bool = False,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into a shard and make every view.
 
     ``device`` computes; with ``offload`` the shard is on the host, and ``full`` has
-    memory of its own also where one rank holds everything.
+    memory of its own also where one rank holds everything. With ``sharded`` the
+    parameters are this rank's parts already.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
-    object, its data a view of ``shard``, its ``.grad`` cleared. Sends nothing.
+    object, its data a view of ``shard``, its ``.grad`` cleared unless it was sharded.
+    Sends nothing.
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
-    region.temporary = region.in_flight = None
+    region.temporary = region.in_flight = region.partial = None
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload
     region.shard = _new_shard(region, layout.dtype)
     region.grad_dtype = dtypes.gradient
     with torch.inference_mode(False), torch.no_grad():
-        _fill_shard(region, parameters, rows=rows)
-        _make_sharded_leaves(region, parameters, rows=rows)
+        _fill_shard(region, parameters, rows=rows, sharded=sharded)
+        _make_sharded_leaves(region, parameters, rows=rows, sharded=sharded)
         make_full(region, dtypes.compute)
         _make_gradients(region, dtypes.reduce)
     return region
@@ -138,7 +152,11 @@ def _new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
 
 
 def _fill_shard(
-    region: FlatParameter, parameters: Sequence[nn.Parameter], *, rows: bool
+    region: FlatParameter,
+    parameters: Sequence[nn.Parameter],
+    *,
+    rows: bool,
+    sharded: bool,
 ) -> None:
     shard = region.shard
     if shard.is_meta:
@@ -149,7 +167,9 @@ def _fill_shard(
         shard.zero_()
     for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
         if stop > start:
-            source = parameter.detach().reshape(-1)[start:stop]
+            source = parameter.detach().reshape(-1)
+            if not sharded:
+                source = source[start:stop]
             shard[at : at + stop - start].copy_(source)
 
 
@@ -175,12 +195,18 @@ def _views(
 
 
 def _make_sharded_leaves(
-    region: FlatParameter, parameters: Sequence[nn.Parameter], *, rows: bool
+    region: FlatParameter,
+    parameters: Sequence[nn.Parameter],
+    *,
+    rows: bool,
+    sharded: bool,
 ) -> None:
     views, _ = shard_views(region, region.shard, rows=rows)
     for parameter, view in zip(parameters, views, strict=True):
-        # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could use.
-        parameter.grad = None
+        if not sharded:
+            # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could
+            # use.
+            parameter.grad = None
         parameter.data = view
         if region.grad_dtype != view.dtype:
             parameter.grad_dtype = region.grad_dtype
@@ -203,7 +229,8 @@ def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
     region.own_slice = region.full[start : start + layout.shard_numel]
     views, _ = full_views(layout, region.full)
     region.full_leaves = tuple(
-        _full_leaf(view, leaf) for view, leaf in zip(views, region.leaves, strict=True)
+        _full_leaf(view, leaf, trainable=layout.trainable)
+        for view, leaf in zip(views, region.leaves, strict=True)
     )
     if region.is_cut:
         # A view can only be made of memory that is there; it outlives the memory.
@@ -217,12 +244,13 @@ def full_views(
     return _views(buffer, layout.cuts, [slot.shape for slot in layout.parameters])
 
 
-def _full_leaf(view: Tensor, leaf: nn.Parameter) -> nn.Parameter:
+def _full_leaf(view: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:
     """A parameter that views ``full`` and shares the original's attributes.
 
-    ``.data`` gives it a version counter of its own.
+    ``.data`` gives it a version counter of its own. It is trainable as its region is,
+    so that a change of the original's ``requires_grad`` shows as a difference.
     """
-    made = torch.Tensor._make_subclass(type(leaf), view.data, leaf.requires_grad)
+    made = torch.Tensor._make_subclass(type(leaf), view.data, trainable)
     # One dict for both: what a user sets on the parameter is seen in forward, and back.
     made.__dict__ = leaf.__dict__
     return made

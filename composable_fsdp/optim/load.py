@@ -8,11 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.config import (
+    FULL_BY_DEFAULT,
+    FullOptimStateDictConfig,
+    StateDictType,
+)
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.names import Named, name_parameters
+from composable_fsdp.optim.first import Described, hops, share_structure, share_tensor
+from composable_fsdp.optim.local import local_part, require_plans
+from composable_fsdp.optim.names import Group, Named, name_parameters
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
+from composable_fsdp.state_dict.settings import get_state_dict_type, no_sharded
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 SCALARS = ("step", "mu_product", "eta", "mu")
@@ -28,40 +36,78 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of a full state, ready for ``optim.load_state_dict``.
+    """Return this rank's part of a state, ready for ``optim.load_state_dict``.
 
     Args:
         model: the sharded model, or a module that holds it. optim: the optimizer that
         will load the result. optim_state_dict: what ``optim_state_dict`` returned, at
         any world size, or a plain
-            model's state under its parameter names; full on every rank.
+            model's state under its parameter names; full on every rank, unless
+            ``set_state_dict_type`` says ``rank0_only`` (then the first rank's is sent
+            to all) or local (then this rank's own).
         is_named_optimizer: keep names as keys instead of the optimizer's ids.
         load_directly: also call ``optim.load_state_dict`` with the result.
-        group: ignored; each unit knows its ranks. Here because FSDP1 has it.
+        group: the ranks that the first one sends to, if not the model's.
 
-    Collective: none.
+    Collective: none; with ``rank0_only`` one broadcast of the structure and one per
+    tensor.
     Raises: CheckpointError, listing names that are missing, left over, or of another
     shape; nothing has been loaded then.
     """
-    for state in _get_fsdp_states(model):
-        settle(state, "optim_state_dict_to_load")
-    groups = name_parameters(model, optim)
-    members = [named for group_members in groups for named in group_members]
-    saved = optim_state_dict
-    _require_same_names(members, saved)
-    state_of: dict[Any, dict[str, Any]] = {}
-    for i, named in enumerate(members):
-        values = saved["state"].get(named.fqn)
-        if values is not None:
-            key = named.fqn if is_named_optimizer else i
-            state_of[key] = {name: _part(named, name, v) for name, v in values.items()}
-    result = {
-        "state": state_of,
-        "param_groups": _param_groups(groups, saved, optim, named=is_named_optimizer),
-    }
+    units = _get_fsdp_states(model)
+    settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
+    config = settings.optim_state_dict_config
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        raise no_sharded("optim_state_dict_to_load")
+    result = state_to_load(
+        model,
+        optim.param_groups,
+        optim_state_dict,
+        named=is_named_optimizer,
+        local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
+        from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
+        group=group,
+    )
     if load_directly:
         optim.load_state_dict(result)
     return result
+
+
+def state_to_load(
+    model: nn.Module,
+    param_groups: list[Group],
+    saved: Any,
+    *,
+    named: bool = False,
+    local: bool = False,
+    from_first: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Cut this rank's part out of ``saved``; see ``optim_state_dict_to_load``."""
+    for state in _get_fsdp_states(model):
+        settle(state, "optim_state_dict_to_load")
+    groups = name_parameters(model, param_groups)
+    members = [each for group_members in groups for each in group_members]
+    senders = hops(model, group) if from_first else ()
+    saved = share_structure(saved, senders)
+    _require_same_names(members, saved)
+    if local:
+        require_plans(model, saved)
+    else:
+        _require_shapes(members, saved)
+    state_of: dict[Any, dict[str, Any]] = {}
+    for i, each in enumerate(members):
+        values = saved["state"].get(each.fqn)
+        if values is None:
+            continue
+        state_of[each.fqn if named else i] = {
+            name: local_part(each, name, value)
+            if local
+            else _part(each, name, value, senders)
+            for name, value in values.items()
+        }
+    options = _param_groups(groups, saved, param_groups, named=named)
+    return {"state": state_of, "param_groups": options}
 
 
 def _require_same_names(members: list[Named], saved: dict[str, Any]) -> None:
@@ -91,29 +137,45 @@ def _require_same_names(members: list[Named], saved: dict[str, Any]) -> None:
         )
 
 
-def _part(named: Named, name: str, value: Any) -> Any:
+def _require_shapes(members: list[Named], saved: dict[str, Any]) -> None:
+    """Refuse what is no scalar and not of a parameter's shape, on all ranks alike."""
+    for named in members:
+        for name, value in saved["state"].get(named.fqn, {}).items():
+            if not isinstance(value, (Tensor, Described)):
+                continue
+            shape = tuple(value.shape)
+            if shape not in ((), named.shape):
+                raise CheckpointError(
+                    f"Optimizer state {name!r} of {shown(named.fqn)} has shape "
+                    f"{shape}; expected a scalar or the parameter's full shape "
+                    f"{named.shape}."
+                )
+
+
+def _part(
+    named: Named, name: str, value: Any, senders: tuple[dist.ProcessGroup, ...]
+) -> Any:
     """This rank's part of one state value; scalars are the same on every rank."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, (Tensor, Described)):
         return value
-    if value.ndim == 0 and named.shape != ():
-        return value.clone()
-    if tuple(value.shape) != named.shape:
-        raise CheckpointError(
-            f"Optimizer state {name!r} of {shown(named.fqn)} has shape "
-            f"{tuple(value.shape)}; expected a scalar or the parameter's full shape "
-            f"{named.shape}."
-        )
-    if value.ndim == 0 and name in SCALARS:
+    if senders and value.shape:
+        value = share_tensor(value, senders, _device(named))
+    assert isinstance(value, Tensor)
+    if value.ndim == 0 and (named.shape != () or name in SCALARS):
         return value.clone()
     if named.region is None or named.slot is None:
         return value.clone()
     return part_of(named.region, named.slot, value, like=named.parameter).clone()
 
 
+def _device(named: Named) -> torch.device:
+    return named.parameter.device if named.handle is None else named.handle.device
+
+
 def _param_groups(
     groups: list[list[Named]],
     saved: dict[str, Any],
-    optim: torch.optim.Optimizer,
+    own: list[Group],
     *,
     named: bool,
 ) -> list[dict[str, Any]]:
@@ -139,7 +201,7 @@ def _param_groups(
         if not named:
             keys = list(range(start, start + len(members)))
         start += len(members)
-        options = optim.param_groups[g]
+        options = own[g]
         if origins:
             options = saved["param_groups"][origins.pop()]
         result.append({**options, "params": keys})

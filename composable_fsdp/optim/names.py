@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +32,30 @@ class Named:
         return self.slot.shape if self.slot else tuple(self.parameter.shape)
 
 
+Group = dict[str, Any]
+"""One of an optimizer's ``param_groups``."""
+
+
+def groups_of(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    optim_input: Iterable[Any] | None,
+) -> list[Group]:
+    """The parameter groups of ``optim``, or those an optimizer would be made from.
+
+    ``optim_input``: parameters or groups, as an optimizer takes them. With neither, one
+    group of all parameters, as FSDP1 has it.
+    """
+    if optim is not None:
+        return optim.param_groups
+    given = list(model.parameters() if optim_input is None else optim_input)
+    if given and not isinstance(given[0], dict):
+        return [{"params": given}]
+    return [{**group, "params": list(group["params"])} for group in given]
+
+
 def name_parameters(
-    model: nn.Module, optim: torch.optim.Optimizer
+    model: nn.Module, param_groups: Iterable[Group]
 ) -> list[list[Named]]:
     """Name the parameters of each of the optimizer's groups, as ``model`` calls them.
 
@@ -41,7 +65,7 @@ def name_parameters(
     """
     names = {id(p): strip_wrapper(name) for name, p in model.named_parameters()}
     groups = []
-    for g, group in enumerate(optim.param_groups):
+    for g, group in enumerate(param_groups):
         members = []
         for i, parameter in enumerate(group["params"]):
             fqn = names.get(id(parameter))
@@ -55,6 +79,14 @@ def name_parameters(
             members.append(_named(fqn, parameter))
         groups.append(members)
     return groups
+
+
+def named_groups(given: dict[str, Any], groups: list[list[Named]]) -> list[Group]:
+    """The saved groups with all their options, parameters by name."""
+    return [
+        {**saved, "params": [named.fqn for named in members]}
+        for saved, members in zip(given["param_groups"], groups, strict=True)
+    ]
 
 
 def _named(fqn: str, parameter: torch.Tensor) -> Named:

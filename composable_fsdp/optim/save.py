@@ -9,14 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.comm import collectives
+from composable_fsdp.config import (
+    FULL_BY_DEFAULT,
+    FullOptimStateDictConfig,
+    StateDictType,
+)
 from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.names import Named, name_parameters
+from composable_fsdp.optim.local import local_state
+from composable_fsdp.optim.names import Named, name_parameters, named_groups
 from composable_fsdp.runtime.recover import settle
-from composable_fsdp.state_dict.full import gather_flat_values
+from composable_fsdp.state_dict.settings import get_state_dict_type, no_sharded
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -26,10 +33,12 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the optimizer's full state, keyed by the plain model's parameter names.
+    """Return the optimizer's state, keyed by the plain model's parameter names.
 
     ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``,
-    with tensors of the plain model's shapes on the CPU of every rank.
+    with tensors of the plain model's shapes on the CPU of every rank, unless
+    ``set_state_dict_type`` asked for something else (``rank0_only``: ``{}`` on the
+    other ranks; local: this rank's shards, and the plans they belong to).
 
     Args:
         model: the sharded model, or a module that holds it.
@@ -37,15 +46,39 @@ def optim_state_dict(
         optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now.
         group: ignored; each unit knows its ranks. Here because FSDP1 has it.
 
-    Collective: per unit and state one all-gather over the shard group, and one exchange
-    of state names per group before; all ranks must call.
+    Collective: per unit and state one all-gather over the shard group (one gather per
+    region with ``rank0_only``), and one exchange of state names per group before; all
+    ranks must call. None for local shards.
     Raises: CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
-    for state in _get_fsdp_states(model):
-        settle(state, "optim_state_dict")
-    groups = name_parameters(model, optim)
+    states = _get_fsdp_states(model)
+    settings = get_state_dict_type(model) if states else FULL_BY_DEFAULT
+    config = settings.optim_state_dict_config
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        raise no_sharded("optim_state_dict")
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        return local_state(model, optim, given, to_cpu=config.offload_to_cpu)
+    first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    return full_state(
+        model, optim, given, first_only=first_only, to_cpu=config.offload_to_cpu
+    )
+
+
+def full_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: dict[str, Any],
+    *,
+    first_only: bool,
+    to_cpu: bool,
+) -> dict[str, Any]:
+    """Return full state whatever type is set; see ``optim_state_dict``."""
+    units = _get_fsdp_states(model)
+    for state in units:
+        settle(state, "optim_state_dict")
+    groups = name_parameters(model, optim.param_groups)
     members = [named for group_members in groups for named in group_members]
     states: list[dict[str, Any]] = [
         given["state"].get(i, {}) for i in range(len(members))
@@ -53,25 +86,23 @@ def optim_state_dict(
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
         if values:
-            result[named.fqn] = {key: _on_cpu(value) for key, value in values.items()}
+            result[named.fqn] = {k: _copy(v, to_cpu) for k, v in values.items()}
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
         if named.handle is not None and named.handle.groups.shard is not None:
             by_handle.setdefault(id(named.handle), []).append(i)
     _require_same_state(members, states, by_handle)
     for indices in by_handle.values():
-        _gather(members, states, indices, result)
-    return {
-        "state": result,
-        "param_groups": [
-            {**saved, "params": [named.fqn for named in group_members]}
-            for saved, group_members in zip(given["param_groups"], groups, strict=True)
-        ],
-    }
+        _gather(members, states, indices, result, first_only, to_cpu)
+    if first_only and units and not units[0].handle.groups.is_first:
+        return {}
+    return {"state": result, "param_groups": named_groups(given, groups)}
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+def _copy(value: Any, to_cpu: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -145,6 +176,8 @@ def _gather(
     states: list[dict[str, Any]],
     indices: list[int],
     result: dict[str, dict[str, Any]],
+    first_only: bool,
+    to_cpu: bool,
 ) -> None:
     """Gather the tensors of one unit, one state name after the other."""
     handle = members[indices[0]].handle
@@ -152,6 +185,8 @@ def _gather(
     names = sorted(
         {k for i in indices for k, v in states[i].items() if not _is_scalar(v)}
     )
+    if first_only and not handle.groups.in_first_replica:
+        return
     for name in names:
         shards = [
             _empty_shard(handle, r, members, states, indices, name)
@@ -165,14 +200,16 @@ def _gather(
             at = region.layout.shard_offset(slot, region.rank)
             shard = shards[handle.regions.index(region)]
             shard[at : at + value.numel()].copy_(value.reshape(-1))
-        fulls = gather_flat_values(handle, shards)
+        fulls = gather_flat_values(handle, shards, first_only=first_only)
+        if not fulls:
+            continue
         for i in indices:
             region, slot = members[i].region, members[i].slot
             if name not in states[i] or region is None or slot is None:
                 continue
             full = fulls[handle.regions.index(region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            result[members[i].fqn][name] = part.cpu().clone()
+            result[members[i].fqn][name] = _copy(part, to_cpu)
 
 
 def _empty_shard(

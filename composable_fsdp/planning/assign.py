@@ -242,10 +242,11 @@ def _note_parameters(
 ) -> None:
     """Add the module's own parameters, and refuse those that cannot be sharded."""
     refuse_module(module, fqn)
+    prefix = f"{fqn}." if fqn else ""
     for name, parameter in module._parameters.items():
         if parameter is None or id(parameter) in request.ignored_parameters:
             continue
-        where = join(fqn, name)
+        where = prefix + name
         owner = request.owner_of(parameter)
         if owner is not None:
             raise PlanError(_owned_text(where, owner))

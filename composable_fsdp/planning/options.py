@@ -6,7 +6,7 @@ Per-module options from a policy name only what differs; the rest is the root's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from composable_fsdp.config import (
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import shown
 
+D = TypeVar("D")
 E = TypeVar("E", bound=Enum)
 
 
@@ -61,6 +62,14 @@ class UnitOptions:
             if value is None and name == "backward_prefetch":
                 continue
             object.__setattr__(self, name, by_name(kind, value, argument=name))
+        for name, form in (
+            ("mixed_precision", MixedPrecision),
+            ("cpu_offload", CPUOffload),
+        ):
+            given = getattr(self, name)
+            if given is not None:
+                own = by_fields(form, given, argument=name)
+                object.__setattr__(self, name, own)
         for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
@@ -102,6 +111,24 @@ def by_name(kind: type[E], value: object, *, argument: str) -> E:
     raise TypeError(
         f"{argument} expects one of "
         f"{', '.join(f'{kind.__name__}.{m}' for m in kind.__members__)}; got {value!r}."
+    )
+
+
+def by_fields(kind: type[D], value: object, *, argument: str) -> D:
+    """Return ``value`` as a ``kind``; torch's dataclass of that name is copied.
+
+    >>> by_fields(CPUOffload, CPUOffload(), argument="cpu_offload")
+    CPUOffload(offload_params=False)
+    """
+    if isinstance(value, kind):
+        return value
+    assert is_dataclass(kind)
+    names = [field.name for field in fields(kind)]
+    bases = [base.__name__ for base in type(value).__mro__]
+    if is_dataclass(value) and kind.__name__ in bases:
+        return kind(**{n: getattr(value, n) for n in names if hasattr(value, n)})
+    raise TypeError(
+        f"{argument} expects a {kind.__name__}({', '.join(names)}), got {value!r}."
     )
 
 

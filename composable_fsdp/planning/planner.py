@@ -27,7 +27,8 @@ from composable_fsdp.planning.assign import (
 )
 from composable_fsdp.planning.layout import plan_unit_regions
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.planning.plan import ShardingPlan, UnitPlan, padding_notes
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ def plan(
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block = Block.ROW,
     ignored_modules: Sequence[nn.Module] | None = None,
@@ -211,6 +213,7 @@ def plan(
             mixed_precision=mixed_precision,
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
         ),
         world_size=world_size,

@@ -1,4 +1,4 @@
-"""Backward of a unit: two events, and a callback that ends what they left.
+"""Backward of a unit: two events (``graph_task`` ends what they leave).
 
 * *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
   buffer and counts down from the number of leaves that this graph task will reach. At 0
@@ -12,15 +12,15 @@ runs
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does.
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the
-engine's ``queue_callback`` are private; used only here, checked on torch 2.13 (and
-present in 2.11).
+``torch._C._will_engine_execute_node`` and ``Tensor._post_accumulate_grad_hooks`` are
+private; used only here, checked on torch 2.13 (and present in 2.11).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,35 +28,29 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.offload import land
+from composable_fsdp.runtime.fill import catch_up
+from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
-from composable_fsdp.runtime.reduce import (
-    drop_arrived,
-    drop_reduction,
-    finish_reduction,
-    prepare_reduce,
-    reduce_gradients,
-)
+from composable_fsdp.runtime.reduce import prepare_reduce, reduce_gradients
 from composable_fsdp.runtime.unshard import (
     keep_full,
     release,
     reshard,
-    retire,
     unshard,
     wait_unsharded,
 )
 from composable_fsdp.tree.agree import depart_in_backward
-from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
-current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Id of the backward that this thread runs; ``NO_TASK`` outside."""
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-_engine = torch.autograd.Variable._execution_engine
+
+OURS = -1
+"""Key of the arrival hook among the hooks of a full leaf."""
 
 KEEP = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
@@ -69,16 +63,26 @@ class Call:
     would keep activations alive.
     """
 
-    __slots__ = ("aliases", "index", "state", "tape", "task", "waiting", "wide")
+    __slots__ = (
+        "aliases",
+        "begin",
+        "epoch",
+        "index",
+        "state",
+        "tape",
+        "task",
+        "waiting",
+        "wide",
+    )
 
     def __init__(self, state: _FSDPState, tape: Tape) -> None:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
-        self.index = -1
+        self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
-        self.wide = state.handle.wide
+        self.wide, self.epoch = state.handle.wide, state.handle.epoch
 
     def input_done(self, *_: object) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
@@ -92,10 +96,16 @@ class Call:
         if handle.open_calls == 0 and handle.pending == 0:
             _reshard_after_backward(self.state, handle)
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        tape = self.tape
         # Its own index would not do: the units inside it have run since.
-        if post and self.tape.reached > 0 and not self.state.ahead_in_backward:
+        if (
+            post
+            and tape.reached > 0
+            and tape.schedule is None
+            and not self.state.ahead_in_backward
+        ):
             assert self.state.context is not None
-            prefetch_backward(self.state.context, self.tape)
+            prefetch_backward(self.state.context, tape, tape.reached)
 
 
 def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
@@ -115,14 +125,24 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     state = call.state
     handle, context = state.handle, state.context
     assert context is not None
+    if call.epoch != handle.epoch:
+        raise PhaseError(
+            f"Backward reached unit {state.name} through a forward that ran before "
+            "requires_grad of its parameters changed, and the buffers of then are "
+            "gone. Run backward before the next forward, or freeze and unfreeze "
+            "between steps."
+        )
     if handle.task != task:
         _begin(context, state, task)
+    if call.tape.schedule is not None and call.index >= 0:
+        catch_up(context, call.tape, call.index)
     if call.tape not in handle.tapes:
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
         handle.open_calls += call.tape.open_calls.get(handle, 0)
     log = handle.backward_log
-    if log is not None:
+    # Where gradients are filled up, ranks meet in ``catch_up`` and not here.
+    if log is not None and not context.filling:
         if log.expected[log.position] is handle:
             log.position += 1
         else:
@@ -143,7 +163,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         tape.reached > 0
         and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     ):
-        prefetch_backward(context, tape)
+        prefetch_backward(context, tape, tape.reached)
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
@@ -159,45 +179,31 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
         prepare_reduce(context, handle)
 
 
-def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Have the end of graph task ``task`` finish this unit."""
-    if task not in context.tasks:
-        if context.dead:
-            bury(context)
-        context.tasks[task] = []
-        _engine.queue_callback(TaskEnd(context, task))
-    context.tasks[task].append(state)
-    state.handle.task = task
-
-
 def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
-    leaves: list[nn.Parameter] = []
-    for region in state.handle.trainable:
-        arrivals = make_arrivals(state, region)
-        for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-            leaf.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no types there
-        leaves += region.full_leaves
-    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
-    # engine about is the node it runs.
-    state.handle.accumulators = _accumulators(leaves) if leaves else ()
+    nodes = []
+    # Once for all leaves: entering it costs as much as asking two of them.
+    with torch.inference_mode(False), torch.enable_grad():
+        for region in state.handle.trainable:
+            arrivals = make_arrivals(state, region)
+            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+                # A leaf keeps its node only weakly: the handle does, so that the node
+                # we ask the engine about is the node it runs.
+                nodes.append(_accumulator(leaf))
+                # What register_post_accumulate_grad_hook sets, less its checks and its
+                # handle, which took longer than all else. Torch numbers from 0 up.
+                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
+    state.handle.accumulators = tuple(nodes)
 
 
-class _Users(torch.autograd.Function):
-    """A node that all of its inputs feed: what feeds it are their accumulators."""
+def _accumulator(leaf: nn.Parameter) -> object:
+    """The node that accumulates into ``leaf``, by way of any node that feeds it.
 
-    @staticmethod
-    def forward(ctx: object, *leaves: Tensor) -> Tensor:
-        """Read nothing: the leaves have no memory now."""
-        return torch.empty(0)
-
-
-def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[object, ...]:
-    """The nodes that accumulate into ``leaves``."""
-    with torch.enable_grad():
-        used: Tensor = _Users.apply(*leaves)  # type: ignore[no-untyped-call]  # as above
-    assert used.grad_fn is not None
-    return tuple([node for node, _ in used.grad_fn.next_functions])
+    Gradients must be enabled.
+    """
+    alias: Tensor = leaf.view_as(leaf)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]
 
 
 def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
@@ -274,7 +280,9 @@ def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
 def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     context = state.context
     assert context is not None
-    if state.sync_gradients:
+    # With a schedule, in the unit's turn; see ``fill``.
+    scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    if state.sync_gradients and not scheduled:
         reduce_gradients(context, handle)
     if handle.open_calls == 0:
         _reshard_after_backward(state, handle)
@@ -288,97 +296,3 @@ def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
         reshard(context, handle)
     else:
         keep_full(context, handle)
-
-
-class TaskEnd:
-    """The callback at the end of a graph task; dropped uncalled, it notes that it died.
-
-    The engine holds it with the graph task, and lets go of both when backward raises.
-    """
-
-    __slots__ = ("context", "task")
-
-    def __init__(self, context: RuntimeContext, task: int) -> None:
-        self.context, self.task = context, task
-
-    def __call__(self) -> None:
-        """Finish the units of the task."""
-        finish_task(self.context, self.task)
-
-    def __del__(self) -> None:
-        if self.task in self.context.tasks:
-            self.context.dead.add(self.task)
-
-
-def bury(context: RuntimeContext) -> None:
-    """Reset units of graph tasks that raised; their unreduced gradients are dropped.
-
-    Waits for collectives of this rank that were issued; sends nothing.
-    """
-    dead, context.dead = context.dead, set()
-    for log in context.backward_logs:
-        log.drop()
-    drop_reduction(context)
-    for task in dead:
-        for state in context.tasks.pop(task, ()):
-            handle = state.handle
-            if handle.task == task:
-                reset_backward(handle)
-                drop_arrived(handle)
-                reshard(context, handle)
-
-
-def reset_backward(handle: FlatParamHandle) -> None:
-    """Forget the graph task that the unit was in."""
-    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes = ()
-    handle.phase = Phase.IDLE
-
-
-def finish_task(context: RuntimeContext, task: int) -> None:
-    """End of a graph task: reduce and reshard what the events left, reset the units.
-
-    The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream, and the host's reads of offloaded gradients, behind the
-    last reduction. A backward that built a graph
-    keeps its units in memory until the next one ends.
-
-    Collective: the reductions of units whose gradients came unannounced.
-    Raises: DesyncError, if another rank had more to send.
-    """
-    keep = torch.is_grad_enabled()
-    for state in context.tasks.pop(task, ()):
-        handle = state.handle
-        if handle.task != task:
-            continue
-        reset_backward(handle)
-        if state.sync_gradients and _has_arrived(handle):
-            reduce_gradients(context, handle)
-        handle.kept = keep
-        if state.reshard_after_backward:
-            reshard(context, handle)
-        else:
-            keep_full(context, handle)
-    if context.tasks:
-        return
-    for state in root_of(context)._all_fsdp_states:
-        handle = state.handle
-        if handle.reduce_is_allocated and state.sync_gradients:
-            # Arrived under no_sync, and this backward did not come by.
-            reduce_gradients(context, handle)
-        if not keep and context.outermost is None:
-            handle.kept = False
-            if not state.reshard_after_backward:
-                keep_full(context, handle)
-            elif handle.gathered or handle.is_full:
-                reshard(context, handle)
-    context.prefetched.clear()
-    finish_reduction(context)
-    land(context)
-    retire(context, keep=0)
-    for log in context.backward_logs:
-        log.end()
-
-
-def _has_arrived(handle: FlatParamHandle) -> bool:
-    return handle.reduce_is_allocated and any(1 in r.arrived for r in handle.trainable)

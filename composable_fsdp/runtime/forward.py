@@ -22,13 +22,9 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.backward import (
-    Call,
-    current_task,
-    pre_backward,
-    use_form,
-)
+from composable_fsdp.runtime.backward import Call, pre_backward, use_form
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
@@ -98,6 +94,8 @@ def pre_forward(
         return replaced
     # A recomputed forward is a graph of its own, with counts of its own.
     call = Call(state, Tape() if recomputing else context.tape)
+    if call.tape.schedule is not None:
+        call.begin = len(call.tape.order.uses)
     handle.calls.append(call)
     return _alias_inputs(call, args, kwargs) or replaced
 
@@ -200,6 +198,8 @@ def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
     handle = call.state.handle
     if record:
         call.index = call.tape.order.record(handle)
+        if call.tape.schedule is not None:
+            call.tape.schedule.record(call.state, call.begin)
     # Without an alias nothing will count this call down, and that is meant: the unit
     # may use its weights for a gradient that did not come in by its inputs (an
     # attribute, a closure), so only the end of backward is safe.

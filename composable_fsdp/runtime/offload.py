@@ -22,12 +22,13 @@ backward, our own functions after ``wait_for_copies``.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async, synchronize
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.runtime.leaf_hooks import call_post_hooks
 from composable_fsdp.tree.state import RuntimeContext
 
 
@@ -73,19 +74,24 @@ def land(context: RuntimeContext) -> None:
     """Wait until the gradients are on the host, and show them as ``.grad``.
 
     The one place where a step makes the CPU wait. It also waits for copies of shards to
-    the device, which an optimizer is about to overwrite. Sends nothing.
+    the device, which an optimizer is about to overwrite. Calls the hooks of leaves that
+    got a gradient. Sends nothing.
     """
     if not context.offload:
         return
     synchronize(context.streams)
+    hooked: list[nn.Parameter] = []
     for handle in context.handles:
         for region in handle.trainable:
             if region.in_flight is not None:
-                _show(region, region.in_flight)
+                hooked += _show(region, region.in_flight)
                 region.in_flight = None
+    call_post_hooks(hooked)
 
 
-def _show(region: FlatParameter, landed: bytearray) -> None:
+def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
+    """Set ``.grad``; returns the leaves it was set of."""
+    shown = []
     for leaf, view, hit in zip(region.leaves, region.grad_views, landed, strict=True):
         if not hit:
             continue
@@ -93,6 +99,8 @@ def _show(region: FlatParameter, landed: bytearray) -> None:
             # The loss used the sharded parameter itself, beside its unit.
             view.add_(leaf.grad)
         leaf.grad = view
+        shown.append(leaf)
+    return shown
 
 
 def drop_landing(context: RuntimeContext) -> None:

@@ -18,7 +18,7 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import require_leaves
-from composable_fsdp.runtime.backward import current_task, reset_backward
+from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
@@ -26,19 +26,22 @@ from composable_fsdp.runtime.reduce import (
     drop_reduction,
     finish_reduction,
 )
+from composable_fsdp.runtime.regroup import follow_requires_grad
 from composable_fsdp.runtime.unshard import reshard, retire, versions
 from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     """Start a forward at ``state``, the outermost unit of this call.
 
     Units that an earlier forward left full are resharded: the optimizer may have
-    changed the shards since. Sends nothing.
+    changed the shards since. Parameters whose ``requires_grad`` changed move to other
+    regions. Sends nothing.
 
     Raises: PlanError, if a leaf was torn out of its shard and does not fit; PhaseError,
-    if shards were written to under a unit that was left full on purpose.
+    if ``requires_grad`` changed while gradients wait, or shards were written to under a
+    unit that was left full on purpose.
     """
     if context.tasks:
         recover(context, drop_gradients=True)
@@ -47,21 +50,24 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     for log in context.forward_logs:
         log.drop()
     context.prefetched.clear()
+    schedule: Schedule | None = None
     for handle in context.handles:
-        if handle.full_since is not None:
-            take_up(handle)
-            continue
-        if handle.gathered or handle.is_full:
-            reshard(context, handle)
-            # Kept for a second backward: its memory stays and is gathered into again.
-            handle.gathered = handle.retiring
-        require_leaves(handle)
+        if handle.full_since is None or not take_up(handle):
+            if handle.gathered or handle.is_full:
+                reshard(context, handle)
+                # Kept for a second backward: its memory stays and is gathered into
+                # again.
+                handle.gathered = handle.retiring
+            if require_leaves(handle):
+                follow_requires_grad(context, handle)
+        if handle.rule.fill:
+            schedule = schedule or Schedule()
     for unit in context.lists:
         unit.remaining.clear()
     for unit in context.precisions:
         cast_buffers(unit)
     training = state.module.training
-    context.tape = Tape((state.fqn, training, torch.is_grad_enabled()))
+    context.tape = Tape((state.fqn, training, torch.is_grad_enabled()), schedule)
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -71,8 +77,10 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     context.frame = _module_call()
 
 
-def take_up(handle: FlatParamHandle) -> None:
-    """Let a unit that is full already be used as it is.
+def take_up(handle: FlatParamHandle) -> bool:
+    """Let a unit that is full already be used as it is, if its leaves are as they were.
+
+    False, with the sharded leaves shown, if ``requires_grad`` of one changed.
 
     Raises: PhaseError, if its shards have other values by now; PlanError, as
     ``begin_iteration``.
@@ -88,9 +96,11 @@ def take_up(handle: FlatParamHandle) -> None:
             "reshard(module), or set_reshard_after_backward(module, True) before the "
             "backward that comes before the step."
         )
-    require_leaves(handle)
+    if require_leaves(handle):
+        return False
     if shown:
         views.use_full(handle)
+    return True
 
 
 def _module_call() -> FrameType | None:
@@ -126,6 +136,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     context.prefetched.clear()
     for log in (*context.forward_logs, *context.backward_logs):
         log.drop()
+    context.filling.clear()
     if drop_gradients:
         # Not settled: the user may have zeroed the gradients since backward raised.
         drop_reduction(context)

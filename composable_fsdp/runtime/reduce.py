@@ -13,15 +13,18 @@ allocated, is freed behind the wait of that stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import or_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Waitable
 from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
+from composable_fsdp.runtime.comm_hooks import call_comm_hook
+from composable_fsdp.runtime.leaf_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.runtime.offload import drop_landing, send_to_host
 from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
@@ -46,33 +49,35 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
     Reads the reduce buffers ``(padded_numel,)``; the sharded leaves' ``.grad`` become
     views of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that
-    did not arrive on this rank count as zeros and leave ``.grad`` as it was. An
-    offloaded unit's ``.grad`` is None until ``land``.
+    did not arrive on this rank count as zeros and leave ``.grad`` as it was, unless the
+    unit's rule says that all take part. An offloaded unit's ``.grad`` is None until
+    ``land``.
 
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
-    group, then one all-reduce per region over the replicate group; those of one rank
-    are left out.
+    group, then one all-reduce per region over the replicate group, unless the rule
+    leaves it for later; those of one rank are left out. With a communication hook, what
+    that sends.
     Raises: DesyncError, if another rank reduces something else, or other parameters.
     """
     finish_reduction(context)
     _zero_what_is_missing(handle)
-    arrived = tuple(bytes(region.arrived) for region in handle.trainable)
+    final = handle.rule.all_reduce or handle.groups.replicas == 1
+    arrived = _take_arrived(handle)
     log = handle.reduce_log
     if log is not None:
         if log.expected[log.position] == (handle, arrived):
             log.position += 1
         else:
             depart_in_backward(context, log, (handle, arrived))
-    views.forget_arrived(handle)
     handle.reduce_is_allocated = False
     for region in handle.trainable:
         if region.grad_shard is None:
             make_grad_shard(region, rows=handle.rows)
-    reduction = Reduction(handle, [], arrived)
+    reduction = Reduction(handle, [], arrived, final=final)
     streams = context.streams
     if streams is None:
-        _choose_targets(handle)
-        reduction.works = _issue(handle, async_op=True)
+        _choose_targets(handle, final=final)
+        reduction.works = _issue(handle, final=final, async_op=True)
         context.reducing = reduction
         if not reduction.works:
             finish_reduction(context)
@@ -80,8 +85,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     streams.reduce.wait_stream(torch.cuda.current_stream(handle.device))
     with torch.cuda.stream(streams.reduce):
         # Targets made here belong to the reduce stream, which alone uses them.
-        _choose_targets(handle)
-        _issue(handle, async_op=False)
+        _choose_targets(handle, final=final)
+        _issue(handle, final=final, async_op=False)
         assert handle.reduce_event is not None
         if handle.offload:
             # The buffers are read; whoever waits to free them need not wait for the
@@ -96,8 +101,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def finish_reduction(context: RuntimeContext) -> None:
     """Wait for the reduction in flight, if any, and free its buffers. Sends nothing.
 
-    On CPU also divides, adds, and sets ``.grad``; on CUDA the reduce stream has done
-    so.
+    On CPU also divides, adds, sets ``.grad`` and calls the leaves' hooks; on CUDA the
+    reduce stream has done so.
     """
     reduction = context.reducing
     if reduction is None:
@@ -107,7 +112,12 @@ def finish_reduction(context: RuntimeContext) -> None:
     if context.streams is None:
         for work in reduction.works:
             work.wait()
-        if handle.groups.replicate is not None and handle.groups.shard is not None:
+        if (
+            reduction.final
+            and handle.groups.replicas > 1
+            and handle.groups.shard_world_size > 1
+            and handle.rule.hook is None
+        ):
             _replicate(handle)
         _settle(reduction)
     else:
@@ -135,8 +145,11 @@ def drop_reduction(context: RuntimeContext) -> None:
 
 
 def drop_arrived(handle: FlatParamHandle) -> None:
-    """Forget gradients that arrived and were not reduced. Sends nothing."""
+    """Forget gradients that arrived and were not reduced to the end. Sends nothing."""
     views.forget_arrived(handle)
+    handle.held = None
+    for region in handle.trainable:
+        region.partial = None
     if handle.reduce_is_allocated:
         views.free_reduce(handle)
         handle.reduce_is_allocated = False
@@ -165,19 +178,38 @@ def _zero_what_is_missing(handle: FlatParamHandle) -> None:
         torch._foreach_zero_(missing)
 
 
-def _choose_targets(handle: FlatParamHandle) -> None:
+def _take_arrived(handle: FlatParamHandle) -> tuple[bytes, ...]:
+    """Per region, which leaves get a gradient; the buffers are the reduction's now."""
+    if handle.rule.fill:
+        arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
+    else:
+        arrived = tuple(bytes(region.arrived) for region in handle.trainable)
+    if handle.held is not None:
+        arrived = tuple(
+            bytes(map(or_, now, earlier))
+            for now, earlier in zip(arrived, handle.held, strict=True)
+        )
+        handle.held = None
+    views.forget_arrived(handle)
+    return arrived
+
+
+def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
     """Decide where the sums go: into ``grad_shard`` if no leaf has a gradient yet.
 
     And if it is on the device, in the dtype of the sums.
     """
+    whole = final and handle.rule.hook is None
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         dtype = region.reduce_buffer.dtype
-        direct = dtype == region.grad_dtype and not region.offload
+        direct = whole and dtype == region.grad_dtype and not region.offload
+        region.has_tensor_hooks = False
         for leaf in region.leaves:
             if leaf.grad is not None:
                 direct = False
-                break
+            if leaf._backward_hooks:
+                region.has_tensor_hooks = True
         region.temporary = None
         if not direct:
             region.temporary = storage.new_buffer(
@@ -191,32 +223,46 @@ def _target(region: FlatParameter) -> Tensor:
     return target
 
 
-def _issue(handle: FlatParamHandle, *, async_op: bool) -> list[Waitable]:
+def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Waitable]:
     """Send the reductions; without a group, copy. Returns what to wait for."""
-    groups = handle.groups
+    groups, rule = handle.groups, handle.rule
     works: list[torch.distributed.Work | None] = []
-    average = handle.device.type == "cuda"
     for regions in handle.reduce_groups:
+        if rule.hook is not None and final:
+            call_comm_hook(rule, regions)
+            continue
+        # One dtype, so one division.
+        before, _, average = regions[0].division
         buffers = [r.reduce_buffer for r in regions if r.reduce_buffer is not None]
         targets = [_target(r) for r in regions]
+        if before != 1 and rule.hook is None:
+            torch._foreach_div_(buffers, before)
         if groups.shard is not None:
             works.append(
                 collectives.reduce_scatter_flat(
                     targets, buffers, groups.shard, average=average, async_op=async_op
                 )
             )
-            if groups.replicate is not None and not async_op:
+            if final and groups.replicas > 1 and not async_op:
                 _replicate(handle, regions)
             continue
-        for target, buffer in zip(targets, buffers, strict=True):
+        for region, target, buffer in zip(regions, targets, buffers, strict=True):
             target.copy_(buffer)
-            if groups.replicate is not None:
+            if final and groups.replicate is not None:
+                _add_partial(region)
                 works.append(
                     collectives.all_reduce(
                         target, groups.replicate, average=average, async_op=async_op
                     )
                 )
     return [work for work in works if work is not None]
+
+
+def _add_partial(region: FlatParameter) -> None:
+    """Add sums that waited for the replicas to the ones that go to them now."""
+    if region.partial is not None:
+        _target(region).add_(region.partial)
+        region.partial = None
 
 
 def _replicate(
@@ -226,19 +272,30 @@ def _replicate(
     group = handle.groups.replicate
     assert group is not None
     chosen = regions or [r for group_ in handle.reduce_groups for r in group_]
-    average = handle.device.type == "cuda"
     for region in chosen:
+        _add_partial(region)
+        average = region.division.by_backend
         collectives.all_reduce(_target(region), group, average=average)
 
 
 def _settle(reduction: Reduction) -> None:
-    """Divide, add to earlier gradients, set ``.grad`` of the leaves that got one."""
+    """Divide, add to earlier gradients, set ``.grad`` of the leaves that got one.
+
+    Calls the user's hooks on those leaves.
+    """
     handle = reduction.handle
-    divisor = 1 if handle.device.type == "cuda" else handle.groups.world_size
+    if not reduction.final:
+        _hold(reduction)
+        return
+    by_hook = handle.rule.hook is not None
+    hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.trainable, reduction.arrived, strict=True):
         target = _target(region)
-        if divisor > 1 and target.numel():
+        divisor = region.division.after
+        if divisor != 1 and target.numel() and not by_hook:
             target.div_(divisor)
+        if region.has_tensor_hooks:
+            call_tensor_hooks(region, target, arrived, rows=handle.rows)
         if region.offload:
             region.temporary = None
             send_to_host(region, target, arrived)
@@ -255,6 +312,22 @@ def _settle(reduction: Reduction) -> None:
                     # The loss used the sharded parameter itself, beside its unit.
                     view.add_(meanwhile)
                 leaf.grad = view
+                if leaf._post_accumulate_grad_hooks:
+                    hooked.append(leaf)
+    if hooked:
+        call_post_hooks(hooked)
+
+
+def _hold(reduction: Reduction) -> None:
+    """Keep sums over the shard group until the replicas' are asked for."""
+    handle = reduction.handle
+    handle.held = reduction.arrived
+    for region in handle.trainable:
+        sums, region.temporary = region.temporary, None
+        if region.partial is not None and sums is not None:
+            region.partial.add_(sums)
+        else:
+            region.partial = sums
 
 
 def _add(region: FlatParameter, sums: Tensor) -> None:

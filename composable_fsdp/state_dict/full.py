@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composable_fsdp.comm import collectives
-from composable_fsdp.flat import storage
+from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
@@ -14,46 +13,33 @@ from composable_fsdp.runtime.offload import on_device
 
 
 @torch.no_grad()
-def gather_unit(handle: FlatParamHandle) -> dict[int, Tensor]:
+def gather_unit(
+    handle: FlatParamHandle, *, first_only: bool = False, to_cpu: bool = False
+) -> dict[int, Tensor]:
     """Return the unit's full parameters by slot index, in the shards' dtype.
 
     The tensors are new and of the plain model's shapes. Holds one unit's buffers
-    besides.
+    besides. ``first_only``: nothing on the other ranks.
 
-    Collective: one all-gather (regions coalesced) over the shard group; none if it has
-    one rank.
+    Collective: as ``gather_flat_values``; with ``first_only`` the first replica alone.
     """
+    if first_only and not handle.groups.in_first_replica:
+        return {}
     shards = [on_device(handle, region.shard) for region in handle.regions]
-    fulls = gather_flat_values(handle, shards)
+    fulls = gather_flat_values(handle, shards, first_only=first_only)
+    if not fulls:
+        return {}
     return {
-        slot.index: full[slot.offset : slot.offset + slot.numel]
-        .view(slot.shape)
-        .clone()
+        slot.index: _copy(
+            full[slot.offset : slot.offset + slot.numel].view(slot.shape), to_cpu
+        )
         for region, full in zip(handle.regions, fulls, strict=True)
         for slot in region.layout.parameters
     }
 
 
-@torch.no_grad()
-def gather_flat_values(handle: FlatParamHandle, shards: list[Tensor]) -> list[Tensor]:
-    """Return a full ``(padded_numel,)`` for each ``(shard_numel,)`` of ``shards``.
-
-    ``shards`` goes with the unit's regions, one to one.
-
-    Collective: one all-gather (buffers coalesced) over the shard group; none if it has
-    one rank, and then the shards themselves are returned.
-    """
-    group = handle.groups.shard
-    if group is None:
-        return shards
-    size = handle.groups.shard_world_size
-    fulls = [storage.new_buffer(s.numel() * size, s.dtype, s.device) for s in shards]
-    filled = [i for i, s in enumerate(shards) if s.numel()]
-    if filled:
-        collectives.all_gather_flat(
-            [fulls[i] for i in filled], [shards[i] for i in filled], group
-        )
-    return fulls
+def _copy(value: Tensor, to_cpu: bool) -> Tensor:
+    return value.to("cpu", copy=True) if to_cpu else value.clone()
 
 
 def part_of(

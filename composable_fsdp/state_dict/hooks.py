@@ -1,9 +1,10 @@
-"""Full state dicts through ``module.state_dict()`` and ``module.load_state_dict()``.
+"""State dicts through ``module.state_dict()`` and ``module.load_state_dict()``.
 
 Hooks sit on the fully sharded modules, so the calls work on any module that holds one,
 with the keys of the plain model. Saving replaces each shard by the whole parameter
 after torch has filled in the subtree; loading replaces each whole value by this rank's
-part before torch copies it.
+part before torch copies it. The unit's setting (``settings.py``) may ask for the
+shards instead, for host memory, or for one rank alone.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.naming import WRAPPED_MODULE, shown, strip_wrapper
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.naming import WRAPPED_MODULE, join, shown, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import gather_unit, part_of
+from composable_fsdp.state_dict.local import (
+    PLAN,
+    local_values,
+    plans_of,
+    require_plan,
+)
+from composable_fsdp.state_dict.settings import refuse_sharded
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -64,32 +74,18 @@ def _save(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """Put full values, on this rank's device, under the unit's names.
+    """Put the values that the unit's setting asks for under the unit's names.
 
-    Collective: one all-gather over the shard group; all its ranks must call
-    ``state_dict()``. None inside ``unshard_params``.
+    Collective: one all-gather over the shard group (with ``rank0_only`` one gather per
+    region); all its ranks must call ``state_dict()``. None for local shards, and none
+    inside ``unshard_params``.
     Raises: PhaseError, inside forward or backward.
     """
-    handle = state.handle
-    context = state.context
-    if context is not None and context.summoned is not None and context.rank0_only:
-        raise PhaseError(
-            f"state_dict of {state.name} was called inside unshard_params("
-            "rank0_only=True), where only the first rank has full parameters. Call it "
-            "before or after the block, on every rank."
-        )
-    if handle.phase is Phase.SUMMON and handle.is_full:
-        # What the modules hold, which the block may have replaced.
-        values = {
-            info.slot_index: held.detach().clone()
-            for info, (parameters, key, _, _) in zip(
-                handle.infos, handle.swaps, strict=True
-            )
-            if (held := parameters.get(key)) is not None
-        }
-    else:
-        settle(state, "state_dict")
-        values = gather_unit(handle)
+    config = state.state_dict_settings.state_dict_config
+    first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+    values = _values(state, first_only=first_only, to_cpu=config.offload_to_cpu)
+    if state.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        local_metadata[PLAN] = plans_of(module)
     for slot in _slots(state, module):
         # Names of one tied parameter share one tensor, as in the plain state dict.
         for name in slot.fqns:
@@ -104,6 +100,42 @@ def _save(
         for name, dtype in state.precision.buffer_dtypes.items():
             if prefix + name in state_dict:
                 state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+    # Buffers and ignored parameters, too: all that stands below the unit's module.
+    below = [key for key in state_dict if key.startswith(prefix)]
+    if first_only and not state.handle.groups.is_first:
+        for key in below:
+            del state_dict[key]
+    elif config.offload_to_cpu:
+        for key in below:
+            if isinstance(state_dict[key], Tensor):
+                state_dict[key] = state_dict[key].cpu()
+
+
+def _values(state: _FSDPState, *, first_only: bool, to_cpu: bool) -> dict[int, Tensor]:
+    """The unit's parameters by slot index: full ones, or this rank's shards."""
+    handle, context = state.handle, state.context
+    kind = state.state_dict_settings.state_dict_type
+    refuse_sharded(state, "state_dict")
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        settle(state, "state_dict")
+        return local_values(handle)
+    if context is not None and context.summoned is not None and context.rank0_only:
+        raise PhaseError(
+            f"state_dict of {state.name} was called inside unshard_params("
+            "rank0_only=True), where only the first rank has full parameters. Call it "
+            "before or after the block, on every rank."
+        )
+    if handle.phase is Phase.SUMMON and handle.is_full:
+        # What the modules hold, which the block may have replaced.
+        return {
+            info.slot_index: held.detach().clone()
+            for info, (parameters, key, _, _) in zip(
+                handle.infos, handle.swaps, strict=True
+            )
+            if (held := parameters.get(key)) is not None
+        }
+    settle(state, "state_dict")
+    return gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
 
 
 class _Load:
@@ -125,13 +157,22 @@ class _Load:
     ) -> None:
         """Write the shards, and leave torch nothing to copy that would not fit.
 
-        Every rank passes the same full values; sends nothing.
-        Raises: PhaseError, inside forward or backward.
+        Every rank passes the same full values, or its own shards if that is the type
+        set; sends nothing.
+        Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
+        another plan.
         """
         handle = self.state.handle
+        own_plan = local_metadata.get(PLAN, {}).get("")
+        plan = state_dict.pop(prefix + PLAN, own_plan)
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
         settle(self.state, "load_state_dict")
+        refuse_sharded(self.state, "load_state_dict")
+        kind = self.state.state_dict_settings.state_dict_type
+        local = kind is StateDictType.LOCAL_STATE_DICT
+        if local:
+            require_plan(handle, plan)
         chosen = {slot.index for slot in _slots(self.state, module)}
         for region in handle.regions:
             for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
@@ -144,22 +185,35 @@ class _Load:
                         continue
                     if not _holds(self.state, module, slot, name):
                         continue
-                    if value.shape == (1,) and slot.shape == ():
-                        value = value[0]
-                    if tuple(value.shape) != slot.shape:
-                        error_msgs.append(_shape_text(key, value, slot.shape))
-                    else:
-                        with torch.no_grad():
-                            leaf.copy_(part_of(region, slot, value, like=leaf))
+                    problem = _take(region, slot, leaf, value, local=local)
+                    if problem:
+                        error_msgs.append(f"{shown(strip_wrapper(key))}: {problem}")
                     # The leaf itself: copying it is nothing, and assign=True keeps it.
                     state_dict[key] = leaf
 
 
-def _shape_text(key: str, value: Tensor, expected: tuple[int, ...]) -> str:
+@torch.no_grad()
+def _take(
+    region: FlatParameter,
+    slot: ParameterSlot,
+    leaf: Tensor,
+    value: Tensor,
+    *,
+    local: bool,
+) -> str:
+    """Copy into this rank's shard what is its part; say why ``value`` does not fit."""
+    if value.shape == (1,) and slot.shape == () and not local:
+        value = value[0]
+    expected = tuple(leaf.shape) if local else slot.shape
+    if tuple(value.shape) == expected:
+        leaf.copy_(value if local else part_of(region, slot, value, like=leaf))
+        return ""
+    got = f"{expected}, got {tuple(value.shape)}"
+    if local:
+        return f"expected this rank's shard of shape {got}. Pass what this rank saved."
     return (
-        f"{shown(strip_wrapper(key))}: expected the full parameter of shape "
-        f"{expected}, got {tuple(value.shape)}. Load a state dict of the plain model's "
-        "shapes, on every rank."
+        f"expected the full parameter of shape {got}. Load a state dict of the plain "
+        "model's shapes, on every rank."
     )
 
 
@@ -203,6 +257,10 @@ def _add_component(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
+    # From here on metadata is not found: plans go with the values they belong to, and
+    # get each wrapper's component as those do.
+    for name, plan in local_metadata.get(PLAN, {}).items():
+        state_dict[prefix + join(name, PLAN)] = plan
     inner = f"{prefix}{WRAPPED_MODULE}."
     _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
 

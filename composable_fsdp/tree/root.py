@@ -79,6 +79,18 @@ def _initialise(top: _FSDPState) -> None:
     context.forward_logs, context.backward_logs = give_logs(context.handles)
 
 
+def forget_root(context: RuntimeContext) -> None:
+    """Undo lazy initialization of a tree that is between steps, so units can be added.
+
+    The next forward, or question that needs a root, initialises it again.
+    """
+    root = root_of(context)
+    for state in root._root_states:
+        state._is_root = state.context = None
+    root._root_states, root._root_handles = (), ()
+    root.__class__ = _FSDPState  # type: ignore[assignment]  # as it was made
+
+
 def _check_equal(found: list[tuple[str, _FSDPState]]) -> None:
     first_fqn, first = found[0]
     for fqn, state in found[1:]:

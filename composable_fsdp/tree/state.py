@@ -19,6 +19,7 @@ from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
+from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
@@ -29,6 +30,28 @@ from composable_fsdp.tree.precision import Precision
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
+class Schedule:
+    """What every rank does in the backward of one forward; see ``runtime.fill``.
+
+    ``uses``: the unit of each use. ``begins``: per unit, how many uses had been
+    recorded when its first forward began. ``next``: the use that backward reached last.
+    ``waiting``: of ``begins``, the units not reduced yet.
+    """
+
+    __slots__ = ("begins", "next", "uses", "waiting")
+
+    def __init__(self) -> None:
+        self.uses: list[_FSDPState] = []
+        self.begins: dict[_FSDPState, int] = {}
+        self.next = 0
+        self.waiting: dict[_FSDPState, int] = {}
+
+    def record(self, state: _FSDPState, begin: int) -> None:
+        """Note a use whose forward began after ``begin`` others had ended."""
+        self.uses.append(state)
+        self.begins[state] = min(begin, self.begins.get(state, begin))
+
+
 class Tape:
     """What one forward through the root leaves for its backward.
 
@@ -37,15 +60,16 @@ class Tape:
     graph alone, so a forward without a backward leaves nothing behind.
     """
 
-    __slots__ = ("mode", "open_calls", "order", "reached", "task")
+    __slots__ = ("mode", "open_calls", "order", "reached", "schedule", "task")
 
-    def __init__(self, mode: Hashable = ()) -> None:
+    def __init__(self, mode: Hashable = (), schedule: Schedule | None = None) -> None:
         self.mode = mode
         """Which forward this was: first unit, training or not, gradients or not."""
         self.task = self.reached = -1
         """The last graph task that met this forward, and the earliest use it has
         reached."""
         self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
+        self.schedule = schedule
         self.open_calls: dict[FlatParamHandle, int] = {}
 
 
@@ -55,6 +79,7 @@ class RuntimeContext:
     __slots__ = (
         "backward_logs",
         "dead",
+        "filling",
         "forward_logs",
         "frame",
         "handles",
@@ -96,6 +121,8 @@ class RuntimeContext:
         """Graph tasks that raised and are still in ``tasks``."""
         self.tasks: dict[int, list[_FSDPState]] = {}
         """Per live graph task, the units whose backward it runs, first come first."""
+        self.filling: list[Tape] = []
+        """Forwards whose backward runs and in which all ranks send the same."""
         self.retiring: deque[FlatParamHandle] = deque()
         """Units resharded on the CPU that the GPU may still read; oldest first."""
         self.reducing: Reduction | None = None
@@ -110,17 +137,21 @@ class Reduction:
     """A reduction on its way: whose, what to wait for, and which gradients it carries.
 
     ``arrived`` is per trainable region and parameter; see ``FlatParameter.arrived``.
+    One that is not ``final`` leaves its sums in ``FlatParameter.partial``.
     """
 
-    __slots__ = ("arrived", "handle", "works")
+    __slots__ = ("arrived", "final", "handle", "works")
 
     def __init__(
         self,
         handle: FlatParamHandle,
         works: list[Waitable],
         arrived: tuple[bytes, ...],
+        *,
+        final: bool,
     ) -> None:
         self.handle, self.works, self.arrived = handle, works, arrived
+        self.final = final
 
 
 class _FSDPState:
@@ -143,6 +174,7 @@ class _FSDPState:
         "device",
         "fqn",
         "handle",
+        "is_last_backward",
         "modules",
         "options",
         "precision",
@@ -152,6 +184,7 @@ class _FSDPState:
         "reshard_after_backward",
         "reshard_after_forward",
         "settings",
+        "state_dict_settings",
         "sync_gradients",
     )
 
@@ -180,9 +213,12 @@ class _FSDPState:
         self.ahead_in_forward: tuple[_FSDPState, ...] = ()
         self.ahead_in_backward: tuple[_FSDPState, ...] = ()
         """Units to gather ahead instead of the next one by the record; empty: that."""
+        self.is_last_backward = True
+        """Of the outermost unit: whether the end of backward waits for reductions."""
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
+        self.state_dict_settings = FULL_BY_DEFAULT
 
     @property
     def parent(self) -> _FSDPState | None:

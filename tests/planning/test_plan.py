@@ -17,8 +17,9 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.planning.memory import PeakMemory
-from composable_fsdp.planning.plan import ShardingPlan, Traffic
+from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import plan
+from composable_fsdp.planning.unit_plan import Traffic
 from tests.planning.trees import linears, units
 
 MATRIX = 16 * 4

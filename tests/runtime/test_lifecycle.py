@@ -14,8 +14,8 @@ from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.backward import finish_task
 from composable_fsdp.runtime.forward import post_forward, pre_forward
+from composable_fsdp.runtime.graph_task import finish_task
 from composable_fsdp.testing.models import TinyGPT, module_at, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree import root as root_module

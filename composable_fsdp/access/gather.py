@@ -1,0 +1,84 @@
+"""Between the flat shards of one unit's ranks and whole flat buffers, outside the step.
+
+For values of any kind that lie as the parameters do: parameters, their gradients, an
+optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.flat import storage
+from composable_fsdp.flat.handle import FlatParamHandle
+
+
+@torch.no_grad()
+def gather_flat_values(
+    handle: FlatParamHandle, shards: list[Tensor], *, first_only: bool = False
+) -> list[Tensor]:
+    """Return a full ``(padded_numel,)`` for each ``(shard_numel,)`` of ``shards``.
+
+    ``shards`` goes with the unit's regions, one to one. ``first_only``: an empty list
+    on all ranks of the shard group but the first, which allocate nothing.
+
+    Collective: one all-gather (buffers coalesced) over the shard group; with
+    ``first_only`` one gather per buffer. None if the group has one rank, and then the
+    shards themselves are returned.
+    """
+    group, size = handle.groups.shard, handle.groups.shard_world_size
+    if group is None:
+        return shards
+    wanted = not first_only or handle.groups.rank == 0
+    fulls = [
+        storage.new_buffer(s.numel() * size if wanted else 0, s.dtype, s.device)
+        for s in shards
+    ]
+    filled = [i for i, s in enumerate(shards) if s.numel()]
+    if first_only:
+        for i in filled:
+            collectives.gather_flat(fulls[i] if wanted else None, shards[i], group)
+        return fulls if wanted else []
+    if filled:
+        collectives.all_gather_flat(
+            [fulls[i] for i in filled], [shards[i] for i in filled], group
+        )
+    return fulls
+
+
+@torch.no_grad()
+def spread_flat_values(
+    handle: FlatParamHandle,
+    shards: Sequence[Tensor],
+    fulls: Sequence[Tensor],
+    *,
+    from_first: bool,
+) -> None:
+    """Copy into each ``(shard_numel,)`` of ``shards`` this rank's slice of its full.
+
+    ``from_first``: the slices of the first rank, which alone passes ``fulls``; replicas
+    get those of the first replica. A full that is the shard itself is left alone.
+
+    Collective: none; with ``from_first`` per buffer one scatter over the shard group
+    and one broadcast over the replicas.
+    """
+    groups = handle.groups
+    for shard, full in zip_longest(shards, fulls):
+        if not shard.numel():
+            continue
+        # Groups send from the compute device; shards and fulls may be elsewhere.
+        here = shard.to(handle.device)
+        if from_first and groups.shard is not None:
+            whole = None if full is None else full.to(handle.device)
+            collectives.scatter_flat(here, whole, groups.shard)
+        elif full is not shard:
+            start = groups.rank * shard.numel()
+            here.copy_(full[start : start + shard.numel()])
+        if from_first and groups.replicate is not None:
+            collectives.broadcast(here, groups.replicate)
+        if here is not shard:
+            shard.copy_(here)

@@ -1,0 +1,201 @@
+"""Full parameters of one unit while a block runs outside the step.
+
+Usually the unit's own ``full`` and its leaves are shown, as in forward. They are not
+what is asked for in host memory, nor in full precision where compute has another dtype:
+then leaves over buffers of their own are, and the unit stays sharded underneath.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
+from composable_fsdp.access.summon_grads import ShownGrads, show_grads
+from composable_fsdp.comm import collectives
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat import views
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.integrity import is_at, reattach_full
+from composable_fsdp.flat.parameter import _full_leaf, full_views
+from composable_fsdp.naming import join, shown
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
+from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+
+
+class Shown:
+    """What a block shows of one unit on this rank: all of it, or its shards still."""
+
+    __slots__ = ("fulls", "grads", "handle", "leaves")
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self.handle = handle
+        self.fulls: list[Tensor] = []
+        """Per region ``(padded_numel,)``; none if only another rank shows them."""
+        self.leaves: list[nn.Parameter] = []
+        """What takes the place of the sharded leaves, in the same order."""
+        self.grads: ShownGrads | None = None
+
+    @torch.no_grad()
+    def take_assigned(self) -> None:
+        """Take up parameters that the block assigned, or refuse them by name.
+
+        ``parameter.data = values`` counts, too: the parameter stays, its memory does
+        not.
+
+        Raises: PhaseError, for one of another shape or dtype.
+        """
+        handle = self.handle
+        place = {id(leaf): i for i, leaf in enumerate(handle.leaves)}
+        homes = self._homes()
+        for info, (parameters, name, sharded, _) in zip(
+            handle.infos, handle.swaps, strict=True
+        ):
+            expected: nn.Parameter = sharded
+            home: Tensor = sharded
+            if self.leaves:
+                index = place[id(sharded)]
+                expected, home = self.leaves[index], homes[index]
+            found = parameters.get(name)
+            if found is expected and is_at(found, home):
+                continue
+            if (
+                not isinstance(found, Tensor)
+                or found.shape != home.shape
+                or found.dtype != home.dtype
+            ):
+                got = (
+                    f"{tuple(found.shape)} {found.dtype}"
+                    if isinstance(found, Tensor)
+                    else type(found).__name__
+                )
+                raise PhaseError(
+                    f"Inside unshard_params parameter "
+                    f"{shown(join(handle.full_fqn, info.fqn))} was replaced by {got}; "
+                    f"expected {tuple(home.shape)} {home.dtype}. Write into it "
+                    "in place, for example parameter.data.copy_(values)."
+                )
+            # A clone: what was found may be another view of the same memory.
+            home.copy_(found.clone())
+            parameters[name] = expected
+
+    def _homes(self) -> list[Tensor]:
+        """Views of the full buffers where the data of ``leaves`` has to be."""
+        return [
+            view
+            for region, full in zip(self.handle.regions, self.fulls, strict=False)
+            for view in full_views(region.layout, full)[0]
+        ]
+
+
+@contextmanager
+def _unshard_state(
+    state: _FSDPState,
+    *,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[Shown]:
+    """Full parameters of one unit.
+
+    Collective: one all-gather, or one gather (and scatter) per region; see
+    ``unshard_params``. None if the unit's shard group has one rank.
+    """
+    context, handle = ensure_root(state), state.handle
+    handle.phase = Phase.SUMMON
+    if context.streams is not None:
+        # The optimizer wrote the shards on the caller's stream.
+        context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
+    apart = offload_to_cpu or any(_casts(handle))
+    uncut = [] if apart else [r.shard for r in handle.regions if not r.is_cut]
+    kept = [(shard, shard.clone()) for shard in uncut]
+    unit, written = Shown(handle), False
+    try:
+        if apart:
+            _show_copies(unit, rank0_only=rank0_only, to_cpu=offload_to_cpu)
+        else:
+            _show_full(unit, context, rank0_only=rank0_only)
+        if with_grads:
+            unit.grads = show_grads(
+                handle, unit.leaves, rank0_only=rank0_only, to_cpu=offload_to_cpu
+            )
+        yield unit
+        if writeback:
+            unit.take_assigned()
+            shards = [region.shard for region in handle.regions]
+            spread_flat_values(handle, shards, unit.fulls, from_first=rank0_only)
+            written = True
+            if unit.grads is not None:
+                unit.grads.write_back()
+    finally:
+        handle.phase = Phase.IDLE
+        if unit.grads is not None:
+            unit.grads.hide()
+        if unit.leaves and not apart:
+            reattach_full(handle)
+        reshard(context, handle)
+        if not written:
+            # Where nothing is cut, the block wrote into the shard itself.
+            for shard, values in kept:
+                shard.copy_(values)
+
+
+def _casts(handle: FlatParamHandle) -> Iterator[bool]:
+    return (region.full.dtype != region.shard.dtype for region in handle.regions)
+
+
+def _show_full(unit: Shown, context: RuntimeContext, *, rank0_only: bool) -> None:
+    """Gather into the unit's own ``full`` and show its leaves."""
+    handle = unit.handle
+    if rank0_only and handle.groups.shard is not None:
+        _gather_to_first(handle)
+        if handle.groups.rank != 0:
+            return
+    else:
+        unshard(context, handle)
+    wait_unsharded(handle)
+    unit.fulls = [region.full for region in handle.regions]
+    unit.leaves = [leaf for region in handle.regions for leaf in region.full_leaves]
+
+
+def _gather_to_first(handle: FlatParamHandle) -> None:
+    """Fill ``full`` on the first rank of the shard group; others allocate nothing."""
+    group = handle.groups.shard
+    assert group is not None
+    first = handle.groups.rank == 0
+    if first:
+        views.allocate_full(handle)
+    for region in handle.regions:
+        if region.is_cut and region.layout.padded_numel:
+            full = region.full if first else None
+            collectives.gather_flat(full, region.shard.to(handle.device), group)
+
+
+def _show_copies(unit: Shown, *, rank0_only: bool, to_cpu: bool) -> None:
+    """Gather into new buffers, in the parameters' dtype, and show leaves over them."""
+    handle = unit.handle
+    home = torch.device("cpu") if to_cpu else handle.device
+    shards = [region.shard.to(handle.device) for region in handle.regions]
+    fulls = gather_flat_values(handle, shards, first_only=rank0_only)
+    if not fulls:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        # One rank alone has gathered nothing: its shard is what must not be shown.
+        alone = handle.groups.shard is None
+        unit.fulls = [full.to(home, copy=alone) for full in fulls]
+        for region, full in zip(handle.regions, unit.fulls, strict=True):
+            pieces, _ = full_views(region.layout, full)
+            unit.leaves.extend(
+                _full_leaf(piece, leaf, trainable=leaf.requires_grad)
+                for piece, leaf in zip(pieces, region.leaves, strict=True)
+            )
+    made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}
+    for parameters, name, sharded, _ in handle.swaps:
+        parameters[name] = made[id(sharded)]
+    handle.is_full = True

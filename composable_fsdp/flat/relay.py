@@ -1,0 +1,67 @@
+"""Laying a unit out anew when parameters were frozen or unfrozen since build.
+
+Leaves stay the same objects with the same elements, so ``.grad`` and optimizer state
+stay good; their data moves to the shards of the new regions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from composable_fsdp.flat.handle import (
+    FlatParamHandle,
+    build_handle,
+    remember_leaves,
+    set_divisions,
+)
+from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.split import split_region
+
+_KEPT = ("__weakref__", "epoch", "fqn", "full_fqn", "origin", "rule")
+"""What is of the unit and not of its regions."""
+
+
+def relay(handle: FlatParamHandle) -> None:
+    """Make regions that are trainable or frozen as their leaves are now.
+
+    The unit must be idle, sharded and without memory for full parameters. ``plan`` says
+    the truth afterwards. Hooks have to be put on the new full leaves. Sends nothing.
+    """
+    made = build_handle(
+        _target(handle), groups=handle.groups, device=handle.device, sharded=True
+    )
+    for name in FlatParamHandle.__slots__:
+        if name not in _KEPT:
+            setattr(handle, name, getattr(made, name))
+    handle.epoch += 1
+    set_divisions(handle)
+    remember_leaves(handle)
+
+
+def _target(handle: FlatParamHandle) -> Target:
+    leaves = {
+        slot.index: leaf
+        for region in handle.regions
+        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
+    }
+    layouts = tuple(
+        part
+        for layout in handle.origin
+        for part in split_region(
+            layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
+        )
+    )
+    order = [slot.index for layout in layouts for slot in layout.parameters]
+    place = {index: at for at, index in enumerate(order)}
+    return Target(
+        plan=replace(handle.plan, regions=layouts),
+        modules=(),
+        members=(),
+        parameters=tuple(
+            tuple(leaves[slot.index] for slot in layout.parameters)
+            for layout in layouts
+        ),
+        infos=tuple(sorted(handle.infos, key=lambda info: place[info.slot_index])),
+        parent=0,
+        units_below=(),
+    )

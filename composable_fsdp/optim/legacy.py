@@ -1,0 +1,70 @@
+"""FSDP1's older names for an optimizer's full state: one function per step.
+
+Each says by its name what ``set_state_dict_type`` says for ``optim_state_dict`` and
+``optim_state_dict_to_load``, and looks at no setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp.optim.load import state_to_load
+from composable_fsdp.optim.names import groups_of
+from composable_fsdp.optim.save import full_state
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: Iterable[Any] | None = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return full state on the CPU; ``{}`` on other ranks with ``rank0_only``.
+
+    ``optim_input`` and ``group`` are not needed. Collective, Raises: as
+    ``optim_state_dict``.
+    """
+    given = optim.state_dict()
+    return full_state(model, optim, given, first_only=rank0_only, to_cpu=True)
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim_input: Iterable[Any] | None = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return this rank's part of a state that every rank holds in full.
+
+    ``optim_input``: the parameters or groups of the optimizer, if it is not there yet.
+    Sends nothing. Raises: as ``optim_state_dict_to_load``.
+    """
+    groups = groups_of(model, optim, optim_input)
+    return state_to_load(model, groups, full_optim_state_dict)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any] | None,
+    model: nn.Module,
+    optim_input: Iterable[Any] | None = None,
+    optim: torch.optim.Optimizer | None = None,
+    group: Any | None = None,
+) -> dict[str, Any]:
+    """Return this rank's part of a state that only the first rank holds.
+
+    The other ranks pass ``None``, or anything.
+
+    Collective: one broadcast of the structure and one per tensor, over ``group`` or
+    the model's ranks.
+    Raises: as ``optim_state_dict_to_load``, on all ranks alike.
+    """
+    groups = groups_of(model, optim, optim_input)
+    return state_to_load(
+        model, groups, full_optim_state_dict, from_first=True, group=group
+    )

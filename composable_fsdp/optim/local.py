@@ -1,0 +1,65 @@
+"""This rank's shards of an optimizer's state, out and in, under an equal plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.names import Named, name_parameters, named_groups
+from composable_fsdp.runtime.recover import settle
+from composable_fsdp.state_dict.local import PLAN, plans_of, require_plan
+from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
+
+
+def local_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: dict[str, Any],
+    *,
+    to_cpu: bool,
+) -> dict[str, Any]:
+    """Return this rank's shards of the state under the plain names, and the plans.
+
+    Tensors share the optimizer's memory unless they are moved. Sends nothing.
+    """
+    for state in _get_fsdp_states(model):
+        settle(state, "optim_state_dict")
+    groups = name_parameters(model, optim.param_groups)
+    members = [named for group_members in groups for named in group_members]
+    result = {
+        named.fqn: {
+            key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
+            for key, value in given["state"][i].items()
+        }
+        for i, named in enumerate(members)
+        if i in given["state"]
+    }
+    return {
+        "state": result,
+        "param_groups": named_groups(given, groups),
+        PLAN: plans_of(model),
+    }
+
+
+def require_plans(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Refuse local state of another plan. Raises: CheckpointError, naming the unit."""
+    plans = saved.get(PLAN) if isinstance(saved, dict) else None
+    for fqn, _, state in walk_states(model):
+        require_plan(state.handle, plans.get(fqn) if isinstance(plans, dict) else None)
+
+
+def local_part(named: Named, name: str, value: Any) -> Any:
+    """``value`` as it is, if it has this rank's shape or is a scalar."""
+    if not isinstance(value, Tensor) or value.shape == named.parameter.shape:
+        return value
+    if value.ndim == 0:
+        return value
+    raise CheckpointError(
+        f"Optimizer state {name!r} of {shown(named.fqn)} has shape "
+        f"{tuple(value.shape)}; expected a scalar or this rank's shard, "
+        f"{tuple(named.parameter.shape)}."
+    )

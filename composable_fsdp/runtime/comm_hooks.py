@@ -1,0 +1,153 @@
+"""Communication hooks: a function of the user that reduces in place of our collectives.
+
+The contract and the names are FSDP1's. A hook is called once per region and reduction,
+on the stream that reduces: ``hook(state, gradient, output)`` where parameters are
+sharded, ``hook(state, gradient)`` where one rank holds them whole. ``gradient`` is
+``(padded_numel,)`` in the reduce dtype and may be written over; what the hook leaves in
+``output`` ``(shard_numel,)`` (or in ``gradient``) becomes the gradient as it is: a
+hook divides, too. It may give either tensor another dtype through ``.data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.errors import FSDPError
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.reduce_rule import ReduceRule, split_factor
+
+
+def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:
+    """Have the hook reduce each region; ``temporary`` is what it made.
+
+    Collective: whatever the hook sends.
+    Raises: FSDPError, if the result is not of ``shard_numel`` elements.
+    """
+    assert rule.hook is not None
+    for region in regions:
+        assert region.reduce_buffer is not None
+        # Objects of their own: a hook may put other memory into them.
+        gradient = region.reduce_buffer.detach()
+        if region.partial is not None:
+            gradient.add_(region.partial)
+            region.partial = None
+        if region.layout.world_size == 1:
+            rule.hook(rule.hook_state, gradient)
+            result = gradient
+        else:
+            assert region.temporary is not None
+            result = region.temporary.detach()
+            rule.hook(rule.hook_state, gradient, result)
+        if result.numel() != region.layout.shard_numel:
+            raise FSDPError(
+                f"A communication hook left {result.numel()} elements; expected the "
+                f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
+                "gradient into the last argument and keep its size."
+            )
+        region.temporary = result
+
+
+class DefaultState:
+    """What the default hooks need: the ranks, and the two factors of the average.
+
+    ``gradient_predivide_factor * gradient_postdivide_factor == world_size``; dividing
+    in two steps keeps low precision from over- and underflowing.
+
+    Raises: ValueError, without a process group.
+    """
+
+    __slots__ = (
+        "gradient_postdivide_factor",
+        "gradient_predivide_factor",
+        "process_group",
+        "world_size",
+    )
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        if process_group is None:
+            raise ValueError(
+                f"{type(self).__name__} expects a process group, got None. Pass the "
+                "one that the module is sharded over (torch.distributed.group.WORLD)."
+            )
+        self.process_group = process_group
+        self.world_size = process_group.size()
+        before, after = split_factor(self.world_size)
+        self.gradient_predivide_factor = before
+        self.gradient_postdivide_factor = after
+
+
+class LowPrecisionState(DefaultState):
+    """The same for hooks that compress: gradients end in ``parameter_type``."""
+
+    __slots__ = ("parameter_type",)
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        parameter_type: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(process_group)
+        self.parameter_type = parameter_type
+
+
+def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
+    """Average ``grad`` ``(numel,)`` over the state's ranks, in place.
+
+    Collective: one all-reduce.
+    """
+    _divide(grad, state.gradient_predivide_factor)
+    collectives.all_reduce(grad, state.process_group)
+    _divide(grad, state.gradient_postdivide_factor)
+
+
+def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> None:
+    """Average ``grad`` ``(padded_numel,)``; this rank's slice goes into ``output``.
+
+    Collective: one reduce-scatter.
+    """
+    _divide(grad, state.gradient_predivide_factor)
+    collectives.reduce_scatter_flat([output], [grad], state.process_group)
+    _divide(output, state.gradient_postdivide_factor)
+
+
+def fp16_compress_hook(
+    state: LowPrecisionState, grad: Tensor, output: Tensor | None = None
+) -> None:
+    """Average in float16 and give the result in ``state.parameter_type``.
+
+    Collective: one reduce-scatter; without ``output`` one all-reduce.
+    """
+    _compressed(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: LowPrecisionState, grad: Tensor, output: Tensor | None = None
+) -> None:
+    """Average in bfloat16 and give the result in ``state.parameter_type``.
+
+    Collective: one reduce-scatter; without ``output`` one all-reduce.
+    """
+    _compressed(torch.bfloat16, state, grad, output)
+
+
+def _compressed(
+    dtype: torch.dtype, state: LowPrecisionState, grad: Tensor, output: Tensor | None
+) -> None:
+    small = grad.to(dtype)
+    if output is None:
+        allreduce_hook(state, small)
+        grad.data = small.to(state.parameter_type)
+    else:
+        part = torch.empty_like(output, dtype=dtype)
+        reduce_scatter_hook(state, small, part)
+        output.data = part.to(state.parameter_type)
+
+
+def _divide(tensor: Tensor, factor: float) -> None:
+    if factor > 1:
+        tensor.div_(factor)

@@ -1,0 +1,94 @@
+"""Backward in which every rank sends the same, whatever part of the model it used.
+
+With ``set_reduce_scatter_unused_params`` a rank may get no gradient for a unit that the
+others train. Then "reduce when the gradients are complete" is no order that ranks have
+in common. What they have in common is the forward: each use of a unit, and which uses
+lie inside which. So backward goes through the uses in reverse, and whatever it meets
+first does, for the uses that were passed over, what the other ranks do there::
+
+    forward     [ a ] [ b ] [ c ]            uses 0 1 2, of the root 3
+    this rank   root, c, a                   the loss does not reach b
+    sends       gather c | reduce c, gather b | reduce b, gather a | reduce a, root
+
+A unit is reduced when backward reaches a use before its own forward began. The engine
+runs younger nodes first, so its gradients are complete by then or will never come.
+BACKWARD_POST has no moment that ranks share, so nothing is prefetched with it.
+"""
+
+from __future__ import annotations
+
+from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
+from composable_fsdp.runtime.reduce import prepare_reduce, reduce_gradients
+from composable_fsdp.runtime.unshard import reshard, unshard
+from composable_fsdp.tree.agree import depart_in_backward
+from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+
+
+def catch_up(context: RuntimeContext, tape: Tape, index: int) -> None:
+    """Do what comes in backward before use ``index`` and was not done yet.
+
+    ``-1`` means the end of backward.
+
+    Collective: per use that was passed over, the unit's all-gather if it is sharded
+    (and the prefetched unit's); per unit whose uses are all passed, its reduction.
+    """
+    schedule = tape.schedule
+    assert schedule is not None
+    if tape not in context.filling:
+        context.filling.append(tape)
+        schedule.next = len(schedule.uses)
+        schedule.waiting = dict(schedule.begins)
+    while schedule.next > index:
+        schedule.next -= 1
+        at = schedule.next
+        for state in [s for s, begin in schedule.waiting.items() if begin > at]:
+            del schedule.waiting[state]
+            _reduce_in_turn(context, state)
+        handle = schedule.uses[at].handle
+        log = handle.backward_log
+        if log is not None:
+            if log.expected[log.position] is handle:
+                log.position += 1
+            else:
+                depart_in_backward(context, log, handle, tape.mode)
+        if at > index:
+            _gather_in_turn(context, tape, at)
+
+
+def finish_filling(context: RuntimeContext) -> None:
+    """End every backward that was being filled. Collective: as ``catch_up``."""
+    tapes = list(context.filling)
+    for tape in tapes:
+        catch_up(context, tape, -1)
+    context.filling.clear()
+
+
+def has_arrived(handle: FlatParamHandle) -> bool:
+    """Whether a gradient waits in the unit's reduce buffers."""
+    return handle.reduce_is_allocated and any(1 in r.arrived for r in handle.trainable)
+
+
+def _gather_in_turn(context: RuntimeContext, tape: Tape, at: int) -> None:
+    assert tape.schedule is not None
+    state = tape.schedule.uses[at]
+    handle = state.handle
+    if not handle.gathered or handle.retiring:
+        unshard(context, handle)
+    pre = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    if state.ahead_in_backward:
+        prefetch_listed(context, state, state.ahead_in_backward)
+    elif pre and at > 0:
+        prefetch_backward(context, tape, at)
+
+
+def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:
+    handle = state.handle
+    expected = handle.rule.fill and handle.trainable
+    if state.sync_gradients and (expected or has_arrived(handle)):
+        prepare_reduce(context, handle)
+        reduce_gradients(context, handle)
+    if handle.task == NO_TASK:
+        # Backward did not come by, so nothing else takes the weights away.
+        reshard(context, handle)

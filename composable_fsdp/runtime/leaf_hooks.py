@@ -1,0 +1,49 @@
+"""Hooks that users registered on the original parameters, called when we reduce.
+
+Autograd never sees a sharded leaf, so nobody else would call them. As in a plain model
+the tensor hooks (``register_hook``) come first and may replace what has just been
+computed; the hooks after accumulation find the total in ``.grad``. Both get this rank's
+part, averaged over ranks, in the dtype of ``.grad``: once per reduction, also where the
+rank holds no element of the parameter.
+
+``_backward_hooks`` and ``_post_accumulate_grad_hooks`` are private attributes of a
+tensor: a dict, or None where nobody registered (checked on torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.flat.parameter import FlatParameter, shard_views
+
+
+@torch.no_grad()
+def call_tensor_hooks(
+    region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
+) -> None:
+    """Show ``sums`` ``(shard_numel,)`` to the leaves' hooks, and take what they give.
+
+    Only those of leaves that get a gradient now.
+    """
+    views, _ = shard_views(region, sums, rows=rows)
+    for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
+        if not hit or not leaf._backward_hooks:
+            continue
+        gradient = given = view.to(region.grad_dtype)
+        for hook in tuple(leaf._backward_hooks.values()):
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+        if gradient is not given:
+            view.copy_(gradient)
+
+
+@torch.no_grad()
+def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
+    """Call the hooks of leaves whose ``.grad`` was just set or added to."""
+    for leaf in leaves:
+        hooks = leaf._post_accumulate_grad_hooks
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(leaf)

@@ -1,0 +1,144 @@
+"""Which type of state dict a model gives and takes: set, asked for, or for one block.
+
+The setting stands on each unit, so it reaches ``module.state_dict()`` of any module
+that holds one, on both paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from composable_fsdp.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.naming import shown
+from composable_fsdp.planning.options import by_fields, by_name
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
+
+_CONFIGS: dict[
+    StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
+] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (
+        ShardedStateDictConfig,
+        ShardedOptimStateDictConfig,
+    ),
+}
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Set what state dicts of ``module`` and of its optimizers hold from now on.
+
+    A configuration that is left out is the default one of its type. Returns what was
+    set on the first unit before. Sends nothing; every rank must set the same.
+
+    Raises: CompositionError, without a fully sharded module; TypeError, for something
+    else than a type or for a configuration of another type.
+    """
+    kind = by_name(StateDictType, state_dict_type, argument="state_dict_type")
+    model_form, optim_form = _CONFIGS[kind]
+    settings = StateDictSettings(
+        kind,
+        by_fields(
+            model_form, state_dict_config or model_form(), argument="state_dict_config"
+        ),
+        by_fields(
+            optim_form,
+            optim_state_dict_config or optim_form(),
+            argument="optim_state_dict_config",
+        ),
+    )
+    states = _require_units(module)
+    before = states[0].state_dict_settings
+    for state in states:
+        state.state_dict_settings = settings
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """Return what is set on the units in ``module``; full tensors, if nothing was.
+
+    Raises: CompositionError, without a fully sharded module, or if units differ.
+    """
+    _require_units(module)
+    (name, _, first), *rest = walk_states(module)
+    for fqn, _, state in rest:
+        if state.state_dict_settings != first.state_dict_settings:
+            raise CompositionError(
+                f"Units differ in their state dict settings: {shown(name)} has "
+                f"{first.state_dict_settings}, {shown(fqn)} has "
+                f"{state.state_dict_settings}. Call set_state_dict_type on the whole "
+                "model, or ask each unit alone."
+            )
+    return first.state_dict_settings
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Set what state dicts hold while the block runs; see ``set_state_dict_type``.
+
+    >>> with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):  # doctest: +SKIP
+    ...     mine = model.state_dict()
+    """
+    states = _require_units(module)
+    before = [state.state_dict_settings for state in states]
+    set_state_dict_type(
+        module, state_dict_type, state_dict_config, optim_state_dict_config
+    )
+    try:
+        yield
+    finally:
+        for state, settings in zip(states, before, strict=True):
+            state.state_dict_settings = settings
+
+
+def _require_units(module: nn.Module) -> list[_FSDPState]:
+    states = _get_fsdp_states(module)
+    if not states:
+        raise CompositionError(
+            "The type of state dict is a setting of fully sharded modules, and this "
+            f"{type(module).__name__} holds none. Call it on the model that was "
+            "sharded."
+        )
+    return states
+
+
+def refuse_sharded(state: _FSDPState, what: str) -> None:
+    """Refuse the type that this version cannot give or take, rather than another."""
+    if state.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        raise no_sharded(f"{what} of {state.name}")
+
+
+def no_sharded(what: str) -> CheckpointError:
+    """The error for ``what`` with sharded tensors; names what to use instead."""
+    return CheckpointError(
+        f"{what} asks for SHARDED_STATE_DICT, which this version of composable_fsdp "
+        "does not have. Use FULL_STATE_DICT (rank0_only=True and offload_to_cpu=True "
+        "keep one unit at a time in device memory), or LOCAL_STATE_DICT to load it "
+        "again at the same world size."
+    )

@@ -1,0 +1,371 @@
+"""The type of state dict that is set on a model, and what each type holds."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import (
+    CheckpointError,
+    CompositionError,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LocalStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    get_state_dict_type,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    set_state_dict_type,
+    state_dict_type,
+    unshard_params,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.config import FULL_BY_DEFAULT
+from composable_fsdp.testing.models import TinyGPT, tiny_mlp
+from composable_fsdp.testing.world import World
+from tests.access.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    one_to_three_ranks,
+    several_ranks,
+    step,
+)
+from tests.runtime.reference import STRATEGIES, adamw, apply_units, differences
+
+FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+SHARDED = StateDictType.SHARDED_STATE_DICT
+ON_FIRST = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+OPTIM_ON_FIRST = FullOptimStateDictConfig(rank0_only=True)
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+
+
+def test_full_tensors_are_the_default(one_rank: World) -> None:
+    """As in FSDP1: the model stays where it is, optimizer state goes to the CPU."""
+    model = fully_shard(tiny_mlp())
+
+    found = get_state_dict_type(nn.Sequential(model))
+
+    assert found.state_dict_type is FULL
+    assert found.state_dict_config == FullStateDictConfig(False, False)
+    assert found.optim_state_dict_config == FullOptimStateDictConfig(True, False)
+
+
+def test_a_block_sets_the_type_of_every_unit_and_gives_it_back(
+    one_rank: World,
+) -> None:
+    """Also after a raise, and when units had settings of their own before."""
+    model = apply_units(TinyGPT(), ["blocks.0"])
+    inner = model.get_submodule("blocks.0")
+    set_state_dict_type(inner, LOCAL)
+
+    with suppress(KeyError), state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST):
+        inside = get_state_dict_type(model), get_state_dict_type(inner)
+        raise KeyError
+
+    assert [settings.state_dict_config for settings in inside] == [ON_FIRST] * 2
+    assert inside[0].optim_state_dict_config == OPTIM_ON_FIRST
+
+    assert get_state_dict_type(inner).state_dict_config == LocalStateDictConfig()
+    with pytest.raises(CompositionError, match=r"Units differ .* 'blocks\.0' has"):
+        get_state_dict_type(model)
+    assert set_state_dict_type(model, SHARDED) == FULL_BY_DEFAULT
+
+
+def test_torchs_types_and_configurations_are_taken_by_name(one_rank: World) -> None:
+    """What is set is ours, with the same values."""
+    model = fully_shard(tiny_mlp())
+
+    set_state_dict_type(
+        model,
+        torch_fsdp.StateDictType.FULL_STATE_DICT,  # type: ignore[arg-type]  # torch's
+        torch_fsdp.FullStateDictConfig(True, True),  # type: ignore[arg-type]  # torch's
+        torch_fsdp.FullOptimStateDictConfig(False, True),  # type: ignore[arg-type]  # torch's
+    )
+
+    found = get_state_dict_type(model)
+    assert found.state_dict_type is FULL
+    assert found.state_dict_config == FullStateDictConfig(True, True)
+    assert found.optim_state_dict_config == FullOptimStateDictConfig(False, True)
+
+
+@pytest.mark.req("U-02")
+def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
+    one_rank: World,
+) -> None:
+    """Each message says what was expected and what came."""
+    model = fully_shard(tiny_mlp())
+    plain = nn.Linear(2, 2)
+    bad: Any = "full"
+
+    texts = [
+        message_of(lambda: set_state_dict_type(model, bad)),
+        message_of(lambda: set_state_dict_type(model, FULL, LocalStateDictConfig())),
+        message_of(lambda: get_state_dict_type(plain)),
+        message_of(state_dict_type(plain, FULL).__enter__),
+    ]
+
+    assert "StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED" in texts[0]
+    assert (
+        "state_dict_config expects a FullStateDictConfig(offload_to_cpu, rank0_only), "
+        "got LocalStateDictConfig(" in texts[1]
+    )
+    assert "this Linear holds none. Call it on the model that was" in texts[2]
+    assert texts[2] == texts[3]
+    with pytest.raises(CompositionError, match=r"\[rank 0\]$"):
+        get_state_dict_type(plain)
+    assert get_state_dict_type(model) == FULL_BY_DEFAULT
+
+
+def check_first(world: World, path: str, strategy: ShardingStrategy) -> None:
+    model = gpt(path, tied_head=True, strategy=strategy)
+    plain = TinyGPT(tied_head=True)
+    for each in (model, plain):
+        getattr(each, "module", each).register_buffer("count", torch.ones(2))
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    plain.load_state_dict(model.state_dict())
+    whole = optim_state_dict(model, optimizer)
+
+    with state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST), record() as calls:
+        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
+
+    if world.rank:
+        assert (saved, state) == ({}, {})
+    else:
+        assert differences(saved, plain.state_dict()) == {}
+        assert state["param_groups"] == whole["param_groups"]
+        assert list(state["state"]) == list(whole["state"])
+        for name, values in state["state"].items():
+            assert differences(values, whole["state"][name]) == {}
+    assert "all_gather" not in {call.op for call in calls}
+
+
+@one_to_three_ranks
+@both_paths
+@every_strategy
+def test_with_rank0_only_the_first_rank_alone_has_everything(
+    ranks: RankCount, strategy: ShardingStrategy, path: str, world_size: int
+) -> None:
+    """The others get empty dicts, buffers left out too, and allocate nothing."""
+    ranks(world_size).run(check_first, path, strategy)
+
+
+def trained(world: World, path: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = gpt(path, **options)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    return model, optimizer
+
+
+def check_from_first(world: World, path: str) -> None:
+    model, optimizer = trained(world, path)
+    whole = optim_state_dict(model, optimizer)
+    fresh = adamw(model.parameters())
+
+    with state_dict_type(model, FULL, None, OPTIM_ON_FIRST):
+        mine: Any = whole if world.rank == 0 else None
+        fresh.load_state_dict(optim_state_dict_to_load(model, fresh, mine))
+
+    again = optim_state_dict(model, fresh)
+    for name, values in again["state"].items():
+        assert differences(values, whole["state"][name]) == {}
+    assert again["param_groups"] == whole["param_groups"]
+
+    with state_dict_type(model, FULL, None, OPTIM_ON_FIRST):
+        whole["state"]["head.weight"]["exp_avg"] = torch.zeros(3)
+        text = message_of(
+            lambda: optim_state_dict_to_load(
+                model, fresh, whole if world.rank == 0 else {}
+            )
+        )
+    assert "'exp_avg' of 'head.weight' has shape (3,)" in text
+
+
+@several_ranks
+@both_paths
+def test_optimizer_state_that_the_first_rank_holds_reaches_all(
+    ranks: RankCount, path: str, world_size: int
+) -> None:
+    """One tensor at a time; what does not fit raises on every rank."""
+    ranks(world_size).run(check_from_first, path)
+
+
+def check_replicas(world: World, path: str) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = {"strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    model, optimizer = trained(world, path, **hybrid)
+    whole = optim_state_dict(model, optimizer)
+    fresh = adamw(model.parameters())
+
+    with state_dict_type(model, FULL, ON_FIRST, OPTIM_ON_FIRST):
+        saved, state = model.state_dict(), optim_state_dict(model, optimizer)
+        fresh.load_state_dict(optim_state_dict_to_load(model, fresh, state))
+
+    again = optim_state_dict(model, fresh)
+    for name, values in again["state"].items():
+        assert differences(values, whole["state"][name]) == {}
+    return len(saved), len(state)
+
+
+@both_paths
+def test_of_several_replicas_the_first_rank_of_the_first_has_everything(
+    ranks: RankCount, path: str
+) -> None:
+    """Of four ranks in two replicas one saves, and all four load what it has."""
+    names = len(TinyGPT().state_dict())
+
+    assert ranks(4).run(check_replicas, path) == [(names, 2), (0, 0), (0, 0), (0, 0)]
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)  # weights only
+
+
+def local_states(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    with state_dict_type(model, LOCAL), record() as calls:
+        found = model.state_dict(), optim_state_dict(model, optimizer)
+    assert calls == []
+    return found
+
+
+def check_local(world: World, path: str, strategy: ShardingStrategy) -> None:
+    model, optimizer = trained(world, path, strategy=strategy)
+    whole = model.state_dict(), optim_state_dict(model, optimizer)
+    saved, state = map(through_a_file, local_states(model, optimizer))
+    leaves = {name: p.detach() for name, p in model.named_parameters()}
+
+    assert list(saved) == list(whole[0])
+    assert differences({n: saved[n] for n in leaves}, leaves) == {}
+    assert {type(value) for value in saved.values()} == {Tensor}
+
+    fresh = gpt(path, seed=1, strategy=strategy)
+    optimizer = adamw(fresh.parameters())
+    with state_dict_type(fresh, LOCAL), record() as calls:
+        fresh.load_state_dict(saved)
+        optimizer.load_state_dict(optim_state_dict_to_load(fresh, optimizer, state))
+    assert calls == []
+    assert differences(fresh.state_dict(), whole[0]) == {}
+    again = optim_state_dict(fresh, optimizer)
+    for name, values in again["state"].items():
+        assert differences(values, whole[1]["state"][name]) == {}
+
+
+@one_to_three_ranks
+@both_paths
+@every_strategy
+def test_local_state_goes_out_and_comes_back_without_communication(
+    ranks: RankCount, strategy: ShardingStrategy, path: str, world_size: int
+) -> None:
+    """Plain tensors under the plain names, through a file of weights only."""
+    ranks(world_size).run(check_local, path, strategy)
+
+
+def check_local_in_a_plain_module(world: World) -> bool:
+    plain = nn.ModuleDict({"model": gpt("wrapper")})
+    with state_dict_type(plain, LOCAL):
+        plain.load_state_dict(plain.state_dict())
+    return True
+
+
+def test_local_state_is_loaded_below_a_plain_module(ranks: RankCount) -> None:
+    """The plan finds its unit, though metadata is kept by the wrapper's path."""
+    assert ranks(2).run(check_local_in_a_plain_module) == [True, True]
+
+
+def misfits(world: World, path: str) -> list[str]:
+    model, optimizer = trained(world, path)
+    whole = optim_state_dict(model, optimizer)
+    saved, state = local_states(model, optimizer)
+    other = apply_units(TinyGPT(), ["blocks.0"], path=path)
+    before = {name: p.detach().clone() for name, p in other.named_parameters()}
+    bare = dict(saved)
+    rows = gpt(path, strategy=ShardingStrategy.NO_SHARD)
+    with (
+        state_dict_type(other, LOCAL),
+        state_dict_type(rows, LOCAL),
+        state_dict_type(model, LOCAL),
+    ):
+        texts = [
+            message_of(lambda: other.load_state_dict(saved)),
+            message_of(lambda: other.load_state_dict(bare)),
+            message_of(lambda: rows.load_state_dict(saved)),
+            message_of(lambda: optim_state_dict_to_load(model, optimizer, whole)),
+        ]
+        state["state"]["head.weight"]["exp_avg"] = torch.zeros(3)
+        texts.append(
+            message_of(lambda: optim_state_dict_to_load(model, optimizer, state))
+        )
+    after = {name: p.detach() for name, p in other.named_parameters()}
+    assert differences(after, before) == {}
+    return texts
+
+
+@pytest.mark.req("U-02")
+@both_paths
+def test_local_state_of_another_plan_is_refused(ranks: RankCount, path: str) -> None:
+    """The unit, what differs, and the way out; the model is as it was."""
+    policy, bare, strategy, full, shape = ranks(2).run(misfits, path)[1]
+
+    assert policy.startswith("CheckpointError: Unit (root) is set to LOCAL_STATE_DICT")
+    assert "but its regions was [['torch.float32'" in policy
+    assert "for another world size or another policy save and load with FULL" in policy
+    assert "but it carries no plan" in bare
+    assert "but its rank was 1, here it is 0" in strategy
+    assert "but it carries no plan" in full
+    assert "'exp_avg' of 'head.weight' has shape (3,)" in shape
+    assert "or this rank's shard" in shape
+
+
+@pytest.mark.req("U-02")
+@both_paths
+def test_sharded_state_is_refused_with_what_to_use_instead(
+    one_rank: World, path: str
+) -> None:
+    """On saving and on loading, of the model and of the optimizer."""
+    model = apply_units(tiny_mlp(), [], path=path)
+    optimizer = adamw(model.parameters())
+    saved, state = model.state_dict(), optim_state_dict(model, optimizer)
+    set_state_dict_type(model, SHARDED)
+
+    acts: list[Callable[[], object]] = [
+        model.state_dict,
+        lambda: model.load_state_dict(saved),
+        lambda: optim_state_dict(model, optimizer),
+        lambda: optim_state_dict_to_load(model, optimizer, state),
+        lambda: FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer),
+    ]
+
+    for act in acts:
+        with pytest.raises(CheckpointError, match=r"Use FULL_STATE_DICT .* or LOCAL"):
+            act()
+
+
+def check_inside_a_block(world: World) -> list[str]:
+    model = gpt("composable")
+    with state_dict_type(model, LOCAL), unshard_params(model):
+        return [message_of(model.state_dict)]
+
+
+def test_local_shards_are_not_given_where_full_parameters_are_shown(
+    ranks: RankCount,
+) -> None:
+    """The block may have written values that are not in the shards yet."""
+    text = ranks(2).run(check_inside_a_block)[0][0]
+
+    assert "state_dict was called on 'blocks.0' inside unshard_params" in text

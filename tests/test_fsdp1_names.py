@@ -1,0 +1,196 @@
+"""Every public name of torch's FSDP1 is here, under its path and with its arguments.
+
+The names are read from torch, so one that torch adds makes a test fail. FSDP2's stand
+in the same package; torch marks them by the module they say they are from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp
+
+import composable_fsdp
+
+TORCH = "torch.distributed.fsdp"
+OURS = "composable_fsdp"
+PATHS = (
+    "",
+    ".api",
+    ".wrap",
+    ".fully_sharded_data_parallel",
+    ".sharded_grad_scaler",
+)
+DIFFERENCES = {
+    # False would replace the parameters by flat ones, which are never shown here.
+    ("FullyShardedDataParallel.__init__", "use_orig_params"): (False, True),
+}
+ADDED = {
+    # Ours alone, after torch's, so that they can be given by keyword and left out.
+    "FullyShardedDataParallel.__init__": ["tied_params"],
+    "MixedPrecision.__init__": ["output_dtype"],
+    "MixedPrecision": ["output_dtype"],
+}
+
+
+def public_things(path: str) -> Iterator[tuple[str, Any]]:
+    """What users import from torch's module ``path``: FSDP1's classes, functions."""
+    module = importlib.import_module(TORCH + path)
+    for name, thing in vars(module).items():
+        home = getattr(thing, "__module__", None) or ""
+        is_fsdp2 = home == TORCH
+        if name.startswith("_") or is_fsdp2 or not home.startswith(TORCH):
+            continue
+        if "._" in home and name not in ("FlatParameter", "FlatParamHandle"):
+            continue  # helpers that torch's own modules share
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            yield name, thing
+
+
+THINGS = [
+    pytest.param(path, name, thing, id=f"fsdp{path}.{name}")
+    for path in PATHS
+    for name, thing in public_things(path)
+]
+
+
+def plain(value: object) -> object:
+    """A default as it can be compared: enums by name, dataclasses by their fields."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    return value
+
+
+def arguments(function: Any) -> list[tuple[str, str, object]]:
+    return [
+        (each.name, each.kind.name, plain(each.default))
+        for each in inspect.signature(function).parameters.values()
+    ]
+
+
+def kind_of(cls: type, name: str) -> str:
+    found = inspect.getattr_static(cls, name)
+    return type(found).__name__
+
+
+def test_torch_has_the_names_that_are_compared() -> None:
+    """The list is not empty because something was filtered out."""
+    names = {param.values[1] for param in THINGS}
+
+    listed = set(torch.distributed.fsdp.__all__)
+    fsdp1 = {
+        name
+        for name in listed
+        if getattr(torch.distributed.fsdp, name).__module__ != TORCH
+    }
+    assert fsdp1 <= names
+    assert {
+        "FlatParameter",
+        "ShardedGradScaler",
+        "transformer_auto_wrap_policy",
+    } <= names
+    assert len(fsdp1) == 16
+
+
+@pytest.mark.parametrize(("path", "name", "thing"), THINGS)
+def test_each_name_stands_under_its_path(path: str, name: str, thing: object) -> None:
+    """The same import line works with the package's name in the place of torch's."""
+    module = importlib.import_module(OURS + path)
+
+    assert hasattr(module, name)
+    assert name in module.__all__
+
+
+CLASSES: dict[str, Any] = {
+    str(param.values[1]): param.values[2]
+    for param in THINGS
+    if inspect.isclass(param.values[2]) and param.values[1] not in ("FlatParamHandle",)
+}
+FUNCTIONS: dict[str, Any] = {
+    str(param.values[1]): (param.values[0], param.values[2])
+    for param in THINGS
+    if inspect.isfunction(param.values[2])
+}
+METHODS = [
+    (cls, name)
+    for cls, thing in CLASSES.items()
+    for name, value in vars(thing).items()
+    if name == "__init__" or not name.startswith("_")
+    if callable(value) or isinstance(value, (staticmethod, classmethod, property))
+    if not isinstance(value, thing)
+    # A tensor's own machinery, and an enum's.
+    if cls != "FlatParameter" and not issubclass(thing, enum.Enum)
+]
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_functions_take_the_same_arguments(name: str) -> None:
+    """Names, kinds and defaults, in order."""
+    path, theirs = FUNCTIONS[name]
+    ours = getattr(importlib.import_module(OURS + path), name)
+
+    assert arguments(ours) == arguments(theirs)
+
+
+@pytest.mark.parametrize(("cls", "name"), METHODS)
+def test_methods_take_the_same_arguments(cls: str, name: str) -> None:
+    """Kind of method, and names, kinds and defaults of its arguments, in order."""
+    theirs, ours = CLASSES[cls], getattr(composable_fsdp, cls)
+
+    assert kind_of(ours, name) == kind_of(theirs, name)
+    if kind_of(theirs, name) != "property":
+        given, expected_ones = (arguments(getattr(c, name)) for c in (ours, theirs))
+        assert [a[0] for a in given[len(expected_ones) :]] == ADDED.get(
+            f"{cls}.{name}", []
+        )
+        for mine, other in zip(given, expected_ones, strict=False):
+            key = (f"{cls}.{name}", other[0])
+            expected = DIFFERENCES.get(key, (other[2], other[2]))
+            assert mine[:2] == other[:2]
+            assert (other[2], mine[2]) == expected
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, thing in CLASSES.items() if dataclasses.is_dataclass(thing)]
+)
+def test_dataclasses_have_the_same_fields_in_order(name: str) -> None:
+    """So they can be made by position; defaults are equal, and so are bases' names."""
+    theirs, ours = CLASSES[name], getattr(composable_fsdp, name)
+
+    given, expected = (
+        [(f.name, f.default is dataclasses.MISSING) for f in dataclasses.fields(c)]
+        for c in (ours, theirs)
+    )
+    assert given == expected + [(added, False) for added in ADDED.get(name, [])]
+    if name != "StateDictSettings":
+        theirs_made = dataclasses.astuple(theirs())
+        assert dataclasses.astuple(ours())[: len(theirs_made)] == theirs_made
+    assert [c.__name__ for c in ours.__mro__] == [c.__name__ for c in theirs.__mro__]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, thing in CLASSES.items() if issubclass(thing, enum.Enum)]
+)
+def test_enums_have_the_same_members(name: str) -> None:
+    """Names in order, private ones included."""
+    ours = getattr(composable_fsdp, name)
+
+    assert list(ours.__members__) == list(CLASSES[name].__members__)
+
+
+@pytest.mark.req("S2-06")
+def test_cpu_offload_can_be_imported_from_each_of_its_places() -> None:
+    """From the package, from ``api`` and beside the wrapper: one class."""
+    places = [
+        importlib.import_module(OURS + path).CPUOffload
+        for path in ("", ".api", ".fully_sharded_data_parallel")
+    ]
+
+    assert len(set(places)) == 1
+    assert places[0](offload_params=True) != places[0]()
