@@ -108,6 +108,11 @@ def _unshard_state(
     ``unshard_params``. None if the unit's shard group has one rank.
     """
     context, handle = ensure_root(state), state.handle
+    if handle.phase is Phase.SUMMON:
+        raise PhaseError(
+            f"Fully sharded module {handle.name} is shown by another block of "
+            "unshard_params; its end would take the parameters from both. Use one."
+        )
     handle.phase = Phase.SUMMON
     if context.streams is not None:
         # The optimizer wrote the shards on the caller's stream.

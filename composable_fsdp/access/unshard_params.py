@@ -20,7 +20,7 @@ from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import retire
 from composable_fsdp.tree.root import ensure_root, forget_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
-from composable_fsdp.tree.traversal import _get_fsdp_root_states, _get_fsdp_states
+from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 @contextmanager
@@ -112,13 +112,15 @@ def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
                 "it on one, or leave out recurse=False."
             )
         return own
-    inside = set(map(id, states))
-    roots = set(map(id, _get_fsdp_root_states(module)))
-    return [
-        s
-        for s in states
-        if id(s) in roots or (s.parent is not None and id(s.parent) not in inside)
-    ]
+    tops: list[_FSDPState] = []
+    covered: set[int] = set()
+    # Outer units come first. Not by their parents: a unit that stands in two places has
+    # one parent, and may be below another unit of these as well.
+    for state in states:
+        if id(state) not in covered:
+            tops.append(state)
+            covered.update(map(id, _get_fsdp_states(state.module)))
+    return tops
 
 
 def _inner(module: nn.Module) -> nn.Module:

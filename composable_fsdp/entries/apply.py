@@ -17,7 +17,7 @@ from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_rank
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join, shown
-from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import (
@@ -55,6 +55,7 @@ def prepare(
     device_id: int | torch.device | None = None,
     sync_module_states: bool = False,
     tied_params: str = "error",
+    api: str = API,
 ) -> Application:
     """Check what was passed and resolve groups; touches no module and sends nothing."""
     ranks = resolve_ranks(process_group, device_mesh)
@@ -66,6 +67,7 @@ def prepare(
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
         tied_params=check_tied(tied_params),
+        api=api,
         owner_of=_owner_of,
     )
     return Application(request, ranks, device_id, sync_module_states)
@@ -86,7 +88,7 @@ def apply(
     Raises: PlanError, CompositionError; the modules are as they were.
     """
     for module in modules:
-        _refuse_owned(module)
+        _refuse_owned(module, application.request.api)
     ranks = application.ranks
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
@@ -96,7 +98,9 @@ def apply(
         _refuse_mixed_meta(targets)
     if application.sync_module_states:
         _broadcast(modules, parameters, ranks)
-    states = build_units(targets, state, ranks=ranks, device=device)
+    states = build_units(
+        targets, state, ranks=ranks, device=device, api=application.request.api
+    )
     for each in states:
         install_state_dict_hooks(each)
     options = application.request.options
@@ -133,13 +137,13 @@ def _owner_of(parameter: nn.Parameter) -> str | None:
     return f"{shown(fqn)} of an earlier fully sharded {kind}"
 
 
-def _refuse_owned(module: nn.Module) -> None:
+def _refuse_owned(module: nn.Module, api: str) -> None:
     owner = _get_module_fsdp_state(module)
     if owner is not None and all(module is not m for m in owner.modules):
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__} whose parameters belong to the "
+            f"{api} got a {type(module).__name__} whose parameters belong to the "
             f"fully sharded module above it, {owner.name} "
-            f"({type(owner.module).__name__}). Apply fully_shard to the children first "
+            f"({type(owner.module).__name__}). Apply {api} to the children first "
             "and to the parent last."
         )
 

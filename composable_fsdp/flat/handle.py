@@ -311,9 +311,8 @@ def _reset(handle: FlatParamHandle) -> None:
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
-    handle.reduce_owner = handle.full_since = None
+    handle.reduce_owner = handle.held = handle.full_since = None
     handle.forward_log = handle.backward_log = handle.reduce_log = None
-    handle.reduce_owner = handle.held = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)

@@ -18,7 +18,6 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import require_leaves
-from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
@@ -27,6 +26,7 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.regroup import follow_requires_grad
+from composable_fsdp.runtime.task import current_task, reset_backward
 from composable_fsdp.runtime.unshard import reshard, retire, versions
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
@@ -47,27 +47,28 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
+    schedule: Schedule | None = None
     for log in context.forward_logs:
         log.drop()
     context.prefetched.clear()
-    schedule: Schedule | None = None
     for handle in context.handles:
-        if handle.full_since is None or not take_up(handle):
-            if handle.gathered or handle.is_full:
-                reshard(context, handle)
-                # Kept for a second backward: its memory stays and is gathered into
-                # again.
-                handle.gathered = handle.retiring
-            if require_leaves(handle):
-                follow_requires_grad(context, handle)
         if handle.rule.fill:
             schedule = schedule or Schedule()
+        if handle.full_since is not None and not take_up(handle):
+            continue
+        if handle.gathered or handle.is_full:
+            reshard(context, handle)
+            # Kept for a second backward: its memory stays and is gathered into again.
+            handle.gathered = handle.retiring
+        if require_leaves(handle):
+            follow_requires_grad(context, handle)
     for unit in context.lists:
         unit.remaining.clear()
     for unit in context.precisions:
         cast_buffers(unit)
     training = state.module.training
-    context.tape = Tape((state.fqn, training, torch.is_grad_enabled()), schedule)
+    mode = (state.fqn, training, torch.is_grad_enabled())
+    context.tape = Tape(mode, schedule)
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -78,9 +79,9 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
 
 
 def take_up(handle: FlatParamHandle) -> bool:
-    """Let a unit that is full already be used as it is, if its leaves are as they were.
+    """Let a unit that is full already be used as it is.
 
-    False, with the sharded leaves shown, if ``requires_grad`` of one changed.
+    Returns True if it has to be sharded all the same: ``requires_grad`` changed.
 
     Raises: PhaseError, if its shards have other values by now; PlanError, as
     ``begin_iteration``.
@@ -96,11 +97,10 @@ def take_up(handle: FlatParamHandle) -> bool:
             "reshard(module), or set_reshard_after_backward(module, True) before the "
             "backward that comes before the step."
         )
-    if require_leaves(handle):
-        return False
+    changed = require_leaves(handle)
     if shown:
         views.use_full(handle)
-    return True
+    return changed
 
 
 def _module_call() -> FrameType | None:
@@ -133,10 +133,10 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     context.outermost = context.frame = None
     context.tasks.clear()
     context.dead.clear()
+    context.filling.clear()
     context.prefetched.clear()
     for log in (*context.forward_logs, *context.backward_logs):
         log.drop()
-    context.filling.clear()
     if drop_gradients:
         # Not settled: the user may have zeroed the gradients since backward raised.
         drop_reduction(context)

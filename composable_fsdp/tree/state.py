@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -171,6 +172,7 @@ class _FSDPState:
         "ahead_in_backward",
         "ahead_in_forward",
         "context",
+        "copier",
         "device",
         "fqn",
         "handle",
@@ -192,6 +194,8 @@ class _FSDPState:
     options: UnitOptions
     ranks: RankLayout
     device: torch.device
+    copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
+    """What ``copy.deepcopy`` does; set at build, because it needs the layers above."""
     precision: Precision | None
     """Casts of inputs, outputs and buffers; ``None`` if there are none."""
     settings: dict[str, object]
@@ -206,6 +210,8 @@ class _FSDPState:
         self._root_handles: tuple[FlatParamHandle, ...] = ()
         self.context: RuntimeContext | None = None
         self.sync_gradients = True
+        self.is_last_backward = True
+        """Of the outermost unit: whether the end of backward waits for reductions."""
         self.reshard_after_forward: bool | None = None
         """``None`` until lazy initialization: yes, except for the root."""
         self.reshard_after_backward = True
@@ -213,8 +219,6 @@ class _FSDPState:
         self.ahead_in_forward: tuple[_FSDPState, ...] = ()
         self.ahead_in_backward: tuple[_FSDPState, ...] = ()
         """Units to gather ahead instead of the next one by the record; empty: that."""
-        self.is_last_backward = True
-        """Of the outermost unit: whether the end of backward waits for reductions."""
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
@@ -249,6 +253,9 @@ class _FSDPState:
     def __repr__(self) -> str:
         kind = {True: "root", False: "below a root", None: "not initialised"}
         return f"{type(self).__name__}(unit {self.name}, {kind[self._is_root]})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
+        return self.copier(self, memo)
 
     def __reduce__(self) -> str:
         raise TypeError(

@@ -13,6 +13,7 @@ from composable_fsdp import (
     FullyShardedDataParallel,
     PhaseError,
     ShardingStrategy,
+    fully_shard,
     optim_state_dict,
     unshard_params,
 )
@@ -546,3 +547,39 @@ def test_summon_full_params_is_the_same_block(
 ) -> None:
     """The wrapper's FSDP1 name passes its options on."""
     ranks(world_size).run(check_fsdp1_name)
+
+
+def check_two_places(world: World) -> None:
+    shared = nn.Linear(3, 3)
+    holder = nn.Sequential(shared)
+    model = nn.Sequential(shared, holder)
+    before = shared.weight.detach().clone()
+    for unit in (shared, holder, model):
+        fully_shard(unit)
+
+    # Its parent is the root; it stands below the other unit as well.
+    with unshard_params(holder, writeback=True):
+        shared.weight.data.mul_(2.0)
+
+    assert torch.equal(model.state_dict()["0.weight"], before * 2)
+
+
+def test_a_unit_that_stands_in_two_places_is_shown_once(ranks: RankCount) -> None:
+    """Found by the state machine: the second block freed what the first one showed."""
+    ranks(2).run(check_two_places)
+
+
+def test_a_block_over_a_unit_that_another_shows_is_refused(one_rank: World) -> None:
+    """And the first one goes on."""
+    model = fully_shard(tiny_mlp())
+    (state,) = _get_fsdp_states(model)
+
+    with unshard_params(model):
+        with (
+            pytest.raises(PhaseError, match="shown by another block"),
+            _unshard_state(state, writeback=True, rank0_only=False),
+        ):
+            pass
+        shown = model[0].weight.shape
+
+    assert shown == (12, 8)
