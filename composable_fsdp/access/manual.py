@@ -9,8 +9,8 @@ from composable_fsdp.access.schedule import own_state
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.runtime import unshard as verbs
+from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
-from composable_fsdp.runtime.task import current_task
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
@@ -57,8 +57,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     context = _context(state, "unshard")
     handle = state.handle
     if not handle.gathered or handle.retiring:
-        if context.streams is not None:
-            # The optimizer wrote the shards on the caller's stream.
+        if context.streams is not None and context.outermost is None:
+            # The optimizer wrote the shards on the caller's stream. Inside a forward,
+            # which has waited for it, a wait would end the overlap.
             current = torch.cuda.current_stream(handle.device)
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from composable_fsdp.access.settings import units_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
-from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 def set_modules_to_forward_prefetch(
@@ -64,7 +64,7 @@ def set_reshard_after_forward(
     Collective: none; a unit that frees them is gathered again in backward.
     Raises: CompositionError, if there is no such unit.
     """
-    for state in _chosen(module, recurse, "set_reshard_after_forward"):
+    for state in units_of(module, "set_reshard_after_forward", recurse=recurse):
         state.reshard_after_forward = reshard_after_forward
 
 
@@ -80,7 +80,7 @@ def set_reshard_after_backward(
     Collective: none.
     Raises: CompositionError, as ``set_reshard_after_forward``.
     """
-    for state in _chosen(module, recurse, "set_reshard_after_backward"):
+    for state in units_of(module, "set_reshard_after_backward", recurse=recurse):
         state.reshard_after_backward = reshard_after_backward
 
 
@@ -95,13 +95,3 @@ def own_state(module: nn.Module, what: str) -> _FSDPState:
             "Pass modules that fully_shard was applied to."
         )
     return state
-
-
-def _chosen(module: nn.Module, recurse: bool, what: str) -> list[_FSDPState]:
-    states = _get_fsdp_states(module) if recurse else [own_state(module, what)]
-    if not states:
-        raise CompositionError(
-            f"{what} was called on a {type(module).__name__} that holds no fully "
-            "sharded module. Call it on the model that was sharded."
-        )
-    return states

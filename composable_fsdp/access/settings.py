@@ -146,7 +146,8 @@ def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]
     """
     states = _get_fsdp_states(module)
     if not recurse:
-        inner = module._modules.get(WRAPPED_MODULE) or module
+        wrapped = module._modules.get(WRAPPED_MODULE)
+        inner = module if wrapped is None else wrapped
         states = [s for s in states if any(m is inner for m in s.modules)]
     if not states:
         what = "holds no fully sharded module" if recurse else "is no unit itself"

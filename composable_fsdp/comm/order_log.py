@@ -29,6 +29,9 @@ from collections.abc import Callable, Hashable, Sequence
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.errors import DesyncError
 
+WITHOUT = ", with none for "
+"""In the words of a reduction: what comes before the parameters without gradient."""
+
 NOTHING: Sequence[object] = (None,)
 """The record of a round that is unknown: no use is ever ``None``."""
 
@@ -163,14 +166,16 @@ class OrderLog:
         for peers in self.peers:
             other = peers.say(place, text)
             if other is not None:
-                rank, said = other
+                rank = other[0]
+                mine, theirs = contrast(text, other[1])
                 raise DesyncError(
                     f"Ranks disagree in {self.what} {self.round}, at {_at(place)}: "
-                    f"this rank {text}, rank {rank} {said}. {WAY_OUT}"
+                    f"this rank {mine}, rank {rank} {theirs}. {WAY_OUT}"
                 )
 
     def _meet(self, place: str, text: str, wanted: str, since: int) -> None:
         """Wait until every rank has left the record for this use, too."""
+        text, wanted = contrast(text, wanted)
         story = (
             f"In {self.what} {self.round}, at {_at(place)}, this rank {text}, where "
             f"the order recorded in {self.what} {since} has: {wanted}."
@@ -188,6 +193,25 @@ class OrderLog:
                     f"{story} Ranks {absent} did not follow within "
                     f"{peers.timeout():g} s. {WAY_OUT}"
                 )
+
+
+def contrast(mine: str, theirs: str) -> tuple[str, str]:
+    """Leave out parameters that both texts name: the others are what it is about.
+
+    >>> contrast("reduces a, with none for x, y", "reduces a, with none for y")
+    ('reduces a, with none for x', 'reduces a')
+    """
+    head, _, here = mine.partition(WITHOUT)
+    other_head, _, there = theirs.partition(WITHOUT)
+    if head != other_head:
+        return mine, theirs
+    return _less(head, here, there), _less(head, there, here)
+
+
+def _less(head: str, names: str, others: str) -> str:
+    known = others.split(", ")
+    left = [name for name in names.split(", ") if name not in known]
+    return f"{head}{WITHOUT}{', '.join(left)}" if any(left) else head
 
 
 def _at(place: str) -> str:

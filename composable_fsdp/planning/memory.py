@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from composable_fsdp.config import BackwardPrefetch
@@ -39,7 +40,8 @@ class UnitMemory(NamedTuple):
     ``temporary``: what a reduction writes to when it is not the gradient itself.
     ``gradient``: of the largest parameter, ``last``: of the one used first, whose
     gradient arrives last. ``tied``: of parameters used at several places, held from the
-    first to the last. ``parent``: the unit around it, -1 for the root.
+    first to the last. ``parent``: the unit around it, -1 for the root. ``ahead``: its
+    forward gathers the unit after it.
     """
 
     name: str
@@ -54,6 +56,8 @@ class UnitMemory(NamedTuple):
     in_backward: bool
     reshards: bool
     prefetch: BackwardPrefetch | None
+    gathers: bool
+    ahead: bool
     retiring_limit: int
 
 
@@ -104,9 +108,13 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
     """
     step = _Step(units, streams=streams)
     events = _events(units)
+    gathered = [index for index, unit in enumerate(units) if unit.gathers]
+    following = dict(pairwise(gathered))
     for index, enters in events:
         if enters:
             step.unshard(index, "forward")
+            if units[index].ahead and index in following:
+                step.unshard(following[index], "forward")
         elif units[index].reshards or not units[index].in_backward:
             step.reshard(index)
     order = [i for i, enters in events if not enters and units[i].in_backward]
@@ -182,7 +190,7 @@ class _Step:
         self.reduce += unit.reduce
         self.unshard(index, "backward")
         ahead = unit.prefetch is BackwardPrefetch.BACKWARD_PRE
-        if ahead and before is not None and before not in self.gathered:
+        if ahead and before is not None:
             self.unshard(before, "backward")
         self._note("backward", index, unit.gradient)
         self.tied += unit.tied
@@ -196,7 +204,7 @@ class _Step:
         if unit.parent >= 0:  # the root stays full until backward is over
             self.reshard(index)
         behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
-        if behind and before is not None and before not in self.gathered:
+        if behind and before is not None:
             self.unshard(before, "backward")
 
     def _reduce(self, index: int) -> None:

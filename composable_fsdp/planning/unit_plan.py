@@ -170,6 +170,8 @@ class UnitPlan:
             in_backward=in_backward,
             reshards=options.reshard_after_forward and parent >= 0,
             prefetch=options.backward_prefetch,
+            gathers=self.shard_world_size > 1 and self.full_bytes > 0,
+            ahead=options.forward_prefetch,
             retiring_limit=RETIRING_LIMIT if limited else RETIRING_UNLIMITED,
         )
 

@@ -18,6 +18,7 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
+from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
@@ -27,7 +28,6 @@ from composable_fsdp.runtime.reduce import (
 )
 from composable_fsdp.runtime.regroup import follow_requires_grad
 from composable_fsdp.runtime.take_up import take_up, take_up_unless_on_meta
-from composable_fsdp.runtime.task import current_task, reset_backward
 from composable_fsdp.runtime.unshard import reshard, retire, versions
 from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState

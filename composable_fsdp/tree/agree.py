@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.comm.order_log import OrderLog
+from composable_fsdp.comm.order_log import WITHOUT, OrderLog
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join, shown
 from composable_fsdp.tree.state import RuntimeContext
@@ -85,7 +85,7 @@ def _tell_backward(use: object) -> str:
     if isinstance(use, tuple):
         handle, arrived = use
         missing = [shown(fqn) for fqn in without_gradient(handle, arrived)]
-        which = f", with none for {', '.join(missing)}" if missing else ""
+        which = WITHOUT + ", ".join(missing) if missing else ""
         return f"reduces the gradients of {handle.name}{which}"
     return "has no further backward or reduction"
 

@@ -226,12 +226,32 @@ def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
 
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_a_prefetched_unit_is_in_the_peak(
-    mode: BackwardPrefetch | None, order: str
+    ahead: bool, mode: BackwardPrefetch | None, order: str
 ) -> None:
-    """In each mode the peak is the step's."""
-    planned, measured = peak_of(unequal, 8, order, backward_prefetch=mode)
+    """In each mode, both ways, the peak is the step's."""
+    planned, measured = peak_of(
+        unequal, 8, order, backward_prefetch=mode, forward_prefetch=ahead
+    )
 
+    assert 0.998 * measured <= planned <= measured
+
+
+def frozen() -> Chain:
+    """Only the last of five units trains, so the peak is one of forward."""
+    model = Chain(2048, 2048, 1024, 4096, 2048, 512)
+    model.layers[:-1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("order", ["cpu", "cuda"])
+def test_a_unit_gathered_ahead_in_forward_is_in_the_peak(order: str) -> None:
+    """It stands beside the one that runs."""
+    alone, _ = peak_of(frozen, 8, order)
+    planned, measured = peak_of(frozen, 8, order, forward_prefetch=True)
+
+    assert planned > alone
     assert 0.998 * measured <= planned <= measured
 
 

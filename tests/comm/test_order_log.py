@@ -1,0 +1,83 @@
+"""The log of one direction, alone: what it expects, and how it words a difference."""
+
+from __future__ import annotations
+
+import pytest
+
+from composable_fsdp.comm.order_log import NOTHING, OrderLog, contrast
+
+
+def new_log() -> OrderLog:
+    """A log that compares with nobody."""
+    return OrderLog("forward", (), str, str)
+
+
+def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
+    """One round; whether each use was the expected one."""
+    hits = []
+    for use in uses:
+        hits.append(log.expected[log.position] == use)
+        if hits[-1]:
+            log.position += 1
+        else:
+            log.depart(use, mode)
+    log.end()
+    return hits
+
+
+@pytest.mark.req("D-06")
+def test_a_round_is_compared_with_the_last_one_of_its_mode() -> None:
+    """The first use begins the round; those after it are expected from then on."""
+    log = new_log()
+
+    assert run(log, "abc") == [False, False, False]
+    assert run(log, "abc") == [False, True, True]
+    assert run(log, "cab", mode="eval") == [False, False, False]
+    assert run(log, "abc") == [False, True, True]
+    assert run(log, "cab", mode="eval") == [False, True, True]
+
+
+@pytest.mark.req("D-06")
+@pytest.mark.parametrize("other", ["acb", "ab", "abcc", "b"])
+def test_another_order_is_the_record_from_then_on(other: str) -> None:
+    """Swapped, shorter, longer, or another from the start."""
+    log = new_log()
+    run(log, "abc")
+
+    run(log, other)
+
+    assert run(log, other) == [False] + [True] * (len(other) - 1)
+
+
+def test_a_round_that_was_dropped_changes_nothing() -> None:
+    """A raise in the middle leaves the record, and nothing is open."""
+    log = new_log()
+    run(log, "abc")
+    log.depart("a", "train")
+    log.depart("c", "train")
+
+    log.drop()
+
+    assert log.expected is NOTHING
+    assert run(log, "abc") == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "expected"),
+    [
+        ("runs a", "runs b", ("runs a", "runs b")),
+        ("r a, with none for x, y", "r a, with none for y, z", ("x", "z")),
+        ("r a, with none for x", "r a", ("x", "")),
+        ("r a, with none for x", "r b, with none for x", ("x", "x")),
+    ],
+)
+def test_a_difference_names_the_parameters_that_differ(
+    mine: str, theirs: str, expected: tuple[str, str]
+) -> None:
+    """Those that both ranks lack are left out, if it is the same unit."""
+    texts = contrast(mine, theirs)
+
+    if mine.startswith("r "):
+        assert tuple(t.partition(", with none for ")[2] for t in texts) == expected
+    else:
+        assert texts == expected
