@@ -2,6 +2,17 @@
 
 from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.access.manual import UnshardHandle, is_sharded, reshard, unshard
+from composable_fsdp.access.methods import (
+    register_forward_method,
+    register_fsdp_forward_method,
+)
+from composable_fsdp.access.schedule import (
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
+)
 from composable_fsdp.access.settings import (
     register_comm_hook,
     set_gradient_divide_factor,
@@ -30,7 +41,16 @@ from composable_fsdp.config import (
     StateDictSettings,
     StateDictType,
 )
+from composable_fsdp.entries.checkpoint import checkpoint
+from composable_fsdp.entries.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.replicate import replicate
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.errors import (
     CheckpointError,
@@ -77,6 +97,8 @@ __all__ = [
     "Block",
     "CPUOffload",
     "CheckpointError",
+    "CheckpointImpl",
+    "CheckpointWrapper",
     "CompositionError",
     "CustomPolicy",
     "DefaultState",
@@ -105,30 +127,45 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
     "allreduce_hook",
     "always_wrap_policy",
+    "apply_activation_checkpointing",
     "bf16_compress_hook",
+    "checkpoint",
+    "checkpoint_wrapper",
     "clip_grad_norm_",
     "contract",
     "fp16_compress_hook",
     "fully_shard",
     "get_state_dict_type",
+    "is_sharded",
     "lambda_auto_wrap_policy",
     "no_sync",
+    "offload_wrapper",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
     "reduce_scatter_hook",
     "register_comm_hook",
+    "register_forward_method",
+    "register_fsdp_forward_method",
     "rekey_optim_state_dict",
+    "replicate",
+    "reshard",
     "set_gradient_divide_factor",
     "set_is_last_backward",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
     "set_reduce_scatter_unused_params",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
     "set_state_dict_type",
     "size_based_auto_wrap_policy",
     "state_dict_type",
     "transformer_auto_wrap_policy",
+    "unshard",
     "unshard_params",
 ]

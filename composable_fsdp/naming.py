@@ -1,6 +1,6 @@
 """Fully qualified names, by path component.
 
-The wrapper adds one component to the path of what it wraps. It is taken out here and
+A wrapper adds one component to the path of what it wraps. It is taken out here and
 only here, and always as a whole component: a module that a user calls
 ``my_fsdp_wrapped_module`` keeps its name.
 """
@@ -12,6 +12,12 @@ import re
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """Attribute under which ``FullyShardedDataParallel`` holds the module it wraps."""
 
+CHECKPOINTED_MODULE = "_checkpoint_wrapped_module"
+"""The same for ``checkpoint_wrapper``, ours and torch's."""
+
+TRANSPARENT = (WRAPPED_MODULE, CHECKPOINTED_MODULE)
+"""Components that no name shows."""
+
 ROOT_NAME = "(root)"
 """What messages call the module whose name is the empty string."""
 
@@ -22,25 +28,25 @@ def join(prefix: str, name: str) -> str:
 
 
 def strip_wrapper(name: str) -> str:
-    """Return ``name`` without the wrapper's components.
+    """Return ``name`` without the wrappers' components.
 
     >>> strip_wrapper("layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'
     >>> strip_wrapper("my_fsdp_wrapped_module.weight")
     'my_fsdp_wrapped_module.weight'
     """
-    if WRAPPED_MODULE not in name:
+    if not any(component in name for component in TRANSPARENT):
         return name
-    return ".".join(part for part in name.split(".") if part != WRAPPED_MODULE)
+    return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
 
 
 def strip_wrapper_in_text(text: str) -> str:
-    """Return ``text`` with the wrapper's components taken out of the names in it.
+    """Return ``text`` with the wrappers' components taken out of the names in it.
 
     >>> strip_wrapper_in_text("size mismatch for a._fsdp_wrapped_module.b: ...")
     'size mismatch for a.b: ...'
     """
-    return re.sub(rf"(?<!\w){WRAPPED_MODULE}\.", "", text)
+    return re.sub(rf"(?<!\w)(?:{'|'.join(TRANSPARENT)})\.", "", text)
 
 
 def shown(name: str) -> str:

@@ -88,7 +88,7 @@ class TrainingState(RuleBasedStateMachine):
     def break_forward(self, unit: int) -> None:
         self.program.append(("break_forward", unit))
 
-    @precondition(lambda self: False)
+    @precondition(lambda self: not self.unreduced and not self.graphs)
     @rule(which=st.integers(0, 7))
     def freeze(self, which: int) -> None:
         self.program.append(("freeze", which))

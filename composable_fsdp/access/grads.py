@@ -54,6 +54,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
+    Not ``torch.nn.utils.clip_grad_norm_``: that one sees this rank's shards alone, and
+    would scale each rank by another factor without a word; nothing could notice it.
+
     Takes a module or parameters, sharded ones (this rank's shards) and plain ones
     (equal on all ranks) mixed. Returns the norm before clipping, 0-d, on the device
     that computes, equal on all ranks; it is that of the unsharded model, and NaN or inf

@@ -188,7 +188,7 @@ def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
     foreign = _TORCH_SHARDS.get(name)
     if not name and "fully_shard" in registry:
         foreign = _TORCH_SHARDS["FSDPModule"]
-    return "replicate" if ours else incompatible, foreign
+    return incompatible or ("replicate" if ours else None), foreign
 
 
 _NO_OTHERS: Final = (None, None)

@@ -17,7 +17,7 @@ from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join, shown
-from composable_fsdp.planning.assign import PlanRequest
+from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import (
@@ -58,6 +58,7 @@ def prepare(
     sync_module_states: bool = False,
     tied_params: str = "error",
     param_init_fn: Init | None = None,
+    api: str = API,
 ) -> Application:
     """Check what was passed and resolve groups; touches no module and sends nothing."""
     if param_init_fn is not None and not callable(param_init_fn):
@@ -74,6 +75,7 @@ def prepare(
         ignored_modules=expand_ignored(ignored_modules, ignored_states),
         ignored_parameters=ignored_parameters(ignored_states),
         tied_params=check_tied(tied_params),
+        api=api,
         owner_of=_owner_of,
     )
     return Application(request, ranks, device_id, sync_module_states, param_init_fn)
@@ -95,7 +97,7 @@ def apply(
     ``param_init_fn`` raises comes after the first change.
     """
     for module in modules:
-        _refuse_owned(module)
+        _refuse_owned(module, application.request.api)
     ranks = application.ranks
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
@@ -113,7 +115,14 @@ def apply(
         device=device,
         ignored=application.request.ignored_parameters,
     )
-    states = build_units(targets, state, ranks=ranks, device=device, before=before)
+    states = build_units(
+        targets,
+        state,
+        ranks=ranks,
+        device=device,
+        before=before,
+        api=application.request.api,
+    )
     for each in states:
         install_state_dict_hooks(each)
     options = application.request.options
@@ -150,13 +159,13 @@ def _owner_of(parameter: nn.Parameter) -> str | None:
     return f"{shown(fqn)} of an earlier fully sharded {kind}"
 
 
-def _refuse_owned(module: nn.Module) -> None:
+def _refuse_owned(module: nn.Module, api: str) -> None:
     owner = _get_module_fsdp_state(module)
     if owner is not None and all(module is not m for m in owner.modules):
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__} whose parameters belong to the "
+            f"{api} got a {type(module).__name__} whose parameters belong to the "
             f"fully sharded module above it, {owner.name} "
-            f"({type(owner.module).__name__}). Apply fully_shard to the children first "
+            f"({type(owner.module).__name__}). Apply {api} to the children first "
             "and to the parent last."
         )
 

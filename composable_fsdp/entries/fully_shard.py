@@ -96,6 +96,8 @@ def _shard(
             gets memory for them, and on rank 0, if it is on meta there, values from
             each module's ``reset_parameters``.
         backward_prefetch: when the next unit is gathered in backward.
+        forward_prefetch: gather the unit that came next in the last forward of this
+            kind before it is needed.
         limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
         block: what a shard boundary may not cut.
         if_sharded: "error", or "skip" to return a module that is sharded with the same
@@ -116,15 +118,13 @@ def _shard(
     del if_sharded  # decided before the contract is asked
     if unknown:
         raise TypeError(_unknown_text(sorted(unknown)))
-    refuse_unavailable(
-        forward_prefetch=forward_prefetch or None,
-    )
     state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
     options = UnitOptions(
         strategy=strategy,
         block=block,
         backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
         limit_all_gathers=limit_all_gathers,
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,
@@ -146,17 +146,6 @@ def _shard(
     for each in modules:
         refuse_container(each)
     apply(modules, state, application)
-
-
-def refuse_unavailable(**values: object) -> None:
-    """Refuse options that this version does not have, rather than ignore them."""
-    given = [name for name, value in values.items() if value is not None]
-    if given:
-        raise PlanError(
-            f"{', '.join(given)}: not available in this version of composable_fsdp, "
-            "and training without it would not be what was asked for. Leave it out; "
-            "the README lists what works today."
-        )
 
 
 def _unknown_text(names: list[str]) -> str:

@@ -6,6 +6,7 @@ level to the tree and takes it out of every name it gives.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -141,6 +142,18 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             if name == WRAPPED_MODULE:
                 raise
             return getattr(self.module, name)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module, whose hooks are then outside of its graph."""
+        self.module.compile(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        # Defined here so that it is never looked up on the wrapped module.
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        OWNERS.set(made._state, made)
+        return made
 
     def __getitem__(self, key: Any) -> Any:
         """Forward indexing, for a wrapped ``nn.Sequential``."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import StreamEvent, Waitable
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.config import Block
 from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
@@ -38,13 +39,16 @@ class FlatParamHandle:
     __slots__ = (
         "__weakref__",
         "accumulators",
+        "backward_log",
         "calls",
         "device",
         "epoch",
         "fills",
+        "forward_log",
         "fqn",
         "free_event",
         "full_fqn",
+        "full_since",
         "gather_check",
         "gather_event",
         "gather_lists",
@@ -67,6 +71,7 @@ class FlatParamHandle:
         "reduce_event",
         "reduce_groups",
         "reduce_is_allocated",
+        "reduce_log",
         "reduce_owner",
         "regions",
         "retiring",
@@ -134,6 +139,13 @@ class FlatParamHandle:
     """Forwards whose open calls are in ``open_calls``."""
     kept: bool
     """Whether the memory of ``full`` stays until the end of the next backward."""
+    full_since: tuple[int, ...] | None
+    """Of a unit that was left full on purpose: the versions of its leaves then."""
+    forward_log: OrderLog | None
+    backward_log: OrderLog | None
+    reduce_log: OrderLog | None
+    """Where its gathers in forward and backward and its reductions are compared with
+    those of other ranks; ``None`` for what it does not send."""
     reduce_is_allocated: bool
     rule: ReduceRule
     held: tuple[bytes, ...] | None
@@ -304,7 +316,8 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
-    handle.reduce_owner = handle.held = None
+    handle.reduce_owner = handle.held = handle.full_since = None
+    handle.forward_log = handle.backward_log = handle.reduce_log = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)

@@ -22,7 +22,7 @@ from composable_fsdp.compose.registry import (
 )
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import WRAPPED_MODULE, join, shown
+from composable_fsdp.naming import TRANSPARENT, join, shown
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.checks import (
     refuse_container,
@@ -37,6 +37,9 @@ from composable_fsdp.planning.precision import with_full_precision
 
 API = "fully_shard"
 """Name under which the registry holds the states of this package."""
+
+REPLICATE = "replicate"
+"""The same for units of ``replicate``, whose subtrees the walks leave alone."""
 
 
 class ParamInfo(NamedTuple):
@@ -65,6 +68,7 @@ class PlanRequest:
     options: UnitOptions
     world_size: int
     sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
+    api: str = API
     policy: object = None
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
@@ -105,7 +109,7 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     Raises: PlanError or CompositionError, naming module, parameter and the way out.
     """
     for module in modules:
-        _check_root(module)
+        _check_root(module, request.api)
     units, found = _walk(modules, _evaluate(modules, request), request)
     if share_storage([parameter for parameter, _ in found.values()]):
         refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
@@ -115,13 +119,19 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     return units
 
 
-def _check_root(module: nn.Module) -> None:
+def _check_root(module: nn.Module, api: str) -> None:
     refuse_container(module)
+    if api == REPLICATE and get_state(module, API) is not None:
+        raise CompositionError(
+            f"replicate got a {type(module).__name__} that fully_shard already "
+            "manages, gradients included. Apply replicate to a module above it, to "
+            "what fully_shard left over, or use HYBRID_SHARD."
+        )
     if foreign := foreign_fsdp(module):
         raise CompositionError(_foreign_text("", foreign))
-    if api := incompatible_api(module):
+    if (other := incompatible_api(module)) and other != api:
         raise CompositionError(
-            f"fully_shard got a {type(module).__name__} that {api} already manages; "
+            f"{api} got a {type(module).__name__} that {other} already manages; "
             "the two keep parameters in different places. Apply one of them to this "
             "module."
         )
@@ -202,7 +212,7 @@ def _walk(
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
-            path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+            path = fqn if name in TRANSPARENT else join(fqn, name)
             incompatible, foreign = other_apis(child)
             if foreign:
                 raise CompositionError(_foreign_text(path, foreign))

@@ -2,65 +2,47 @@
 
 * *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
   buffer and counts down from the number of leaves that this graph task will reach. At 0
-  the unit reduces.
+  the unit reduces (``arrivals``).
 * *Weights no longer needed*: each input that needs a gradient is an alias whose node
-runs
-  after everything the unit recorded. When the last one has run, and the gradients are
-  complete, the unit reshards. Complete gradients alone do not allow it: the last use of
-  the weights may be for the gradient of an input.
+  runs after everything the unit recorded. When the last one has run, and the gradients
+  are complete, the unit reshards. Complete gradients alone do not allow it: the last
+  use of the weights may be for the gradient of an input.
 
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
-its unit: what the unit computed has run when the alias does.
+its unit: what the unit computed has run when the alias does. What never came is done at
+the end of the graph task (``task``).
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``, the
-engine's ``queue_callback`` and ``Tensor._post_accumulate_grad_hooks`` are private; used
-only here, checked on torch 2.13 (and present in 2.11).
+``torch._C._will_engine_execute_node`` is private; used only here, checked on torch 2.13
+(and present in 2.11).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.forms import switch_form
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.fill import catch_up, finish_filling, has_arrived
-from composable_fsdp.runtime.offload import land
-from composable_fsdp.runtime.prefetch import prefetch_backward
+from composable_fsdp.runtime.arrivals import reshard_after_backward, use_form
+from composable_fsdp.runtime.fill import catch_up
+from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
-    drop_arrived,
-    drop_reduction,
-    finish_reduction,
     prepare_reduce,
     reduce_gradients,
 )
+from composable_fsdp.runtime.task import current_task, join_task
 from composable_fsdp.runtime.unshard import (
-    release,
-    reshard,
-    retire,
     unshard,
     wait_unsharded,
 )
-from composable_fsdp.tree.root import root_of
+from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
-current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Id of the backward that this thread runs; ``NO_TASK`` outside."""
 _will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-_engine = torch.autograd.Variable._execution_engine
-
-OURS = -1
-"""Key of the arrival hook among the hooks of a full leaf."""
 
 KEEP = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
@@ -104,11 +86,21 @@ class Call:
             return
         handle.open_calls -= 1
         if handle.open_calls == 0 and handle.pending == 0:
-            _reshard_after_backward(self.state, handle)
+            if (
+                handle.reduce_is_allocated
+                and self.state.sync_gradients
+                and self.tape.schedule is None
+            ):
+                assert self.state.context is not None
+                reduce_gradients(self.state.context, handle)
+            reshard_after_backward(self.state, handle)
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if post and self.index > 0 and self.tape.schedule is None:
+        # Its own index would not do: the units inside it have run since.
+        tape = self.tape
+        listed = self.state.ahead_in_backward
+        if post and tape.reached > 0 and tape.schedule is None and not listed:
             assert self.state.context is not None
-            prefetch_backward(self.state.context, self.tape, self.index)
+            prefetch_backward(self.state.context, tape)
 
 
 def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
@@ -116,7 +108,8 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
 
     Runs once per call and graph task, whichever output comes first.
 
-    Collective: the unit's all-gather if it is sharded, and the prefetched unit's.
+    Collective: the unit's all-gather if it is sharded, and the prefetched units'.
+    Raises: DesyncError, if another rank does something else.
     """
     task = current_task()
     if call.task == task:
@@ -142,16 +135,30 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
         handle.open_calls += call.tape.open_calls.get(handle, 0)
+    log = handle.backward_log
+    # With a schedule the order is that of the forward, which was compared.
+    if log is not None and call.tape.schedule is None:
+        if log.expected[log.position] is handle:
+            log.position += 1
+        else:
+            depart_in_backward(context, log, handle, call.tape.mode)
     if handle.wide is not call.wide:
         use_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     wait_unsharded(handle)
-    if (
-        call.index > 0
+    tape = call.tape
+    if tape.task != task:
+        tape.task, tape.reached = task, call.index
+    elif call.index < tape.reached:
+        tape.reached = call.index
+    if state.ahead_in_backward:
+        prefetch_listed(context, state, state.ahead_in_backward)
+    elif (
+        tape.reached > 0
         and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     ):
-        prefetch_backward(context, call.tape, call.index)
+        prefetch_backward(context, tape)
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
@@ -165,217 +172,3 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:
         prepare_reduce(context, handle)
-
-
-def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Have the end of graph task ``task`` finish this unit."""
-    if task not in context.tasks:
-        if context.dead:
-            bury(context)
-        context.tasks[task] = []
-        _engine.queue_callback(TaskEnd(context, task))
-    context.tasks[task].append(state)
-    state.handle.task = task
-
-
-def arm_leaves(state: _FSDPState) -> None:
-    """Attach the arrival hooks to the full leaves of the current form, once."""
-    nodes = []
-    # Once for all leaves: entering it costs as much as asking two of them.
-    with torch.inference_mode(False), torch.enable_grad():
-        for region in state.handle.trainable:
-            arrivals = make_arrivals(state, region)
-            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-                # A leaf keeps its node only weakly: the handle does, so that the node
-                # we ask the engine about is the node it runs.
-                nodes.append(_accumulator(leaf))
-                # What register_post_accumulate_grad_hook sets, less its checks and its
-                # handle, which took longer than all else. Torch numbers from 0 up.
-                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
-    state.handle.accumulators = tuple(nodes)
-
-
-def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it.
-
-    Gradients must be enabled.
-    """
-    alias: Tensor = leaf.view_as(leaf)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]
-
-
-def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
-    """Make the unit ready to be full in the parameters' own dtype, or in compute's.
-
-    A unit that is full in the other one gives it up. Sends nothing.
-    """
-    handle = state.handle
-    if handle.wide is wide:
-        return
-    release(context, handle)
-    if switch_form(handle):
-        arm_leaves(state)
-
-
-def make_arrivals(
-    state: _FSDPState, region: FlatParameter
-) -> list[Callable[[Tensor], None]]:
-    """Return the post-accumulate hooks of the region's full leaves.
-
-    Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
-    arrival copies, later ones of the same reduction add.
-    """
-    # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
-    # strong reference would keep the model alive for ever.
-    owner = weakref.ref(state)
-    return [
-        partial(_arrive, owner, region.arrived, index, view)
-        for index, view in enumerate(region.reduce_views)
-    ]
-
-
-def _arrive(
-    owner: weakref.ref[_FSDPState],
-    arrived: bytearray,
-    index: int,
-    view: Tensor,
-    leaf: Tensor,
-) -> None:
-    unit = owner()
-    assert unit is not None
-    handle = unit.handle
-    gradient = leaf.grad
-    # None, if a custom Function returned no gradient: counted, nothing to move.
-    if gradient is not None:
-        leaf.grad = None
-        if torch.is_grad_enabled():
-            gradient = gradient.detach()
-        if not handle.reduce_is_allocated:
-            _late(unit, handle)
-        if arrived[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            arrived[index] = 1
-    # Of another graph task (a checkpoint inside the unit): only accumulated.
-    if handle.task == current_task():
-        handle.pending -= 1
-        if handle.pending == 0:
-            _gradients_complete(unit, handle)
-
-
-def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """A gradient that no pre-backward announced: have somebody reduce it."""
-    context = state.context
-    assert context is not None
-    prepare_reduce(context, handle)
-    if handle.task == NO_TASK:
-        join_task(context, state, current_task())
-        # Nothing counts down, so the final callback reduces.
-        handle.pending = -1
-
-
-def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
-    context = state.context
-    assert context is not None
-    # With a schedule, in the unit's turn; see ``fill``.
-    scheduled = handle.tapes and handle.tapes[0].schedule is not None
-    if state.sync_gradients and not scheduled:
-        reduce_gradients(context, handle)
-    if handle.open_calls == 0:
-        _reshard_after_backward(state, handle)
-
-
-def _reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
-    context = state.context
-    assert context is not None
-    handle.phase = Phase.BACKWARD_POST
-    reshard(context, handle)
-
-
-class TaskEnd:
-    """The callback at the end of a graph task; dropped uncalled, it notes that it died.
-
-    The engine holds it with the graph task, and lets go of both when backward raises.
-    """
-
-    __slots__ = ("context", "task")
-
-    def __init__(self, context: RuntimeContext, task: int) -> None:
-        self.context, self.task = context, task
-
-    def __call__(self) -> None:
-        """Finish the units of the task."""
-        finish_task(self.context, self.task)
-
-    def __del__(self) -> None:
-        if self.task in self.context.tasks:
-            self.context.dead.add(self.task)
-
-
-def bury(context: RuntimeContext) -> None:
-    """Reset units of graph tasks that raised; their unreduced gradients are dropped.
-
-    Waits for collectives of this rank that were issued; sends nothing.
-    """
-    dead, context.dead = context.dead, set()
-    context.filling.clear()
-    drop_reduction(context)
-    for task in dead:
-        for state in context.tasks.pop(task, ()):
-            handle = state.handle
-            if handle.task == task:
-                reset_backward(handle)
-                drop_arrived(handle)
-                reshard(context, handle)
-
-
-def reset_backward(handle: FlatParamHandle) -> None:
-    """Forget the graph task that the unit was in."""
-    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes = ()
-    handle.phase = Phase.IDLE
-
-
-def finish_task(context: RuntimeContext, task: int) -> None:
-    """End of a graph task: reduce and reshard what the events left, reset the units.
-
-    The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream, and the host's reads of offloaded gradients, behind the
-    last reduction. A backward that built a graph
-    keeps its units in memory until the next one ends.
-
-    Collective: the reductions of units whose gradients came unannounced.
-    """
-    keep = torch.is_grad_enabled()
-    if context.filling and len(context.tasks) == 1:
-        finish_filling(context)
-    for state in context.tasks.pop(task, ()):
-        handle = state.handle
-        if handle.task != task:
-            continue
-        reset_backward(handle)
-        if state.sync_gradients and has_arrived(handle):
-            reduce_gradients(context, handle)
-        handle.kept = keep
-        reshard(context, handle)
-    if context.tasks:
-        return
-    root = root_of(context)
-    for state in root._all_fsdp_states:
-        handle = state.handle
-        waits = handle.held is not None and handle.rule.all_reduce
-        if (handle.reduce_is_allocated or waits) and state.sync_gradients:
-            # Arrived under no_sync, or waits for its replicas, and this backward did
-            # not come by.
-            prepare_reduce(context, handle)
-            reduce_gradients(context, handle)
-        if not keep and context.outermost is None:
-            handle.kept = False
-            if handle.gathered or handle.is_full:
-                reshard(context, handle)
-    if root.is_last_backward:
-        finish_reduction(context)
-        land(context)
-    retire(context, keep=0)

@@ -12,6 +12,7 @@ from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.handle import build_handle
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.runtime.copying import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.precision import make_precision
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -24,6 +25,7 @@ def build_units(
     ranks: RankLayout,
     device: torch.device,
     before: Callable[[int], None] | None = None,
+    api: str = API,
 ) -> list[_FSDPState]:
     """Build every unit of one application, inner ones first; states in plan order.
 
@@ -39,7 +41,7 @@ def build_units(
             before(index)
         _fill(state, target, ranks, device)
         if state is not root_state:
-            set_state(target.modules[0], API, state)
+            set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
@@ -65,7 +67,9 @@ def _fill(
     state.fqn = target.plan.fqn
     state.options = options
     state.ranks, state.device = ranks, device
-    state.reshard_after_forward = options.reshard_after_forward
+    state.copier = copy_state
+    state.reshard_after_forward = None if options.reshard_after_forward else False
+    state.prefetches_forward = options.forward_prefetch
     groups = ranks.for_strategy(options.strategy)
     state.handle = build_handle(target, groups=groups, device=device)
     state.precision = make_precision(state.handle)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.runtime.prefetch import prefetch_backward
+from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import prepare_reduce, reduce_gradients
 from composable_fsdp.runtime.unshard import reshard, unshard
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
@@ -64,12 +64,16 @@ def has_arrived(handle: FlatParamHandle) -> bool:
 
 def _gather_in_turn(context: RuntimeContext, tape: Tape, at: int) -> None:
     assert tape.schedule is not None
-    handle = tape.schedule.uses[at].handle
+    state = tape.schedule.uses[at]
+    handle = state.handle
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     pre = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    if pre and at > 0:
-        prefetch_backward(context, tape, at)
+    tape.reached = at
+    if state.ahead_in_backward:
+        prefetch_listed(context, state, state.ahead_in_backward)
+    elif pre and at > 0:
+        prefetch_backward(context, tape)
 
 
 def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:

@@ -22,16 +22,14 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.backward import (
-    Call,
-    current_task,
-    pre_backward,
-    use_form,
-)
+from composable_fsdp.runtime.arrivals import use_form
+from composable_fsdp.runtime.backward import Call, pre_backward
 from composable_fsdp.runtime.casting import map_tensors, tensors_in, to_device
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
+from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
+from composable_fsdp.runtime.task import current_task
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import Tape, _FSDPState
@@ -47,8 +45,9 @@ def pre_forward(
     The outermost unit moves tensors to a GPU that computes. Returns the arguments if
     one of them was replaced.
 
-    Collective: the unit's all-gather, unless it is full.
-    Raises: PhaseError, inside ``unshard_params``.
+    Collective: the unit's all-gather, unless it is full, and those of units ahead.
+    Raises: PhaseError, inside ``unshard_params``; DesyncError, if another rank runs
+    another unit.
     """
     context = state.context or ensure_root(state)
     if context.summoned is not None:
@@ -68,6 +67,13 @@ def pre_forward(
             replaced = to_device(args, kwargs, state.device)
             if replaced is not None:
                 args, kwargs = replaced
+    log = handle.forward_log
+    if log is not None and not recomputing:
+        # Before anything is sent, so that ranks which disagree can say so.
+        if log.expected[log.position] is handle:
+            log.position += 1
+        else:
+            log.depart(handle, context.tape.mode)
     precision = state.precision
     if precision is not None:
         if handle.task == NO_TASK and precision.wide(module) is not handle.wide:
@@ -77,6 +83,8 @@ def pre_forward(
             args, kwargs = replaced = cast
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
+    if state.prefetches_forward and not recomputing:
+        prefetch_forward(context, state)
     if not handle.is_full or handle.ready is not None:
         wait_unsharded(handle)
     if len(state.modules) > 1 and not state.remaining:
@@ -156,19 +164,23 @@ def post_forward(
     ended = context.outermost is state and not handle.calls
     if ended:
         context.outermost = context.frame = None
+        if context.prefetched:
+            drop_unused(context)
+        for log in context.forward_logs:
+            log.end()
         if context.offload and not awaited:
             # No backward will wait before somebody changes the shards on the host.
             wait_for_copies(context)
     if handle.calls or state.remaining:
         return replaced
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
-    keep = state._is_root or not state.reshard_after_forward
-    if not (awaited and keep):
+    if state.reshard_after_forward or not awaited:
         reshard(context, handle)
     elif handle.is_full:
         # The memory stays for backward, but whoever asks for parameters until then
         # (zero_grad, an optimizer) has to find the originals.
         views.use_sharded(handle)
+        handle.full_since = None
     return replaced
 
 

@@ -7,12 +7,14 @@ block stays one graph (``torch._disable_dynamo`` is lazy: unlike
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from composable_fsdp.runtime.backward import arm_leaves
+from composable_fsdp.runtime.arrivals import arm_leaves
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.tree.state import _FSDPState
 
@@ -30,3 +32,28 @@ def install_hooks(state: _FSDPState) -> None:
         )
         module.register_forward_hook(partial(_post_forward, state), always_call=True)
     arm_leaves(state)
+
+
+def call_method(
+    state: _FSDPState,
+    module: nn.Module,
+    method: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``method`` as if it were the forward of the unit's ``module``.
+
+    Collective: as a forward's.
+    """
+    changed = _pre_forward(state, module, args, kwargs)
+    if changed is not None:
+        args, kwargs = changed
+    try:
+        output = method(*args, **kwargs)
+    except BaseException:
+        # Called while the exception is handled, it knows that there is no output.
+        _post_forward(state, module, args, None)
+        raise
+    replaced = _post_forward(state, module, args, output)
+    return output if replaced is None else replaced

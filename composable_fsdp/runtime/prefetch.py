@@ -1,20 +1,74 @@
-"""Issuing the next all-gather before it is needed."""
+"""Issuing an all-gather before it is needed: one unit ahead, or those that were listed.
+
+Which unit comes next is read from a record, never searched in the tree: in backward
+from the order of the forward, in forward from the order of the last round of its mode.
+All ranks have equal records, so all issue alike. What turns out unused is resharded
+where the round ends.
+"""
 
 from __future__ import annotations
 
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.runtime.unshard import unshard
-from composable_fsdp.tree.state import RuntimeContext, Tape
+from composable_fsdp.runtime.unshard import reshard, unshard
+from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
 
-def prefetch_backward(context: RuntimeContext, tape: Tape, index: int) -> None:
-    """Unshard the unit whose backward comes next: the one used before ``index``.
+def prefetch_backward(context: RuntimeContext, tape: Tape) -> None:
+    """Unshard the unit whose backward comes next: used before all that were reached.
 
-    One unit ahead; none if that unit is full already. Every rank walks the same record,
-    so all decide alike.
+    None if that unit is full already.
 
     Collective: that unit's all-gather, or none.
     """
-    handle: FlatParamHandle | None = tape.order.before(index)
-    if handle is not None and not handle.gathered:
+    handle: FlatParamHandle | None = tape.order.before(tape.reached)
+    if handle is not None and (not handle.gathered or handle.retiring):
         unshard(context, handle)
+
+
+def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
+    """Unshard the unit that ran after this use last time, or the units listed.
+
+    Collective: one all-gather per unit that is not full.
+    """
+    if state.ahead_in_forward:
+        prefetch_listed(context, state, state.ahead_in_forward)
+        return
+    log = state.handle.forward_log
+    following = log.expected[log.position] if log is not None else None
+    if isinstance(following, FlatParamHandle):
+        _gather_ahead(context, following)
+
+
+def prefetch_listed(
+    context: RuntimeContext, state: _FSDPState, listed: tuple[_FSDPState, ...]
+) -> None:
+    """Unshard the units that the caller listed for ``state``, in the list's order.
+
+    Collective: one all-gather per unit that is not full.
+    Raises: CompositionError, if a unit belongs to another tree.
+    """
+    for target in listed:
+        if target.context is not context:
+            raise CompositionError(
+                f"Unit {state.name} is to prefetch {target.name}, which is not below "
+                "the same outermost fully sharded module. List units of one tree."
+            )
+        _gather_ahead(context, target.handle)
+
+
+def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    if handle.needs_gather and (not handle.gathered or handle.retiring):
+        unshard(context, handle)
+        context.prefetched.append(handle)
+
+
+def drop_unused(context: RuntimeContext) -> None:
+    """Reshard units that were gathered ahead in this round and not used. Sends nothing.
+
+    Waits for their collectives.
+    """
+    for handle in context.prefetched:
+        if handle.ready is not None and handle.full_since is None:
+            reshard(context, handle)
+    context.prefetched.clear()

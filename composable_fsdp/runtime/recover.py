@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK
+from composable_fsdp.flat import views
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
-from composable_fsdp.runtime.backward import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
@@ -27,7 +27,8 @@ from composable_fsdp.runtime.reduce import (
 )
 from composable_fsdp.runtime.regroup import follow_requires_grad
 from composable_fsdp.runtime.take_up import take_up, take_up_unless_on_meta
-from composable_fsdp.runtime.unshard import reshard, retire
+from composable_fsdp.runtime.task import current_task, reset_backward
+from composable_fsdp.runtime.unshard import reshard, retire, versions
 from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
 
@@ -40,23 +41,29 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     regions. Sends nothing.
 
     Raises: PlanError, if a leaf was torn out of its shard and does not fit; PhaseError,
-    if ``requires_grad`` changed while gradients wait.
+    if ``requires_grad`` changed while gradients wait, or shards were written to under a
+    unit that was left full on purpose.
     """
     if context.tasks:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
     schedule: Schedule | None = None
+    for log in context.forward_logs:
+        log.drop()
+    context.prefetched.clear()
     for handle in context.handles:
+        if handle.rule.fill:
+            schedule = schedule or Schedule()
+        if handle.full_since is not None and not is_changed(handle):
+            continue
         if handle.gathered or handle.is_full:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
             handle.gathered = handle.retiring
-        if handle.rule.fill:
-            schedule = schedule or Schedule()
     for unit in root_of(context)._root_states:
         handle = unit.handle
-        if not leaves_are_home(handle):
+        if handle.full_since is None and not leaves_are_home(handle):
             take_up(unit)
             if is_regrouped(handle):
                 follow_requires_grad(context, handle)
@@ -64,7 +71,9 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         unit.remaining.clear()
     for unit in context.precisions:
         cast_buffers(unit)
-    context.tape = Tape(schedule)
+    training = state.module.training
+    mode = (state.fqn, training, torch.is_grad_enabled())
+    context.tape = Tape(mode, schedule)
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -72,6 +81,30 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         streams.gather.wait_stream(streams.compute)
     context.outermost = state
     context.frame = _module_call()
+
+
+def is_changed(handle: FlatParamHandle) -> bool:
+    """Whether a unit that is full already has to be sharded all the same.
+
+    Because its leaves were torn out of their shards, or ``requires_grad`` changed.
+
+    Raises: PhaseError, if its shards have other values by now.
+    """
+    shown = handle.is_full
+    if shown:
+        views.use_sharded(handle)
+    if handle.full_since != versions(handle):
+        raise PhaseError(
+            f"The shards of fully sharded module {handle.name} were written to while "
+            "its full parameters were kept (an optimizer step, most likely), so the "
+            "next forward would use old values. Before the step call "
+            "reshard(module), or set_reshard_after_backward(module, True) before the "
+            "backward that comes before the step."
+        )
+    changed = not leaves_are_home(handle)
+    if shown and not changed:
+        views.use_full(handle)
+    return changed
 
 
 def _module_call() -> FrameType | None:
@@ -105,6 +138,9 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     context.tasks.clear()
     context.dead.clear()
     context.filling.clear()
+    context.prefetched.clear()
+    for log in (*context.forward_logs, *context.backward_logs):
+        log.drop()
     if drop_gradients:
         # Not settled: the user may have zeroed the gradients since backward raised.
         drop_reduction(context)

@@ -26,6 +26,7 @@ from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.leaf_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.runtime.offload import drop_landing, send_to_host
+from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -56,11 +57,18 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     group, then one all-reduce per region over the replicate group, unless the rule
     leaves it for later; those of one rank are left out. With a communication hook, what
     that sends.
+    Raises: DesyncError, if another rank reduces something else, or other parameters.
     """
     finish_reduction(context)
     _zero_what_is_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
     arrived = _take_arrived(handle)
+    log = handle.reduce_log
+    if log is not None:
+        if log.expected[log.position] == (handle, arrived):
+            log.position += 1
+        else:
+            depart_in_backward(context, log, (handle, arrived))
     handle.reduce_is_allocated = False
     for region in handle.trainable:
         if region.grad_shard is None:

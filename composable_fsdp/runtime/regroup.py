@@ -5,7 +5,7 @@ from __future__ import annotations
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.relay import relay
-from composable_fsdp.runtime.backward import arm_leaves
+from composable_fsdp.runtime.arrivals import arm_leaves
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import release
 from composable_fsdp.tree.root import root_of

@@ -12,7 +12,7 @@ from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.integrity import leaves_are_home, require_leaves
 from composable_fsdp.naming import join, shown
-from composable_fsdp.runtime.backward import arm_leaves
+from composable_fsdp.runtime.arrivals import arm_leaves
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.unshard import retire

@@ -129,6 +129,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # Prefetched and never used: its collective still writes into the memory.
         handle.ready.wait()
         handle.ready = None
+    handle.full_since = None
     if handle.is_full:
         views.use_sharded(handle)
     if not handle.gathered or handle.retiring or handle.kept:
@@ -146,6 +147,25 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.free_event.record(current)
         handle.retiring = True
         context.retiring.append(handle)
+
+
+def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Hide the full parameters after a backward, but keep them for the next forward.
+
+    A unit that was gathered ahead and not used is resharded. Sends nothing.
+    """
+    if handle.ready is not None or not handle.needs_gather or handle.retiring:
+        reshard(context, handle)
+        return
+    if handle.is_full:
+        views.use_sharded(handle)
+    if handle.gathered and handle.full_since is None:
+        handle.full_since = versions(handle)
+
+
+def versions(handle: FlatParamHandle) -> tuple[int, ...]:
+    """How often each sharded leaf was written to; ``Tensor.data`` hides a write."""
+    return tuple(leaf._version for leaf in handle.leaves)
 
 
 def release(context: RuntimeContext, handle: FlatParamHandle) -> None:

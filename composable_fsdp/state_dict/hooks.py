@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import WRAPPED_MODULE, join, shown, strip_wrapper
+from composable_fsdp.naming import (
+    TRANSPARENT,
+    WRAPPED_MODULE,
+    join,
+    shown,
+    strip_wrapper,
+)
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import settle
@@ -64,7 +70,17 @@ def _holds(
         for info in state.handle.infos
         if info.slot_index == slot.index
     }
-    return (id(module.get_submodule(owner)), key) in places
+    return (id(_submodule(module, owner)), key) in places
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    """The submodule of that plain name; wrappers are gone through."""
+    for part in [*name.split("."), ""] if name else [""]:
+        while inner := next(filter(None, map(module._modules.get, TRANSPARENT)), None):
+            module = inner
+        if part:
+            module = module.get_submodule(part)
+    return module
 
 
 def _save(
@@ -179,6 +195,10 @@ class _Load:
         local = kind is StateDictType.LOCAL_STATE_DICT
         if local:
             require_plan(handle, plan)
+        for component in TRANSPARENT:
+            if component in module._modules:
+                # The unit is a wrapper, whose own hook has renamed the keys by now.
+                prefix = f"{prefix}{component}."
         chosen = {slot.index for slot in _slots(self.state, module)}
         for region in handle.regions:
             for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
@@ -232,21 +252,22 @@ def _take(
     )
 
 
-def install_wrapper_hooks(wrapper: nn.Module) -> None:
+def install_wrapper_hooks(wrapper: nn.Module, component: str = WRAPPED_MODULE) -> None:
     """Keep the wrapper's component out of the keys that it gives, takes and reports."""
     hooks: Any = wrapper  # torch has no types for these
-    hooks._register_state_dict_hook(_strip_keys)
-    hooks.register_load_state_dict_pre_hook(_add_component)
+    hooks._register_state_dict_hook(partial(_strip_keys, component))
+    hooks.register_load_state_dict_pre_hook(partial(_add_component, component))
     hooks.register_load_state_dict_post_hook(_strip_reports)
 
 
 def _strip_keys(
+    component: str,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    inner = f"{prefix}{WRAPPED_MODULE}"
+    inner = f"{prefix}{component}"
     # Everything below was added last, so re-inserting keeps the order.
     _rename(state_dict, lambda key: key.startswith(inner + "."), inner + ".", prefix)
     metadata = getattr(state_dict, "_metadata", None)
@@ -263,6 +284,7 @@ def _rename(
 
 
 def _add_component(
+    component: str,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -276,7 +298,7 @@ def _add_component(
     # get each wrapper's component as those do.
     for name, plan in local_metadata.get(PLAN, {}).items():
         state_dict[prefix + join(name, PLAN)] = plan
-    inner = f"{prefix}{WRAPPED_MODULE}."
+    inner = f"{prefix}{component}."
     _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
 
 

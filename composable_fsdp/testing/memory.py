@@ -137,7 +137,7 @@ class _Nothing:
     def _ignore(self, *args: object) -> None:
         pass
 
-    record = wait = wait_event = wait_stream = _ignore
+    record = synchronize = wait = wait_event = wait_stream = _ignore
 
 
 class _Streams(_Nothing):

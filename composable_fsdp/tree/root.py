@@ -11,6 +11,7 @@ from typing import cast
 from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join, shown
+from composable_fsdp.tree.agree import give_logs
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -63,6 +64,9 @@ def _initialise(top: _FSDPState) -> None:
         state._is_root = state is root
         state.fqn = state.handle.full_fqn = fqn
         state.context = context
+        if state.reshard_after_forward is None:
+            # Backward would gather the root again at once.
+            state.reshard_after_forward = state is not root
     root._root_states = tuple(state for _, _, state in found)
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles
@@ -72,6 +76,7 @@ def _initialise(top: _FSDPState) -> None:
         s for s in root._root_states if s.precision and s.precision.buffer_dtype
     )
     context.streams = make_streams(root.device)
+    context.forward_logs, context.backward_logs = give_logs(context.handles)
 
 
 def forget_root(context: RuntimeContext) -> None:

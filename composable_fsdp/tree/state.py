@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable, Hashable
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
@@ -58,9 +61,14 @@ class Tape:
     graph alone, so a forward without a backward leaves nothing behind.
     """
 
-    __slots__ = ("open_calls", "order", "schedule")
+    __slots__ = ("mode", "open_calls", "order", "reached", "schedule", "task")
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
+    def __init__(self, mode: Hashable = (), schedule: Schedule | None = None) -> None:
+        self.mode = mode
+        """Which forward this was: first unit, training or not, gradients or not."""
+        self.task = self.reached = -1
+        """The last graph task that met this forward, and the earliest use it has
+        reached."""
         self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
         self.schedule = schedule
         self.open_calls: dict[FlatParamHandle, int] = {}
@@ -70,14 +78,17 @@ class RuntimeContext:
     """What all units below one root share while they run."""
 
     __slots__ = (
+        "backward_logs",
         "dead",
         "filling",
+        "forward_logs",
         "frame",
         "handles",
         "lists",
         "offload",
         "outermost",
         "precisions",
+        "prefetched",
         "rank0_only",
         "reducing",
         "retiring",
@@ -93,6 +104,10 @@ class RuntimeContext:
         self.handles: tuple[FlatParamHandle, ...] = ()
         self.lists: tuple[_FSDPState, ...] = ()
         """Units of several modules."""
+        self.forward_logs: tuple[OrderLog, ...] = ()
+        self.backward_logs: tuple[OrderLog, ...] = ()
+        self.prefetched: list[FlatParamHandle] = []
+        """Units gathered ahead of their use in this forward."""
         self.offload = False
         """Whether any unit keeps its shards on the host."""
         self.precisions: tuple[_FSDPState, ...] = ()
@@ -154,7 +169,10 @@ class _FSDPState:
         "_parent",
         "_root_handles",
         "_root_states",
+        "ahead_in_backward",
+        "ahead_in_forward",
         "context",
+        "copier",
         "device",
         "fqn",
         "handle",
@@ -162,8 +180,10 @@ class _FSDPState:
         "modules",
         "options",
         "precision",
+        "prefetches_forward",
         "ranks",
         "remaining",
+        "reshard_after_backward",
         "reshard_after_forward",
         "settings",
         "state_dict_settings",
@@ -174,6 +194,8 @@ class _FSDPState:
     options: UnitOptions
     ranks: RankLayout
     device: torch.device
+    copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
+    """What ``copy.deepcopy`` does; set at build, because it needs the layers above."""
     precision: Precision | None
     """Casts of inputs, outputs and buffers; ``None`` if there are none."""
     settings: dict[str, object]
@@ -190,7 +212,13 @@ class _FSDPState:
         self.sync_gradients = True
         self.is_last_backward = True
         """Of the outermost unit: whether the end of backward waits for reductions."""
-        self.reshard_after_forward = True
+        self.reshard_after_forward: bool | None = None
+        """``None`` until lazy initialization: yes, except for the root."""
+        self.reshard_after_backward = True
+        self.prefetches_forward = False
+        self.ahead_in_forward: tuple[_FSDPState, ...] = ()
+        self.ahead_in_backward: tuple[_FSDPState, ...] = ()
+        """Units to gather ahead instead of the next one by the record; empty: that."""
         self.remaining: set[int] = set()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
@@ -225,6 +253,9 @@ class _FSDPState:
     def __repr__(self) -> str:
         kind = {True: "root", False: "below a root", None: "not initialised"}
         return f"{type(self).__name__}(unit {self.name}, {kind[self._is_root]})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
+        return self.copier(self, memo)
 
     def __reduce__(self) -> str:
         raise TypeError(

@@ -1,7 +1,8 @@
 """Finding states and handles in a module tree: pure functions, in ``.modules()`` order.
 
 Left to right, depth first, iterative, each module once. Subtrees of incompatible APIs
-(``replicate``, DDP) are not entered. Nothing here initialises, changes or sends
+(``replicate``, DDP) are not entered from above; asked of a module that ``replicate``
+manages, its tree is walked. Nothing here initialises, changes or sends
 anything.
 
 Idioms, for any ``module``:
@@ -19,8 +20,8 @@ from torch import nn
 
 from composable_fsdp.compose.registry import get_state, incompatible_api
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import WRAPPED_MODULE, join
-from composable_fsdp.planning.assign import API
+from composable_fsdp.naming import TRANSPARENT, join
+from composable_fsdp.planning.assign import API, REPLICATE
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -34,17 +35,27 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
         if id(current) in seen_modules:
             continue
         seen_modules.add(id(current))
-        if incompatible_api(current) is not None:
-            continue
         state = get_state(current, API)
+        if incompatible_api(current) is not None:
+            state = get_state(current, REPLICATE)
+            if not isinstance(state, _FSDPState):
+                continue
+            if current is not module and state.parent is None:
+                continue  # the top of another tree
         if isinstance(state, _FSDPState) and id(state) not in seen_states:
             seen_states.add(id(state))
             yield fqn, current, state
         if current._modules:
             for name, child in reversed(current._modules.items()):
                 if child is not None:
-                    path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+                    path = fqn if name in TRANSPARENT else join(fqn, name)
                     stack.append((path, child))
+
+
+def _get_unit_state(module: nn.Module) -> _FSDPState | None:
+    """Return the state of the unit that ``module`` itself is, of either API."""
+    state = get_state(module, API) or get_state(module, REPLICATE)
+    return state if isinstance(state, _FSDPState) else None
 
 
 def _get_fsdp_states_with_modules(

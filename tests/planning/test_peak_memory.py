@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     BackwardPrefetch,
+    CPUOffload,
     CustomPolicy,
     MixedPrecision,
     ShardingStrategy,
@@ -28,6 +29,8 @@ from tests.runtime.reference import backward
 
 KEEPING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Reduced in another dtype than ``.grad`` has: a reduction needs a buffer to land in.
+LOWER = MixedPrecision(param_dtype=torch.bfloat16)
 
 
 class Chain(nn.Module):
@@ -141,12 +144,14 @@ def peak_of(
             live.reset()
             backward(model(model.example).float().sum())
             model.zero_grad()
-    return plan_.peak(device_type=order).total, live.peak
+    peak = plan_.peak(device_type=order).total
+    # Both places are counted together here: the device stands for the GPU, too.
+    return peak + (plan_.host_bytes if order == "cuda" else 0), live.peak
 
 
 @pytest.mark.req("U-03")
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("precision", [None, LOW, LOWER], ids=["own", "low", "lower"])
 @pytest.mark.parametrize("strategy", KEEPING, ids=lambda s: s.name)
 @pytest.mark.parametrize("world_size", [2, 8, 64])
 @pytest.mark.parametrize("make", [equal, unequal])
@@ -179,14 +184,14 @@ def test_a_root_with_parameters_of_its_own_is_in_the_peak(
 
 
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
 @pytest.mark.parametrize("strategy", KEEPING, ids=lambda s: s.name)
 def test_units_inside_units_are_in_the_peak(
-    strategy: ShardingStrategy, precision: MixedPrecision | None, order: str
+    strategy: ShardingStrategy, mode: BackwardPrefetch | None, order: str
 ) -> None:
     """The outer unit stays full, with its reduce buffer, while the inner ones run."""
     planned, measured = peak_of(
-        Nested, 8, order, strategy=strategy, mixed_precision=precision
+        Nested, 8, order, strategy=strategy, backward_prefetch=mode
     )
 
     assert planned == pytest.approx(measured, rel=0.005)
@@ -197,6 +202,24 @@ def test_units_inside_units_are_in_the_peak(
 def test_one_rank_has_a_peak_too(precision: MixedPrecision | None, order: str) -> None:
     """Parameters are used as they lie, or cast; gradients are copied all the same."""
     planned, measured = peak_of(unequal, 1, order, mixed_precision=precision)
+
+    assert 0.998 * measured <= planned <= measured
+
+
+@pytest.mark.parametrize("order", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
+    world_size: int, precision: MixedPrecision | None, order: str
+) -> None:
+    """Full parameters and what a reduction lands in; the shards are on the host."""
+    planned, measured = peak_of(
+        unequal,
+        world_size,
+        order,
+        cpu_offload=CPUOffload(offload_params=True),
+        mixed_precision=precision,
+    )
 
     assert 0.998 * measured <= planned <= measured
 

@@ -174,12 +174,12 @@ def test_a_retained_graph_is_filled_each_time(ranks: RankCount) -> None:
     ranks(3).run(check_twice)
 
 
-def check_inside_a_unit(world: World, ask: bool) -> list[bool]:
+def check_inside_a_unit(world: World, choices: list[int], ask: bool) -> list[bool]:
     model = Experts()
     fully_shard(model)
     set_reduce_scatter_unused_params(model, ask)
 
-    backward(model(batch(0, world.rank), [world.rank]))
+    backward(model(batch(0, world.rank), [choices[world.rank]]))
 
     return [p.grad is not None for p in model.parameters()]
 
@@ -188,12 +188,17 @@ def check_inside_a_unit(world: World, ask: bool) -> list[bool]:
 def test_without_asking_the_gradient_stays_none_where_nothing_arrived(
     ranks: RankCount,
 ) -> None:
-    """Inside one unit sizes agree anyway; who gets a ``.grad`` is the question."""
-    first, second = ranks(2).run(check_inside_a_unit, False)
-    filled = ranks(2).run(check_inside_a_unit, True)
+    """Inside one unit sizes agree anyway; who gets a ``.grad`` is the question.
 
-    assert first != second
-    assert filled == [[True] * len(first)] * 2
+    Without asking, ranks that disagree on it are told so (``test_agreement``).
+    """
+    alike = ranks(2).run(check_inside_a_unit, [0, 0], False)
+    filled = ranks(2).run(check_inside_a_unit, [0, 1], True)
+
+    # Those of the stem and the first expert, and the one of the model itself.
+    assert alike[0] == alike[1]
+    assert sum(alike[0]) == 5
+    assert filled == [[True] * len(alike[0])] * 2
 
 
 def check_unused_output(world: World) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import (
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     fully_shard,
@@ -241,6 +242,43 @@ def test_the_move_may_come_in_inference_mode(ranks: RankCount, mixed: bool) -> N
     """Evaluation after a change, then training."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if mixed else None
     ranks(2).run(check_modes, precision)
+
+
+def check_offloaded(world: World) -> None:
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    apply_units(model, gpt_units(model), cpu_offload=CPUOffload(True))
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+
+        def see(leaf: Tensor, name: str = name) -> None:
+            assert leaf.grad is not None
+            seen.append(name)
+
+        parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
+    ours, theirs = adamw(model.parameters()), adamw(plain.parameters())
+
+    for at, frozen in enumerate(SCHEDULE):
+        set_frozen(model, frozen)
+        set_frozen(plain, frozen)
+        inputs = [gpt_input(at, rank) for rank in range(world.world_size)]
+        averaged_gradients(plain, inputs)
+        seen.clear()
+        backward(loss_of(model, inputs[world.rank]))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        trained = [n for n, p in plain.named_parameters() if p.requires_grad]
+        assert sorted(seen) == sorted(trained)
+        assert differences(model.state_dict(), plain.state_dict()) == {}
+
+
+def test_offloaded_parameters_move_and_have_their_hooks_called(
+    ranks: RankCount,
+) -> None:
+    """Bit by bit the plain model, and each hook once."""
+    ranks(2).run(check_offloaded)
 
 
 def check_state(world: World) -> None:

@@ -14,8 +14,8 @@ from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.backward import finish_task
 from composable_fsdp.runtime.forward import post_forward, pre_forward
+from composable_fsdp.runtime.task import finish_task
 from composable_fsdp.testing.models import TinyGPT, module_at, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree import root as root_module
@@ -206,6 +206,18 @@ def test_evaluation_before_training_leaves_no_trace(
 ) -> None:
     """Outputs are the plain model's, memory is freed, training goes on."""
     ranks(2).run(evaluate_then_train, path, mode)
+
+
+def test_a_unit_made_under_inference_mode_trains(one_rank: World) -> None:
+    """The mode in which ``fully_shard`` is called leaves no trace in training."""
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        fully_shard(model)
+
+    backward(model(torch.ones(1, 2)).sum())
+
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
 
 
 def forward_and_forget(world: World, path: str, strategy: ShardingStrategy) -> None:

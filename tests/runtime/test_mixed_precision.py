@@ -381,6 +381,22 @@ def _with_variable(world: World, check: Callable[..., None], *args: Any) -> None
         check(world, *args)
 
 
+def test_evaluation_in_full_precision_may_be_under_inference_mode(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leaves of the other form, made in the first evaluation, are trained later."""
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    model = seen()
+    fully_shard(model, mixed_precision=COMPUTE)
+
+    with torch.inference_mode():
+        model.eval()(torch.randn(2, 8))
+    model(torch.randn(2, 8)).sum().backward()
+
+    assert model.met["weight"] is torch.float32
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_evaluation_is_in_the_compute_dtype_by_default(one_rank: World) -> None:
     """Without the environment variable, as in FSDP1."""
     model = seen()

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
@@ -210,6 +210,29 @@ def test_mixed_precision_sends_the_bytes_of_its_dtypes(
 
     for steps in pool.run(send_low, shape, strategy, low):
         assert steps == [planned(expected)] * 2
+
+
+class Raise(nn.Module):
+    """Give float32, whatever comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Cast."""
+        return x.float()
+
+
+def test_dtypes_that_are_reduced_as_one_are_one_call() -> None:
+    """A bfloat16 and a float32 layer, both reduced in float32, share a call."""
+    first = nn.Linear(4, 4, dtype=torch.bfloat16)
+    model = nn.Sequential(first, Raise(), nn.Linear(4, 4))
+    low = MixedPrecision(reduce_dtype=torch.float32)
+    expected = planned(plan(model, world_size=2, mixed_precision=low))
+
+    with fake_world(2), record() as calls:
+        fully_shard(model, mixed_precision=low)
+        backward(model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+
+    assert counts(calls) == expected
+    assert expected["reduce_scatter"][0] == 1
 
 
 # ---- within a node -----------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Making one unit full and sharded again by hand, outside or inside a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from composable_fsdp.access.schedule import own_state
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.runtime import unshard as verbs
+from composable_fsdp.runtime.recover import is_live, recover
+from composable_fsdp.runtime.task import current_task
+from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+
+
+class UnshardHandle:
+    """An all-gather on its way; returned by ``unshard(module, async_op=True)``."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: FlatParamHandle) -> None:
+        self._handle: FlatParamHandle | None = handle
+
+    def wait(self) -> None:
+        """Show the full parameters, behind the all-gather. Sends nothing.
+
+        Does nothing the second time, or if the unit was used or resharded since: the
+        unit's own forward waits as well.
+        """
+        handle, self._handle = self._handle, None
+        if handle is not None and handle.full_since is not None:
+            verbs.wait_unsharded(handle)
+
+
+def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
+    """Gather the full parameters of the unit that ``module`` is, and show them.
+
+    They stay until the unit reshards after its next forward or backward, or until
+    ``reshard``. Units below are left alone. A unit that is full already sends nothing.
+    What is written into full parameters is lost (see ``unshard_params``), and what is
+    written into the shards meanwhile is refused by the next forward.
+
+    With ``async_op`` returns at once; ``wait()`` of what it returns shows the
+    parameters, as the unit's forward does.
+
+    Collective: the unit's all-gather over its shard group, if it is sharded.
+    Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
+    inside ``unshard_params``.
+
+    >>> pending = unshard(model.head, async_op=True)      # doctest: +SKIP
+    >>> hidden = model.body(x)                            # doctest: +SKIP
+    >>> pending.wait()                                    # doctest: +SKIP
+    """
+    state = own_state(module, "unshard")
+    context = _context(state, "unshard")
+    handle = state.handle
+    if not handle.gathered or handle.retiring:
+        if context.streams is not None:
+            # The optimizer wrote the shards on the caller's stream.
+            current = torch.cuda.current_stream(handle.device)
+            context.streams.gather.wait_stream(current)
+        verbs.unshard(context, handle)
+    if handle.full_since is None:
+        handle.full_since = verbs.versions(handle)
+    pending = UnshardHandle(handle)
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def reshard(module: nn.Module) -> None:
+    """Show the sharded parameters of the unit that ``module`` is; free the full ones.
+
+    Units below are left alone. A unit that is sharded already stays as it is.
+
+    Collective: none; what was freed between forward and backward is gathered again.
+    Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
+    inside its own forward or backward, or inside ``unshard_params``.
+    """
+    state = own_state(module, "reshard")
+    context = _context(state, "reshard")
+    handle = state.handle
+    if handle.calls or handle.task != NO_TASK:
+        raise PhaseError(
+            f"reshard was called on {state.name} while its "
+            f"{'forward' if handle.calls else 'backward'} is running, which needs the "
+            "full parameters. Call it before or after."
+        )
+    verbs.reshard(context, handle)
+    verbs.retire(context, keep=0)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module``, a fully sharded module, shows its sharded parameters now.
+
+    Also True between forward and backward of a unit that keeps the memory of the full
+    ones: what a caller finds in ``module`` are the sharded ones. Sends nothing.
+
+    Raises: CompositionError, if ``module`` is no fully sharded module.
+    """
+    return not own_state(module, "is_sharded").handle.is_full
+
+
+def _context(state: _FSDPState, what: str) -> RuntimeContext:
+    """The context of a unit's tree, cleared of a step that broke."""
+    context = ensure_root(state)
+    if context.summoned is not None:
+        raise PhaseError(
+            f"{what} was called on {state.name} inside unshard_params of "
+            f"{context.summoned.name}, where the parameters are yours to change. Call "
+            "it after the block."
+        )
+    if context.tasks and current_task() == NO_TASK:
+        recover(context, drop_gradients=True)
+    elif context.outermost is not None and not is_live(context):
+        recover(context, drop_gradients=False)
+    return context

@@ -1,0 +1,162 @@
+"""Gradients of full leaves: each is moved into the reduce buffer as it arrives.
+
+The last one that a graph task will bring makes the unit reduce.
+
+``Tensor._post_accumulate_grad_hooks`` is private; used only here and in ``leaf_hooks``,
+checked on torch 2.13 (and present in 2.11).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.flat.forms import switch_form
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.reduce import (
+    prepare_reduce,
+    reduce_gradients,
+)
+from composable_fsdp.runtime.task import current_task, join_task
+from composable_fsdp.runtime.unshard import (
+    keep_full,
+    release,
+    reshard,
+)
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+
+OURS = -1
+"""Key of the arrival hook among the hooks of a full leaf."""
+
+
+def arm_leaves(state: _FSDPState) -> None:
+    """Attach the arrival hooks to the full leaves of the current form, once."""
+    nodes = []
+    # Turns gradients on, too. Under inference mode a view has no node to ask.
+    with torch.inference_mode(False):
+        for region in state.handle.trainable:
+            arrivals = make_arrivals(state, region)
+            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+                # A leaf keeps its node only weakly: the handle does, so that the node
+                # we ask the engine about is the node it runs.
+                nodes.append(_accumulator(leaf))
+                # What register_post_accumulate_grad_hook sets, less its checks and its
+                # handle, which took longer than all else. Torch numbers from 0 up.
+                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
+    state.handle.accumulators = tuple(nodes)
+
+
+def _accumulator(leaf: nn.Parameter) -> object:
+    """The node that accumulates into ``leaf``, by way of any node that feeds it.
+
+    Gradients must be enabled.
+    """
+    alias: Tensor = leaf.view_as(leaf)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]
+
+
+def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
+    """Make the unit ready to be full in the parameters' own dtype, or in compute's.
+
+    A unit that is full in the other one gives it up. Sends nothing.
+    """
+    handle = state.handle
+    if handle.wide is wide:
+        return
+    release(context, handle)
+    if switch_form(handle):
+        arm_leaves(state)
+
+
+def make_arrivals(
+    state: _FSDPState, region: FlatParameter
+) -> list[Callable[[Tensor], None]]:
+    """Return the post-accumulate hooks of the region's full leaves.
+
+    Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
+    arrival copies, later ones of the same reduction add.
+    """
+    # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
+    # strong reference would keep the model alive for ever.
+    owner = weakref.ref(state)
+    return [
+        partial(_arrive, owner, region.arrived, index, view)
+        for index, view in enumerate(region.reduce_views)
+    ]
+
+
+def _arrive(
+    owner: weakref.ref[_FSDPState],
+    arrived: bytearray,
+    index: int,
+    view: Tensor,
+    leaf: Tensor,
+) -> None:
+    unit = owner()
+    assert unit is not None
+    handle = unit.handle
+    gradient = leaf.grad
+    # None, if a custom Function returned no gradient: counted, nothing to move.
+    if gradient is not None:
+        leaf.grad = None
+        if torch.is_grad_enabled():
+            gradient = gradient.detach()
+        if not handle.reduce_is_allocated:
+            _late(unit, handle)
+        if arrived[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            arrived[index] = 1
+    # Of another graph task (a checkpoint inside the unit): only accumulated.
+    if handle.task == current_task():
+        handle.pending -= 1
+        if handle.pending == 0:
+            _gradients_complete(unit, handle)
+
+
+def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
+    """A gradient that no pre-backward announced: have somebody reduce it."""
+    context = state.context
+    assert context is not None
+    prepare_reduce(context, handle)
+    if handle.task == NO_TASK:
+        join_task(context, state, current_task())
+        # Nothing counts down, so the final callback reduces.
+        handle.pending = -1
+
+
+def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
+    context = state.context
+    assert context is not None
+    # With a schedule, in the unit's turn; see ``fill``.
+    scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    if state.sync_gradients and not scheduled:
+        for region in handle.trainable:
+            if handle.open_calls and 0 in region.arrived:
+                # They may yet arrive, unannounced: from a reentrant checkpoint inside
+                # the unit. It is through when the last input is, so that reduces, once.
+                break
+        else:
+            reduce_gradients(context, handle)
+    if handle.open_calls == 0:
+        reshard_after_backward(state, handle)
+
+
+def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
+    """Give the weights up, or keep them for the next forward if so told."""
+    context = state.context
+    assert context is not None
+    handle.phase = Phase.BACKWARD_POST
+    if state.reshard_after_backward:
+        reshard(context, handle)
+    else:
+        keep_full(context, handle)

@@ -1,0 +1,146 @@
+"""A graph task: one run of the autograd engine, and what its end still has to do.
+
+A unit joins the task whose backward reaches it. The engine calls back at the end of a
+task that went well; of one that raised it drops the callback, which notes it.
+
+``torch._C._current_graph_task_id`` and the engine's ``queue_callback`` are private;
+used only here, checked on torch 2.13 (and present in 2.11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.fill import finish_filling, has_arrived
+from composable_fsdp.runtime.offload import land
+from composable_fsdp.runtime.reduce import (
+    drop_arrived,
+    drop_reduction,
+    finish_reduction,
+    prepare_reduce,
+    reduce_gradients,
+)
+from composable_fsdp.runtime.unshard import (
+    keep_full,
+    reshard,
+    retire,
+)
+from composable_fsdp.tree.root import root_of
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Id of the backward that this thread runs; ``NO_TASK`` outside."""
+_engine = torch.autograd.Variable._execution_engine
+
+
+def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
+    """Have the end of graph task ``task`` finish this unit."""
+    if task not in context.tasks:
+        if context.dead:
+            bury(context)
+        context.tasks[task] = []
+        _engine.queue_callback(TaskEnd(context, task))
+    context.tasks[task].append(state)
+    state.handle.task = task
+
+
+class TaskEnd:
+    """The callback at the end of a graph task; dropped uncalled, it notes that it died.
+
+    The engine holds it with the graph task, and lets go of both when backward raises.
+    """
+
+    __slots__ = ("context", "task")
+
+    def __init__(self, context: RuntimeContext, task: int) -> None:
+        self.context, self.task = context, task
+
+    def __call__(self) -> None:
+        """Finish the units of the task."""
+        finish_task(self.context, self.task)
+
+    def __del__(self) -> None:
+        if self.task in self.context.tasks:
+            self.context.dead.add(self.task)
+
+
+def bury(context: RuntimeContext) -> None:
+    """Reset units of graph tasks that raised; their unreduced gradients are dropped.
+
+    Waits for collectives of this rank that were issued; sends nothing.
+    """
+    dead, context.dead = context.dead, set()
+    context.filling.clear()
+    for log in context.backward_logs:
+        log.drop()
+    drop_reduction(context)
+    for task in dead:
+        for state in context.tasks.pop(task, ()):
+            handle = state.handle
+            if handle.task == task:
+                reset_backward(handle)
+                drop_arrived(handle)
+                reshard(context, handle)
+
+
+def reset_backward(handle: FlatParamHandle) -> None:
+    """Forget the graph task that the unit was in."""
+    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
+    handle.tapes = ()
+    handle.phase = Phase.IDLE
+
+
+def finish_task(context: RuntimeContext, task: int) -> None:
+    """End of a graph task: reduce and reshard what the events left, reset the units.
+
+    The end of the outermost task also reshards units whose backward never came, and
+    orders the caller's stream, and the host's reads of offloaded gradients, behind the
+    last reduction. A backward that built a graph
+    keeps its units in memory until the next one ends.
+
+    Collective: the reductions of units whose gradients came unannounced.
+    Raises: DesyncError, if another rank had more to send.
+    """
+    keep = torch.is_grad_enabled()
+    if context.filling and len(context.tasks) == 1:
+        finish_filling(context)
+    for state in context.tasks.pop(task, ()):
+        handle = state.handle
+        if handle.task != task:
+            continue
+        reset_backward(handle)
+        if state.sync_gradients and has_arrived(handle):
+            reduce_gradients(context, handle)
+        handle.kept = keep
+        if state.reshard_after_backward:
+            reshard(context, handle)
+        else:
+            keep_full(context, handle)
+    if context.tasks:
+        return
+    root = root_of(context)
+    for state in root._all_fsdp_states:
+        handle = state.handle
+        waits = handle.held is not None and handle.rule.all_reduce
+        if (handle.reduce_is_allocated or waits) and state.sync_gradients:
+            # Arrived under no_sync, or waits for its replicas, and this backward did
+            # not come by.
+            prepare_reduce(context, handle)
+            reduce_gradients(context, handle)
+        if not keep and context.outermost is None:
+            handle.kept = False
+            if not state.reshard_after_backward:
+                keep_full(context, handle)
+            elif handle.gathered or handle.is_full:
+                reshard(context, handle)
+    context.prefetched.clear()
+    if root.is_last_backward:
+        finish_reduction(context)
+        land(context)
+    retire(context, keep=0)
+    for log in context.backward_logs:
+        log.end()

@@ -1,0 +1,119 @@
+"""The order logs of a tree: which units share one, and how their uses are worded.
+
+Units that send over the same groups share a log, since order matters within a group. A
+forward gathers over the shard group; a backward also reduces over the replicate group.
+Units that send nothing in a direction are in no log of it: where forward sends nothing,
+a rank may evaluate alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch.distributed as dist
+
+from composable_fsdp.comm.agreement import Peers, can_compare
+from composable_fsdp.comm.order_log import OrderLog
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.naming import join, shown
+from composable_fsdp.tree.state import RuntimeContext
+
+Reduced = tuple[FlatParamHandle, tuple[bytes, ...]]
+"""A reduction in a log: the unit, and which parameters had a gradient, by region."""
+
+
+def give_logs(
+    handles: Sequence[FlatParamHandle],
+) -> tuple[tuple[OrderLog, ...], tuple[OrderLog, ...]]:
+    """Give each handle its two logs; all forward logs, all backward logs. Sends
+    nothing.
+    """
+    forward: dict[tuple[str, ...], OrderLog] = {}
+    backward: dict[tuple[str, ...], OrderLog] = {}
+    for handle in handles:
+        shard, replicate = handle.groups.shard, handle.groups.replicate
+        sized = any(region.layout.padded_numel for region in handle.regions)
+        gathers = [shard] if shard is not None and sized else []
+        reduces = [replicate] if replicate is not None and sized else []
+        handle.forward_log = _log(forward, "forward", gathers)
+        handle.reduce_log = _log(backward, "backward", gathers + reduces)
+        handle.backward_log = handle.reduce_log if gathers else None
+    return tuple(forward.values()), tuple(backward.values())
+
+
+def _log(
+    logs: dict[tuple[str, ...], OrderLog],
+    what: str,
+    groups: Sequence[dist.ProcessGroup],
+) -> OrderLog | None:
+    if not groups:
+        return None
+    key = tuple(group.group_name for group in groups)
+    if key not in logs:
+        peers = [Peers(group, what) for group in groups if can_compare(group)]
+        tell = _tell_forward if what == "forward" else _tell_backward
+        tell_mode = _mode_of_forward if what == "forward" else _mode_of_backward
+        logs[key] = OrderLog(what, peers, tell, tell_mode)
+    return logs[key]
+
+
+def depart_in_backward(
+    context: RuntimeContext,
+    log: OrderLog,
+    use: FlatParamHandle | Reduced,
+    forward: Hashable = (),
+) -> None:
+    """``OrderLog.depart``, for a backward of the forward ``forward``.
+
+    Which units reduce is part of the mode: rounds under ``no_sync`` have an order of
+    their own.
+    """
+    root = context.root()
+    states = root._root_states if root is not None else ()
+    log.depart(use, (forward, tuple([state.sync_gradients for state in states])))
+
+
+def _tell_forward(use: object) -> str:
+    if isinstance(use, FlatParamHandle):
+        return f"runs {use.name}"
+    return "has no further unit to run"
+
+
+def _tell_backward(use: object) -> str:
+    if isinstance(use, FlatParamHandle):
+        return f"runs the backward of {use.name}"
+    if isinstance(use, tuple):
+        handle, arrived = use
+        missing = [shown(fqn) for fqn in without_gradient(handle, arrived)]
+        which = f", with none for {', '.join(missing)}" if missing else ""
+        return f"reduces the gradients of {handle.name}{which}"
+    return "has no further backward or reduction"
+
+
+def without_gradient(
+    handle: FlatParamHandle, arrived: tuple[bytes, ...]
+) -> Iterable[str]:
+    """Names, from the root, of the parameters that had no gradient on this rank."""
+    for region, hits in zip(handle.trainable, arrived, strict=True):
+        for slot, hit in zip(region.layout.parameters, hits, strict=True):
+            if not hit:
+                yield join(handle.full_fqn, slot.fqns[0])
+
+
+def _mode_of_forward(mode: Hashable) -> str:
+    assert isinstance(mode, tuple)
+    fqn, training, grads = mode
+    return (
+        f"begins a forward of {shown(fqn)} in {'training' if training else 'eval'} "
+        f"mode {'with' if grads else 'without'} gradients"
+    )
+
+
+def _mode_of_backward(mode: Hashable) -> str:
+    assert isinstance(mode, tuple)
+    forward, syncs = mode
+    of = _mode_of_forward(forward).removeprefix("begins ") if forward else "no forward"
+    how = "" if all(syncs) else ", reductions off for some units"
+    if not any(syncs):
+        how = ", reductions off"
+    return f"begins the backward of {of}{how}"

@@ -1,0 +1,207 @@
+"""``register_forward_method``: methods other than ``forward`` find full parameters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import composable_fsdp
+from composable_fsdp import CompositionError, fully_shard, register_forward_method
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.testing.models import TinyGPT
+from composable_fsdp.testing.world import RankPool, World
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.reference import (
+    PATHS,
+    apply_units,
+    assert_same_training,
+    backward,
+    gpt_input,
+    gpt_units,
+    sgd,
+)
+
+RankCount = Callable[[int], RankPool]
+
+
+class Speaker(TinyGPT):
+    """A GPT that also generates, scores and fails."""
+
+    def generate(self, tokens: Tensor, *, count: int) -> Tensor:
+        """Append ``count`` greedy tokens, a forward each."""
+        assert self.head.weight.shape == (17, 8), "sharded inside the method"
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+    def score(self, tokens: Tensor) -> dict[str, Tensor]:
+        """A loss, without a call of ``forward``."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": self.head(self.norm(x)).square().mean()}
+
+    def fail(self, tokens: Tensor) -> Tensor:
+        """Raise in the middle."""
+        raise KeyboardInterrupt(self.tokens(tokens).shape)
+
+    def stream(self, tokens: Tensor) -> Iterator[Tensor]:
+        """Yield."""
+        yield self(tokens)
+
+
+def speaker(path: str) -> tuple[nn.Module, Speaker]:
+    """A sharded speaker, and a plain one."""
+    model = Speaker()
+    plain = copy.deepcopy(model)
+    return apply_units(model, gpt_units(model), path=path), plain
+
+
+def speak(world: World, path: str) -> list[str]:
+    """Generate without gradients; the root is gathered once for all tokens."""
+    model, plain = speaker(path)
+    register_forward_method(model, "generate")
+    prompt = gpt_input(0, world.rank)[:, :2]
+    with torch.no_grad(), record() as calls:
+        tokens = model.generate(prompt, count=3)  # type: ignore[operator]
+        expected = plain.generate(prompt, count=3)
+
+    assert torch.equal(tokens, expected)
+    assert not any(h.is_full or h.gathered or h.calls for h in _get_fsdp_handles(model))
+    assert_same_training(model, plain, [], [])
+    return [call.op for call in calls]
+
+
+@pytest.mark.req("B-13")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_method_that_calls_forward_gathers_the_root_once(
+    ranks: RankCount, path: str
+) -> None:
+    """Two blocks per token, and one gather of the root around all of them."""
+    assert ranks(2).run(speak, path) == [["all_gather"] * (1 + 3 * 2)] * 2
+
+
+def train_by_method(world: World, path: str) -> None:
+    """Two steps whose loss comes from ``score`` alone, mixed with forwards."""
+    model, plain = speaker(path)
+    register_forward_method(model, "score")
+    register_forward_method(model, "score")
+    optimizers = sgd(model.parameters()), sgd(plain.parameters())
+    for step in range(2):
+        x = gpt_input(step, 0)
+        backward(model.score(x)["loss"])  # type: ignore[operator]
+        backward(model(x).square().mean())
+        backward(plain.score(x)["loss"])
+        backward(plain(x).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_training(model, plain, [], [], tolerance=1e-6)
+
+
+@pytest.mark.req("B-13")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_loss_that_a_method_returns_trains(ranks: RankCount, path: str) -> None:
+    """Its outputs are hooked as those of a forward; registering twice is once."""
+    ranks(2).run(train_by_method, path)
+
+
+def fail_and_go_on(world: World, path: str) -> None:
+    """A method that raises leaves the units sharded and the model usable."""
+    model, plain = speaker(path)
+    register_forward_method(model, "fail")
+    x = gpt_input(0, world.rank)
+    with pytest.raises(KeyboardInterrupt, match=r"2, 5, 8"):
+        model.fail(x)  # type: ignore[operator]
+
+    assert not any(h.is_full or h.gathered or h.calls for h in _get_fsdp_handles(model))
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_method_that_raises_leaves_the_model_sharded(
+    ranks: RankCount, path: str
+) -> None:
+    """Any exception, also one that passes no hook of a module."""
+    ranks(2).run(fail_and_go_on, path)
+
+
+def speak_as_copy(world: World, path: str) -> None:
+    """The method of a deep copy computes with the copy's parameters."""
+    model, plain = speaker(path)
+    register_forward_method(model, "score")
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in [*made.parameters(), *plain.parameters()]:
+            p.mul_(1.5)
+    x = gpt_input(0, world.rank)
+
+    ours, theirs = made.score(x)["loss"], plain.score(x)["loss"]  # type: ignore[operator]
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(model.score(x)["loss"], theirs)  # type: ignore[operator]
+
+
+@pytest.mark.req("D-14")
+@pytest.mark.parametrize("path", PATHS)
+def test_the_method_of_a_copy_is_that_of_the_copy(ranks: RankCount, path: str) -> None:
+    """A registered method follows ``copy.deepcopy``."""
+    ranks(2).run(speak_as_copy, path)
+
+
+@pytest.mark.req("B-13")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generale", r"Speaker has no method 'generale'"),
+        ("training", r"Speaker has no method 'training'"),
+        ("stream", r"Speaker\.stream is a generator"),
+    ],
+)
+def test_what_is_no_method_is_refused(one_rank: World, name: str, text: str) -> None:
+    """The class and the name are told, and the module stays as it was."""
+    model = fully_shard(Speaker())
+
+    with pytest.raises(CompositionError, match=text):
+        register_forward_method(model, name)
+
+    assert name not in vars(model) or name == "training"
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_a_module_that_is_no_unit_is_refused(one_rank: World, above: bool) -> None:
+    """Above or below a unit, the error says where it is."""
+    model = Speaker()
+    fully_shard(model.blocks[0])
+    target = model if above else model.blocks[0].get_submodule("qkv")
+
+    where = "above 1 of them" if above else "below"
+    with pytest.raises(CompositionError, match=f"{where}.*Apply fully_shard to it"):
+        register_forward_method(target, "generate" if above else "reset_parameters")
+
+
+def test_an_unsharded_model_keeps_its_method() -> None:
+    """The same script runs without sharding, and torch's name does the same."""
+    model = Speaker()
+
+    composable_fsdp.register_fsdp_forward_method(model, "generate")
+
+    assert "generate" not in vars(model)
+
+
+def test_the_registered_method_looks_like_the_method(one_rank: World) -> None:
+    """Name, text and signature are the original's."""
+    model = fully_shard(Speaker())
+    signature = inspect.signature(model.generate)
+
+    register_forward_method(model, "generate")
+    register_forward_method(model, "forward")
+
+    assert "forward" not in vars(model)
+    assert inspect.signature(model.generate) == signature
+    assert model.generate.__doc__ == Speaker.generate.__doc__

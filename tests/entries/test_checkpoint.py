@@ -1,0 +1,416 @@
+"""Activation checkpointing of any kind, at any place, in either order with sharding."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+
+import composable_fsdp
+from composable_fsdp import (
+    CheckpointImpl,
+    CompositionError,
+    ModuleWrapPolicy,
+    apply_activation_checkpointing,
+    checkpoint,
+    checkpoint_wrapper,
+    fully_shard,
+    offload_wrapper,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.naming import TRANSPARENT
+from composable_fsdp.testing.models import TinyBlock, TinyGPT
+from composable_fsdp.testing.world import RankPool, World
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.runtime.reference import (
+    PATHS,
+    apply_units,
+    assert_same_training,
+    backward,
+    gpt_input,
+    loss_of,
+    sgd,
+    train,
+    train_reference,
+)
+
+RankCount = Callable[[int], RankPool]
+Recompute = Callable[[nn.Module], nn.Module]
+
+KINDS: dict[str, Recompute] = {
+    "in place": checkpoint,
+    "in place, reentrant": partial(checkpoint, use_reentrant=True),
+    "wrapper": checkpoint_wrapper,
+    "wrapper, reentrant": partial(
+        checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT
+    ),
+    "torch's wrapper": torchs.checkpoint_wrapper,
+    "offload": offload_wrapper,
+}
+PLACES = {
+    "around units": ["body"],
+    "on a unit": ["body.1"],
+    "in a unit": ["body.0.up", "body.1.norm_1", "body.1.down"],
+    "nested": ["body", "body.1", "body.1.qkv"],
+}
+UNITS = ("body.0", "body.1")
+
+
+class Counted(nn.Linear):
+    """Counts how often its forward runs."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, and map ``x``."""
+        self.calls += 1
+        return super().forward(x)
+
+
+class Tower(nn.Module):
+    """Token embedding, a stack that is one module, a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gpt = TinyGPT(layers=3, tied_head=True)
+        self.tokens, self.head = gpt.tokens, gpt.head
+        self.body = nn.Sequential(*gpt.blocks)
+        for block in self.body:
+            block.up.__class__ = Counted
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map ``(batch, time)`` to logits."""
+        y: Tensor = self.head(self.body(self.tokens(tokens)))
+        return y
+
+
+def inside(module: nn.Module, name: str) -> nn.Module:
+    """The submodule of a plain name, without the wrappers around it."""
+    for part in [*name.split("."), ""] if name else [""]:
+        module = module.get_submodule(part) if part else module
+        while found := [
+            module._modules[c] for c in TRANSPARENT if c in module._modules
+        ]:
+            module = found[0]  # type: ignore[assignment]
+    return module
+
+
+def recompute(model: nn.Module, names: Iterable[str], kind: Recompute) -> None:
+    """Checkpoint the submodules of those names, wrappers and all."""
+    for name in sorted(names, key=len, reverse=True):
+        parent, _, key = name.rpartition(".")
+        holder = inside(model, parent)
+        setattr(holder, key, kind(holder.get_submodule(key)))
+
+
+def build(path: str, kind: str, place: str, order: str) -> nn.Module:
+    """A sharded tower with the ``place`` checkpointed before or after sharding."""
+    model = Tower()
+    if order == "before":
+        recompute(model, PLACES[place], KINDS[kind])
+    units = [n for n, m in model.named_modules() if m in unit_modules(model)]
+    sharded = apply_units(model, units, path=path)
+    if order == "after":
+        recompute(sharded, PLACES[place], KINDS[kind])
+    return sharded
+
+
+def unit_modules(model: nn.Module) -> list[nn.Module]:
+    """What stands in the places of the units: a block, or its checkpoint wrapper."""
+    body = inside(model, "body")
+    return [body.get_submodule(name.rpartition(".")[2]) for name in UNITS]
+
+
+def train_recomputed(
+    world: World, path: str, kind: str, place: str, order: str
+) -> None:
+    """Three steps, bit by bit as the plain model; the order is the same as without."""
+    plain = Tower()
+    model = build(path, kind, place, order)
+    usual = apply_units(Tower(), UNITS, path=path)
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    losses = train(model, world.rank, gpt_input, sgd)
+    train(usual, world.rank, gpt_input, sgd)
+
+    assert_same_training(model, plain, losses, [s[world.rank] for s in expected])
+    seen = [name for name in order_of(usual) if name in order_of(model)]
+    assert order_of(model) == seen
+    assert "reentrant" in kind or seen == order_of(usual)
+    counted = sum(m.calls for m in model.modules() if isinstance(m, Counted))
+    assert (counted > 3 * 3) is (kind != "offload")
+
+
+def order_of(model: nn.Module) -> list[str]:
+    """Names of the units in the order of the last forward."""
+    context = _get_fsdp_states(model)[0].context
+    assert context is not None
+    return [handle.full_fqn for handle in context.tape.order.uses]
+
+
+@pytest.mark.req("S2-05", "B-12")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recomputed_model_trains_as_the_plain_one(
+    ranks: RankCount, kind: str, place: str, order: str, path: str
+) -> None:
+    """Either flavour, around, on, in a unit and nested, tied head, both nestings."""
+    ranks(2).run(train_recomputed, path, kind, place, order)
+
+
+def gathers(world: World, place: str | None, kind: str) -> list[int]:
+    """All-gathers of forward and of backward, in the second of two steps."""
+    model = apply_units(Tower(), UNITS)
+    if place is not None:
+        recompute(model, PLACES[place], KINDS[kind])
+    backward(loss_of(model, gpt_input(0, world.rank)))
+    with record() as calls:
+        loss = loss_of(model, gpt_input(1, world.rank))
+        forward = len(calls)
+        backward(loss)
+    ops = [call.op for call in calls]
+    assert ops.count("reduce_scatter") == 3
+    return [ops[:forward].count("all_gather"), ops[forward:].count("all_gather")]
+
+
+@pytest.mark.req("B-12")
+@pytest.mark.parametrize("kind", ["in place", "in place, reentrant", "wrapper"])
+@pytest.mark.parametrize("place", ["around units", "on a unit", "in a unit"])
+def test_recomputation_gathers_no_unit_twice(
+    ranks: RankCount, place: str, kind: str
+) -> None:
+    """Backward gathers each unit once, for recomputation and gradients together."""
+    usual = ranks(2).run(gathers, None, kind)
+
+    assert ranks(2).run(gathers, place, kind) == usual == [[3, 2]] * 2
+
+
+class Named(nn.Module):
+    """Takes keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: Tensor, twice: bool = False) -> Tensor:
+        """``linear(x) * scale``, perhaps twice that."""
+        y: Tensor = self.linear(x) * scale
+        return 2 * y if twice else y
+
+
+@pytest.mark.parametrize("kind", ["in place, reentrant", "wrapper, reentrant"])
+def test_keyword_arguments_go_through_the_reentrant_mode(
+    one_rank: World, kind: str
+) -> None:
+    """They arrive by name, and tensors among them get their gradients."""
+    plain = Named()
+    model = KINDS[kind](fully_shard(copy.deepcopy(plain)))
+    x, scale = torch.ones(2, 4), torch.full((4,), 3.0, requires_grad=True)
+
+    backward(model(x, scale=scale, twice=True).sum())
+
+    expected = torch.autograd.grad(plain(x, scale=scale, twice=True).sum(), scale)
+    assert scale.grad is not None
+    assert torch.equal(scale.grad, expected[0])
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def copy_recomputed(world: World) -> None:
+    """A deep copy of a checkpointed, sharded model trains and counts for itself."""
+    model, plain = build("composable", "in place", "nested", "before"), Tower()
+    made = copy.deepcopy(model)
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    losses = train(made, world.rank, gpt_input, sgd)
+
+    assert_same_training(made, plain, losses, [s[world.rank] for s in expected])
+    assert {m.calls for m in model.modules() if isinstance(m, Counted)} == {0}
+
+
+@pytest.mark.req("D-14")
+def test_a_copy_of_a_checkpointed_model_recomputes_itself(ranks: RankCount) -> None:
+    """Its forward is that of the copy, not of the original."""
+    ranks(2).run(copy_recomputed)
+
+
+def test_checkpoint_keeps_class_names_and_a_state() -> None:
+    """In place: the registry knows, and a second application is refused."""
+    block = TinyGPT().blocks[0]
+    names = [n for n, _ in block.named_modules()]
+
+    made = checkpoint(block, use_reentrant=True)
+
+    assert made is block
+    assert type(block) is TinyBlock
+    assert [n for n, _ in block.named_modules()] == names
+    state = checkpoint.state(block)
+    assert state is not None
+    assert state.options["use_reentrant"]
+    assert checkpoint.state(block.up) is None
+    with pytest.raises(CompositionError, match="takes each API once"):
+        checkpoint(block)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda m: checkpoint(m.blocks), r"ModuleList, which has no forward"),
+        (lambda m: checkpoint(list(m.blocks)), r"list of 2 modules.*one after"),
+        (
+            lambda m: checkpoint(m, use_reentrant=True, debug=True),
+            r"neither context_fn nor debug",
+        ),
+    ],
+)
+def test_what_cannot_be_checkpointed_is_refused(
+    call: Callable[[TinyGPT], object], text: str
+) -> None:
+    """The error says why and what to do, and nothing is left behind."""
+    model = TinyGPT()
+
+    with pytest.raises(CompositionError, match=text):
+        call(model)
+
+    assert all("forward" not in vars(m) for m in model.modules())
+    assert all(checkpoint.state(m) is None for m in model.modules())
+
+
+def test_options_reach_torchs_checkpoint() -> None:
+    """Both contexts of ``context_fn`` are entered, and without RNG the draw differs."""
+    entered: list[str] = []
+
+    class Enter:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    layer = checkpoint(
+        nn.Linear(2, 2), context_fn=lambda: (Enter("forward"), Enter("again"))
+    )
+    backward(layer(torch.ones(1, 2, requires_grad=True)).sum())
+
+    assert entered == ["forward", "again"]
+
+
+@pytest.mark.req("S2-05")
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint_wrapper", "offload_wrapper", "apply_activation_checkpointing"],
+)
+def test_wrappers_have_the_signatures_of_torch(name: str) -> None:
+    """Names, order and kinds of the arguments, and defaults that are plain values."""
+    ours, theirs = (
+        inspect.signature(getattr(where, name)).parameters.values()
+        for where in (composable_fsdp, torchs)
+    )
+
+    assert [(p.name, p.kind) for p in ours] == [(p.name, p.kind) for p in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert str(getattr(a.default, "name", type(a.default))) == str(
+            getattr(b.default, "name", type(b.default))
+        )
+    assert list(CheckpointImpl.__members__) == list(torchs.CheckpointImpl.__members__)
+
+
+def wrapped_by(where: Any, **options: Any) -> list[tuple[str, str]]:
+    """Names and classes of all modules after ``apply_activation_checkpointing``."""
+    model = Tower()
+    where.apply_activation_checkpointing(model, **options)
+    return [(name, type(module).__name__) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"check_fn": lambda m: isinstance(m, nn.Linear)},
+        {"check_fn": lambda m: isinstance(m, (TinyBlock, nn.LayerNorm))},
+        {"auto_wrap_policy": lambda module, recurse, nonwrapped_numel: recurse},
+    ],
+)
+def test_the_chosen_modules_are_those_that_torch_chooses(
+    options: dict[str, Any],
+) -> None:
+    """``check_fn`` and policies wrap the same modules, and never the root."""
+    assert wrapped_by(composable_fsdp, **options) == wrapped_by(torchs, **options)
+
+
+def test_policies_and_in_place_checkpoints_can_be_applied_to_a_tree() -> None:
+    """A policy object chooses, and ``checkpoint`` stays in place."""
+    model = Tower()
+
+    apply_activation_checkpointing(
+        model, checkpoint, auto_wrap_policy=ModuleWrapPolicy({TinyBlock})
+    )
+
+    assert [n for n, m in model.named_modules() if checkpoint.state(m)] == [
+        "body.0",
+        "body.1",
+        "body.2",
+    ]
+    assert list(model.state_dict()) == list(Tower().state_dict())
+
+
+def save_and_load(world: World, path: str, order: str) -> None:
+    """State dicts of parts and whole under plain names, loaded back into place."""
+    plain = Tower()
+    model = build(path, "wrapper", "nested", order)
+    train(model, world.rank, gpt_input, sgd, steps=1)
+    saved = model.state_dict()
+    assert list(saved) == list(plain.state_dict())
+    plain.load_state_dict(saved)
+    body = inside(model, "").get_submodule("body")
+    assert list(body.state_dict()) == list(plain.body.state_dict())
+    train(model, world.rank, gpt_input, sgd, steps=1)
+
+    result = model.load_state_dict(saved)
+
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert_same_training(model, plain, [], [])
+    assert all(n.count(".") < 4 for n in fqns(model)), fqns(model)
+
+
+def fqns(model: nn.Module) -> list[str]:
+    """Names that the handles give to parameters."""
+    return [n for s in _get_fsdp_states(model) for n in s.handle._fqns]
+
+
+@pytest.mark.req("S2-05", "S3-04")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_wrappers_leave_no_trace_in_state_dicts(
+    ranks: RankCount, order: str, path: str
+) -> None:
+    """Keys are the plain model's, of the whole and of a wrapped part."""
+    ranks(2).run(save_and_load, path, order)
+
+
+def save_a_list(world: World) -> bool:
+    """A unit of two blocks, each with a wrapped linear inside."""
+    model = TinyGPT()
+    expected = {n: v.clone() for n, v in model.state_dict().items()}
+    for block in model.blocks:
+        block.up = checkpoint_wrapper(block.get_submodule("up"))
+    fully_shard([model.blocks[0], model.blocks[1]])
+    fully_shard(model)
+    saved = model.state_dict()
+    return list(saved) == list(expected) and all(
+        torch.equal(saved[n], v) for n, v in expected.items()
+    )
+
+
+def test_a_unit_of_several_modules_saves_what_wrappers_hold(ranks: RankCount) -> None:
+    """Names are found through the wrappers, in each module of the list."""
+    assert ranks(2).run(save_a_list) == [True, True]

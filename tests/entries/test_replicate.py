@@ -1,0 +1,409 @@
+"""``replicate`` alone, above, inside, beside ``fully_shard``; and torch's own DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate as torchs
+from torch.nn.parallel import DistributedDataParallel
+
+from composable_fsdp import (
+    CompositionError,
+    FullyShardedDataParallel,
+    ModuleWrapPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    replicate,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.testing.models import TinyBlock, TinyGPT, module_at, tiny_mlp
+from composable_fsdp.testing.world import RankPool, World
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.runtime.reference import (
+    PATHS,
+    adamw,
+    assert_same_training,
+    backward,
+    differences,
+    gpt_input,
+    loss_of,
+    sgd,
+    tolerance_at,
+    train,
+    train_reference,
+)
+
+RankCount = Callable[[int], RankPool]
+Compose = Callable[[TinyGPT, str], nn.Module]
+
+
+def shard(module: nn.Module, path: str) -> nn.Module:
+    """Fully shard by one of the two doors."""
+    return (
+        fully_shard(module)
+        if path == "composable"
+        else FullyShardedDataParallel(module)
+    )
+
+
+def put(model: nn.Module, name: str, path: str) -> None:
+    """Fully shard the submodule of that name, wrapped in its place or not."""
+    parent, _, key = name.rpartition(".")
+    setattr(module_at(model, parent), key, shard(module_at(model, name), path))
+
+
+def alone(model: TinyGPT, path: str) -> nn.Module:
+    """Nothing is sharded."""
+    return replicate(model)
+
+
+def by_policy(model: TinyGPT, path: str) -> nn.Module:
+    """Nothing is sharded, and each block reduces by itself."""
+    return replicate(model, policy=ModuleWrapPolicy({TinyBlock}))
+
+
+def inside(model: TinyGPT, path: str) -> nn.Module:
+    """A replicated block, with a sharded linear in it, in a sharded model."""
+    put(model, "blocks.0.up", path)
+    replicate(model.blocks[0])
+    put(model, "blocks.1", path)
+    return shard(model, path)
+
+
+def above(model: TinyGPT, path: str) -> nn.Module:
+    """Sharded blocks, the rest replicated."""
+    put(model, "blocks.0", path)
+    put(model, "blocks.1", path)
+    return replicate(model)
+
+
+def beside(model: TinyGPT, path: str) -> nn.Module:
+    """Every part has one of the two, and the model itself has none."""
+    replicate(model.tokens)
+    replicate(model.positions)
+    put(model, "blocks.0", path)
+    replicate(model.blocks[1])
+    put(model, "norm", path)
+    replicate(model.head)
+    return model
+
+
+def ddp_inside(model: TinyGPT, path: str) -> nn.Module:
+    """Torch's DDP around a block of a sharded model."""
+    model.blocks[0] = DistributedDataParallel(model.blocks[0])
+    put(model, "blocks.1", path)
+    return shard(model, path)
+
+
+def ddp_around(model: TinyGPT, path: str) -> nn.Module:
+    """Torch's DDP around a model with sharded blocks, which it is told to ignore."""
+    put(model, "blocks.0", path)
+    put(model, "blocks.1", path)
+    names = [n for n, p in model.named_parameters() if find_leaf(p) is not None]
+    ddp: Any = DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+    return DistributedDataParallel(model)
+
+
+COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside, ddp_around]
+
+
+def train_composed(world: World, compose: Compose, path: str) -> None:
+    """Three steps, bit by bit as the plain model."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    composed = compose(model, path)
+    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    losses = train(composed, world.rank, gpt_input, adamw)
+
+    kept = model if compose is ddp_around else composed
+    saved = {n.replace("module.", ""): v for n, v in kept.state_dict().items()}
+    assert differences(saved, plain.state_dict()) == {}
+    assert losses == [step[world.rank] for step in expected]
+
+
+@pytest.mark.req("S1-16")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("compose", COMPOSED, ids=lambda c: str(c.__name__))
+def test_replicated_and_sharded_parts_train_as_the_plain_model(
+    ranks: RankCount, compose: Compose, path: str
+) -> None:
+    """In every composition, with torch's DDP as well."""
+    ranks(2).run(train_composed, compose, path)
+
+
+def train_beside_torch(world: World) -> None:
+    """Ours, torch's replicate and torch's DDP on one model."""
+    model = TinyGPT()
+    peers = [
+        torchs(copy.deepcopy(model)),
+        DistributedDataParallel(copy.deepcopy(model)),
+    ]
+    ours = replicate(model)
+    mine = train(ours, world.rank, gpt_input, adamw, steps=4)
+
+    for peer in peers:
+        theirs = train(peer, world.rank, gpt_input, adamw, steps=4)
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert len(set(mine)) == 4
+
+
+@pytest.mark.req("S1-16")
+@pytest.mark.filterwarnings("ignore")
+def test_losses_equal_those_of_torchs_replicate_and_ddp(ranks: RankCount) -> None:
+    """The same four losses."""
+    ranks(2).run(train_beside_torch)
+
+
+def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
+    """Blocks sharded over pairs, the model replicated across: four ranks' average."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    copies = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    if not same_start and world.rank >= 2:
+        for p in model.parameters():
+            p.data.add_(1.0)
+    mine = shards[world.rank // 2]
+    if path == "composable":
+        fully_shard(model, process_group=mine, policy=ModuleWrapPolicy({TinyBlock}))
+        outer = nn.Sequential(model)
+    else:
+        outer = nn.Sequential(FullyShardedDataParallel(model, process_group=mine))
+    replicate(outer, process_group=copies[world.rank % 2])
+
+    expected = train_reference(plain, world.world_size, gpt_input, sgd)
+    with record() as calls:
+        losses = train(outer, world.rank, gpt_input, sgd)
+    assert_same_training(
+        outer,
+        nn.Sequential(plain),
+        losses,
+        [step[world.rank] for step in expected],
+        tolerance=tolerance_at(4),
+    )
+    return [call.op for call in calls]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("same_start", [True, False])
+def test_sharding_within_and_replicating_across_is_hybrid(
+    ranks: RankCount, same_start: bool, path: str
+) -> None:
+    """Units below average over both groups, and start from the first replica."""
+    for ops in ranks(4).run(train_as_hybrid, path, same_start):
+        units = 3 if path == "composable" else 1
+        assert ops.count("all_reduce") == ops.count("reduce_scatter") == 3 * units
+
+
+def start_apart(world: World, init_sync: bool) -> list[float]:
+    """Parameters and a buffer that differ between ranks; what replicate makes of it."""
+    model = tiny_mlp()
+    model.register_buffer("seen", torch.full((1,), float(world.rank)))
+    model.get_parameter("0.bias").data.fill_(world.rank)
+    with record() as calls:
+        replicate(model, init_sync=init_sync)
+    assert {call.op for call in calls} == ({"broadcast"} if init_sync else set())
+    bias, seen = model.get_parameter("0.bias"), model.get_buffer("seen")
+    return [bias[0].item(), seen.item()]
+
+
+def test_replicas_start_from_the_values_of_the_first_rank(ranks: RankCount) -> None:
+    """As with DDP; without ``init_sync`` nothing is sent and nothing changes."""
+    assert ranks(2).run(start_apart, True) == [[0.0, 0.0]] * 2
+    assert ranks(2).run(start_apart, False) == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def count_reductions(world: World, compose: Compose) -> list[int]:
+    """All-reduces of a backward under ``no_sync``, and of the next one."""
+    model = compose(TinyGPT(), "composable")
+    counts = []
+    with record() as calls, no_sync(model):
+        backward(loss_of(model, gpt_input(0, world.rank)))
+    counts.append(len(calls))
+    with record() as calls:
+        backward(loss_of(model, gpt_input(1, world.rank)))
+    assert {call.op for call in calls} == {"all_reduce"}
+    return [*counts, len(calls)]
+
+
+def test_each_unit_reduces_once_and_no_sync_holds_it_back(ranks: RankCount) -> None:
+    """One all-reduce per unit; nothing is gathered."""
+    assert ranks(2).run(count_reductions, alone) == [[0, 1]] * 2
+    assert ranks(2).run(count_reductions, by_policy) == [[0, 3]] * 2
+
+
+def clip_and_save(world: World, compose: Compose) -> None:
+    """Norm, and optimizer state that goes out and comes back."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    composed = compose(model, "composable")
+    optimizer, reference = adamw(composed.parameters()), adamw(plain.parameters())
+    for m in (composed, plain):
+        backward(loss_of(m, gpt_input(0, 0)))
+    ours = clip_grad_norm_(composed, 0.1)
+    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    optimizer.step()
+    reference.step()
+    saved = optim_state_dict(composed, optimizer)
+    again = adamw(composed.parameters())
+    again.load_state_dict(optim_state_dict_to_load(composed, again, saved))
+
+    assert torch.allclose(ours, theirs)
+    names = [n for n, _ in plain.named_parameters()]
+    for name, value in zip(
+        names, reference.state_dict()["state"].values(), strict=True
+    ):
+        assert torch.allclose(saved["state"][name]["exp_avg"], value["exp_avg"])
+    for p in composed.parameters():
+        assert torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+
+
+@pytest.mark.parametrize("compose", [alone, inside, above], ids=lambda c: c.__name__)
+def test_clipping_and_optimizer_state_are_those_of_the_plain_model(
+    ranks: RankCount, compose: Compose
+) -> None:
+    """The norm counts a replicated gradient once, a sharded one over all ranks."""
+    ranks(2).run(clip_and_save, compose)
+
+
+# ---- which units are whose --------------------------------------------------
+
+
+@pytest.mark.req("S1-16", "S1-19")
+def test_a_walk_from_above_leaves_a_replicated_subtree_alone(one_rank: World) -> None:
+    """Its own unit and the sharded one in it are found from itself only."""
+    model = TinyGPT()
+    fully_shard(model.blocks[0].get_submodule("up"))
+    replicate(model.blocks[0])
+    fully_shard(model)
+
+    names = [state.fqn for state in _get_fsdp_states(model)]
+    below = _get_fsdp_states(model.blocks[0])
+
+    assert names == [""]
+    assert [type(s.module).__name__ for s in below] == ["TinyBlock", "Linear"]
+    assert below[1].parent is below[0]
+    assert below[0].parent is None
+    held = {info.fqn for info in _get_fsdp_states(model)[0].handle.infos}
+    assert not any(name.startswith("blocks.0.") for name in held)
+
+
+def test_units_that_a_policy_makes_are_replicated_too(one_rank: World) -> None:
+    """They carry the same API, and one root has them all."""
+    model = TinyGPT()
+    by_policy(model, "composable")
+
+    assert all(replicate.state(block) is not None for block in model.blocks)
+    assert all(fully_shard.state(block) is None for block in model.blocks)
+    states = _get_fsdp_states(model)
+    assert [state.parent for state in states] == [None, states[0], states[0]]
+
+
+def test_parameters_stay_whole_and_the_class_its_own(one_rank: World) -> None:
+    """Shapes, objects, names and class are those before."""
+    model = TinyGPT()
+    before = [(n, p, p.shape) for n, p in model.named_parameters()]
+
+    made = replicate(model)
+
+    assert made is model
+    assert type(model) is TinyGPT
+    after = [(n, p, p.shape) for n, p in model.named_parameters()]
+    assert all(
+        a[0] == b[0] and a[1] is b[1] for a, b in zip(before, after, strict=True)
+    )
+    assert [a[2] for a in after] == [b[2] for b in before]
+    assert replicate.state(model) is not None
+    assert fully_shard.state(model) is None
+
+
+@pytest.mark.req("S1-35")
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (replicate, replicate, "replicate was already applied"),
+        (replicate, fully_shard, "replicate already manages"),
+        (fully_shard, replicate, "fully_shard already manages"),
+        (DistributedDataParallel, replicate, "DistributedDataParallel already manages"),
+    ],
+)
+def test_one_module_takes_one_of_the_two(
+    one_rank: World,
+    first: Callable[[nn.Module], nn.Module],
+    second: Callable[[nn.Module], nn.Module],
+    text: str,
+) -> None:
+    """The second is refused by name, and the first goes on."""
+    model = first(tiny_mlp())
+
+    with pytest.raises(CompositionError, match=text):
+        second(model)
+
+    backward(model(torch.ones(1, 8)).sum())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("outer", [replicate, fully_shard])
+def test_a_part_of_a_managed_module_is_refused(
+    one_rank: World, outer: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Inner ones come first, whichever of the two."""
+    model = outer(TinyGPT())
+
+    with pytest.raises(CompositionError, match="Apply replicate to the children first"):
+        replicate(cast(TinyGPT, model).blocks[0])
+    with pytest.raises(CompositionError, match="Apply fully_shard to the children"):
+        fully_shard(cast(TinyGPT, model).blocks[0])
+
+
+def meet_in_part(world: World) -> str:
+    """Shard over three ranks, replicate over two of them and a fourth."""
+    three, other = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3])
+    if world.rank not in (0, 1):
+        return ""
+    model = nn.Sequential(tiny_mlp())
+    fully_shard(model[0], process_group=three)
+    with pytest.raises(CompositionError) as error:
+        replicate(model, process_group=other)
+    assert replicate.state(model) is None
+    return str(error.value)
+
+
+def test_groups_that_form_no_grid_are_refused(ranks: RankCount) -> None:
+    """Both groups' ranks and the way out are told."""
+    text = ranks(4).run(meet_in_part)[0]
+
+    assert "replicate over ranks [0, 1, 3]" in text
+    assert "over ranks [0, 1, 2]" in text
+    assert "meet each replicate group in one rank" in text
+
+
+def test_a_list_is_refused(one_rank: World) -> None:
+    """Each module averages by itself."""
+    with pytest.raises(TypeError, match="replicate expects one module, got a list"):
+        replicate([tiny_mlp(), tiny_mlp()])
+
+
+@pytest.mark.parametrize("compose", [alone, above], ids=lambda c: c.__name__)
+def test_a_replicated_model_can_be_copied(one_rank: World, compose: Compose) -> None:
+    """A deep copy has a state and parameters of its own."""
+    model = compose(TinyGPT(), "composable")
+
+    made = copy.deepcopy(model)
+    backward(loss_of(made, gpt_input(0, 0)))
+
+    assert all(p.grad is not None for p in made.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert len(_get_fsdp_states(made)) == len(_get_fsdp_states(model))

@@ -1,0 +1,348 @@
+"""Ways to use forward and backward that are not one after the other.
+
+Each corner is a function of a model and an input that runs forwards and backwards and
+returns the tensors a user would look at. It knows nothing of sharding.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.utils.checkpoint import checkpoint
+
+from tests.runtime.reference import backward
+
+Corner = Callable[[Any, Tensor], list[Tensor]]
+
+WIDTH = 6
+UNITS = ("a", "b", "c")
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Result:
+    """A dataclass that pytree does not know."""
+
+    value: Tensor
+    rest: dict[str, list[Tensor]]
+    note: str = "kept"
+
+
+class ModelOutput(OrderedDict[str, Tensor]):
+    """A dict with attributes, as transformers has."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
+
+
+class Batch(UserDict[str, Tensor]):
+    """A mapping that is no dict, as transformers has."""
+
+
+class Words(list[Any]):
+    """A list by inheritance."""
+
+
+class Record:
+    """An object like any other, which holds itself as well."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.inner = {"y": y}
+        self.me = self
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+WRAPS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda y: y,
+    "tuple": lambda y: (None, y),
+    "list": lambda y: [y, 3],
+    "dict": lambda y: {"y": y, "n": "text"},
+    "namedtuple": lambda y: Pair(1, y),
+    "dataclass": lambda y: Result(y, {"more": [y * 2]}),
+    "nested": lambda y: {"a": [(y, {"b": y + 1})]},
+    "output": lambda y: ModelOutput(logits=y),
+    "mapping": lambda y: Batch(y=y),
+    "inherited list": lambda y: Words([y]),
+    "object": lambda y: Record(y),
+    "object with slots": lambda y: [Slotted(y)],
+    "distribution": lambda y: Normal(y, 1.0),
+}
+OPEN: dict[str, Callable[[Any], Tensor]] = {
+    "tensor": lambda o: o,
+    "tuple": lambda o: o[1],
+    "list": lambda o: o[0],
+    "dict": lambda o: o["y"],
+    "namedtuple": lambda o: o.right,
+    "dataclass": lambda o: o.rest["more"][0],
+    "nested": lambda o: o["a"][0][1]["b"],
+    "output": lambda o: o.logits,
+    "mapping": lambda o: o["y"],
+    "inherited list": lambda o: o[0],
+    "object": lambda o: o.inner["y"],
+    "object with slots": lambda o: o[0].y,
+    "distribution": lambda o: o.mean,
+}
+
+
+class Step(nn.Module):
+    """``tanh(linear(x))``, in the container that is asked for, perhaps re-entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kind = "tensor"
+        self.in_place = False
+
+    def forward(self, x: Tensor, depth: int = 0) -> Any:
+        """Map ``(batch, WIDTH)`` to the same, ``depth`` more times through itself."""
+        if depth:
+            x = self(x, depth - 1)
+        if self.in_place:
+            x = x.mul_(2.0)
+        return WRAPS[self.kind](torch.tanh(self.linear(x)))
+
+
+class Chain(nn.Module):
+    """Three steps and a scale; the root of the units ``a``, ``b`` and ``c``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b, self.c = Step(), Step(), Step()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.kind = "tensor"
+        self.depth = 0
+        self.loops = 1
+        self.enter = False
+
+    def forward(self, x: Tensor) -> Any:
+        """Map ``(batch, WIDTH)`` to the same, in the container that is asked for."""
+        if self.enter:
+            self.enter = False
+            x = OPEN[self.kind](self(x))
+        x = self.a(x) * self.scale
+        for _ in range(self.loops):
+            x = OPEN[self.kind](self.b(x, self.depth))
+        return WRAPS[self.kind](self.c(x) + 1.0)
+
+
+def several_forwards(model: Chain, x: Tensor) -> list[Tensor]:
+    """Three forwards, then three backwards in the same order."""
+    losses = [model(x + i).square().mean() for i in range(3)]
+    for loss in losses:
+        backward(loss)
+    return losses
+
+
+def several_forwards_reversed(model: Chain, x: Tensor) -> list[Tensor]:
+    """Three forwards, then three backwards, last first."""
+    losses = [model(x + i).square().mean() for i in range(3)]
+    for loss in reversed(losses):
+        backward(loss)
+    return losses
+
+
+def sum_of_forwards(model: Chain, x: Tensor) -> list[Tensor]:
+    """Two forwards, one backward of the sum."""
+    loss = model(x).square().mean() + model(x + 1).square().mean()
+    backward(loss)
+    return [loss]
+
+
+def forward_on_own_output(model: Chain, x: Tensor) -> list[Tensor]:
+    """The model applied to its own output."""
+    loss = model(model(x)).square().mean()
+    backward(loss)
+    return [loss]
+
+
+def root_re_entered(model: Chain, x: Tensor) -> list[Tensor]:
+    """The root's forward calls the root."""
+    model.enter = True
+    return sum_of_forwards(model, x)
+
+
+def unit_re_entered(model: Chain, x: Tensor) -> list[Tensor]:
+    """A unit's forward calls the unit, twice."""
+    model.depth = 2
+    losses = sum_of_forwards(model, x)
+    model.depth = 0
+    return losses
+
+
+def unit_in_a_loop(model: Chain, x: Tensor) -> list[Tensor]:
+    """One unit runs three times in one forward, in two forwards."""
+    model.loops = 3
+    losses = sum_of_forwards(model, x)
+    model.loops = 1
+    return losses
+
+
+def inner_module_alone(model: Chain, x: Tensor) -> list[Tensor]:
+    """The whole, then one unit by itself, then a module in a unit, then the whole."""
+    values = [model(x).square().mean(), model.b(x).square().mean()]
+    for value in values:
+        if value.requires_grad:  # not so where the unit is frozen
+            backward(value)
+    alone = model.c(model.a(x)).sum()
+    backward(alone)
+    last = model(x).mean()
+    backward(last)
+    return [*values, alone, last]
+
+
+def input_gradient(model: Chain, x: Tensor) -> list[Tensor]:
+    """The gradient of the input, beside those of the parameters."""
+    x = x.clone().requires_grad_()
+    backward(model(x).square().mean())
+    assert x.grad is not None
+    return [x.grad]
+
+
+def input_gradient_only(model: Chain, x: Tensor) -> list[Tensor]:
+    """``autograd.grad`` for the input: no parameter gets a gradient."""
+    x = x.clone().requires_grad_()
+    return list(torch.autograd.grad(model(x).square().mean(), x))
+
+
+def retained_graph(model: Chain, x: Tensor) -> list[Tensor]:
+    """One forward, three backwards."""
+    loss = model(x).square().mean()
+    torch.autograd.backward(loss, retain_graph=True)
+    torch.autograd.backward(loss, retain_graph=True)
+    backward(loss)
+    return [loss]
+
+
+def two_losses_of_a_forward(model: Chain, x: Tensor) -> list[Tensor]:
+    """One forward, two losses, a backward each."""
+    y = model(x)
+    first, second = y[:, 0].sum(), y[:, 1:].square().mean()
+    torch.autograd.backward(first, retain_graph=True)
+    backward(second)
+    return [first, second]
+
+
+def gradient_penalty(model: Chain, x: Tensor) -> list[Tensor]:
+    """A loss of the gradient of the input: double backward."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    backward(slope.square().sum())
+    return [slope.detach()]
+
+
+def forward_inside_no_grad(model: Chain, x: Tensor) -> list[Tensor]:
+    """Evaluations around and between, in all three ways."""
+    with torch.no_grad():
+        values = [model(x)]
+    with torch.inference_mode():
+        values.append(model(x).clone())
+    loss = model(x).square().mean()
+    with torch.inference_mode():
+        values.append(model.b(x).clone())
+    backward(loss)
+    with torch.no_grad(), torch.enable_grad():
+        again = model(x).mean()
+    backward(again)
+    return [*values, loss, again]
+
+
+def dropped_output(model: Chain, x: Tensor) -> list[Tensor]:
+    """A forward whose output is dropped, one that is detached, one that counts."""
+    model(x)
+    value = model(x).detach()
+    loss = (model(x) + value).square().mean()
+    backward(loss)
+    return [value, loss]
+
+
+def no_input_needs_it(model: Chain, x: Tensor) -> list[Tensor]:
+    """A unit first in its graph, called with a number as well."""
+    loss = model.b(x, depth=1).square().mean()
+    if loss.requires_grad:  # not so where the unit is frozen
+        backward(loss)
+    return [loss]
+
+
+def output_changed_in_place(model: Chain, x: Tensor) -> list[Tensor]:
+    """The output is multiplied in place before the loss."""
+    y = model(x)
+    y.mul_(3.0)
+    loss = y.square().mean()
+    backward(loss)
+    return [loss]
+
+
+def input_changed_in_place(model: Chain, x: Tensor) -> list[Tensor]:
+    """A unit writes into its input."""
+    model.b.in_place = True
+    losses = sum_of_forwards(model, x)
+    model.b.in_place = False
+    return losses
+
+
+def checkpointed_by_hand(model: Chain, x: Tensor) -> list[Tensor]:
+    """``torch.utils.checkpoint`` around a unit, and around two, of both kinds."""
+    total = torch.zeros(())
+    for reentrant in (False, True):
+        h = model.a(x)
+        h = checkpoint(model.b, h, use_reentrant=reentrant)
+        two = checkpoint(lambda h: model.c(model.b(h)), h, use_reentrant=reentrant)
+        total = total + two.square().mean()
+    backward(total)
+    return [total]
+
+
+def container(kind: str) -> Corner:
+    """The outputs of a unit and of the root in a container, one tensor of it used."""
+
+    def run(model: Chain, x: Tensor) -> list[Tensor]:
+        model.kind = model.b.kind = kind
+        loss = OPEN[kind](model(x)).square().mean()
+        backward(loss)
+        model.kind = model.b.kind = "tensor"
+        return [loss]
+
+    run.__name__ = f"output in: {kind}"
+    return run
+
+
+CORNERS: dict[str, Corner] = {
+    corner.__name__: corner
+    for corner in (
+        several_forwards,
+        several_forwards_reversed,
+        sum_of_forwards,
+        forward_on_own_output,
+        root_re_entered,
+        unit_re_entered,
+        unit_in_a_loop,
+        inner_module_alone,
+        input_gradient,
+        input_gradient_only,
+        retained_graph,
+        two_losses_of_a_forward,
+        gradient_penalty,
+        forward_inside_no_grad,
+        dropped_output,
+        no_input_needs_it,
+        output_changed_in_place,
+        input_changed_in_place,
+        checkpointed_by_hand,
+        *map(container, WRAPS),
+    )
+}

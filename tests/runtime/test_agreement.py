@@ -1,0 +1,446 @@
+"""Ranks that do different things are told so, before it does harm or hangs for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from composable_fsdp import ShardingStrategy, fully_shard, no_sync
+from composable_fsdp.comm import agreement
+from composable_fsdp.testing.world import RankFailure, RankPool, World, fake_world
+from tests.runtime.reference import (
+    PATHS,
+    STRATEGIES,
+    apply_units,
+    assert_same_training,
+    averaged_gradients,
+    backward,
+    loss_of,
+    sgd,
+    wide_input,
+)
+
+RankCount = Callable[[int], RankPool]
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES
+WIDTH = 4
+
+
+class Blocks(nn.Module):
+    """Equal blocks, run in the order that ``route`` gives; a bias may be left out."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.route = list(range(count))
+        self.shifted = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, WIDTH)`` to the same."""
+        for index in self.route:
+            x = torch.tanh(self.blocks[index](x))
+        x = x * self.scale
+        return x + self.shift if self.shifted else x
+
+
+def sharded_blocks(
+    path: str = "composable", count: int = 3, **options: Any
+) -> tuple[Blocks, nn.Module]:
+    """The plain module, to steer by, and what to call."""
+    model = Blocks(count)
+    units = [f"blocks.{i}" for i in range(count)]
+    return model, apply_units(model, units, path=path, **options)
+
+
+def step(model: nn.Module, index: int, rank: int) -> None:
+    """One forward and backward."""
+    backward(loss_of(model, wide_input(WIDTH)(index, rank)))
+
+
+@pytest.fixture
+def desync(ranks: RankCount) -> Callable[..., str]:
+    """``desync(check, ...)`` runs ``check``, which must end in a DesyncError; its
+    text."""
+
+    def run(check: Callable[..., object], *args: object, world_size: int = 2) -> str:
+        with pytest.raises(RankFailure) as caught:
+            ranks(world_size).run(check, *args, timeout=20)
+        return str(caught.value)
+
+    return run
+
+
+# ---- injected deviations --------------------------------------------------------
+
+
+def deviate(world: World, path: str, how: str, at: int) -> None:
+    """Four steps; in step ``at`` the last rank goes its own way."""
+    os.environ[agreement.TIMEOUT_VARIABLE] = "1"
+    model, sharded = sharded_blocks(path)
+    for index in range(4):
+        if index == at and world.rank == world.world_size - 1:
+            if how == "swap":
+                model.route = [0, 2, 1]
+            elif how == "skip":
+                model.route = [0, 2]
+            elif how == "stop":
+                model.route = [0, 1]
+            elif how == "again":
+                model.route = [0, 1, 2, 2]
+            elif how == "eval":
+                sharded.eval()
+            elif how == "unused":
+                model.shifted = False
+        step(sharded, index, world.rank)
+
+
+LEAVES = [
+    ("swap", "runs 'blocks.2'", "runs 'blocks.1'"),
+    ("skip", "runs 'blocks.2'", "runs 'blocks.1'"),
+    ("stop", "has no further unit to run", "runs 'blocks.2'"),
+    ("again", "runs 'blocks.2'", "has no further unit to run"),
+    ("eval", "(root) in eval mode", "(root) in training mode"),
+    (
+        "unused",
+        "reduces the gradients of (root), with none for 'shift'",
+        "reduces the gradients of (root).",
+    ),
+]
+
+
+# A run that fails costs seconds, so the wrapper swaps and no more.
+@pytest.mark.req("X-12", "D-06")
+@pytest.mark.parametrize(
+    ("path", "how", "mine", "others"),
+    [*(("composable", *case) for case in LEAVES), ("wrapper", *LEAVES[0])],
+)
+def test_a_rank_that_leaves_the_recorded_order_is_told_what_and_where(
+    desync: Callable[..., str], how: str, mine: str, others: str, path: str
+) -> None:
+    """The error of the rank itself: its use, the recorded one, who did not follow."""
+    text = desync(deviate, path, how, 2)
+
+    told = text[text.index("DesyncError: In ") :]
+    assert "[rank 1]" in told
+    assert mine in told
+    assert others in told
+    assert "recorded in" in told
+    assert "Ranks [0] did not follow within 1 s. Every rank must run" in told
+    assert "set_reduce_scatter_unused_params(module, True)" in told
+
+
+@pytest.mark.req("X-12", "D-06")
+@pytest.mark.parametrize(
+    ("path", "how", "one", "other"),
+    [
+        *(("composable", *case) for case in LEAVES if case[0] != "again"),
+        ("wrapper", *LEAVES[0]),
+    ],
+)
+def test_ranks_that_disagree_in_the_first_step_are_told_both_names(
+    desync: Callable[..., str], how: str, one: str, other: str, path: str
+) -> None:
+    """Whoever comes second to the same place raises, before it sends."""
+    text = desync(deviate, path, how, 0)
+
+    told = text[text.index("DesyncError: Ranks disagree in ") :]
+    assert "this rank " in told
+    assert ", rank " in told
+    assert one in told
+    assert other.removesuffix(".") in told
+
+
+def deviate_in_mesh(world: World) -> None:
+    """Two replicas of two shards each; one rank leaves a parameter out."""
+    os.environ[agreement.TIMEOUT_VARIABLE] = "1"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, sharded = sharded_blocks(
+        device_mesh=mesh, strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    for index in range(3):
+        # Both shards of one replica: only the other replica can tell.
+        model.shifted = index < 2 or world.rank < 2
+        step(sharded, index, world.rank)
+
+
+@pytest.mark.req("D-06")
+def test_replicas_that_disagree_are_told_so(desync: Callable[..., str]) -> None:
+    """Reductions are compared over the replicate group too."""
+    text = desync(deviate_in_mesh, world_size=4)
+
+    assert "with none for 'shift'" in text
+    assert "did not follow within 1 s" in text
+
+
+# ---- what is legal stays legal --------------------------------------------------
+
+
+@contextmanager
+def counted_store() -> Iterator[Callable[[], int]]:
+    """Count uses of the store; the function gives those since it was called last."""
+    uses = 0
+    real = agreement._store
+
+    def spy() -> Any:
+        nonlocal uses
+        uses += 1
+        return real()
+
+    def since() -> int:
+        nonlocal uses
+        count, uses = uses, 0
+        return count
+
+    vars(agreement)["_store"] = spy
+    try:
+        yield since
+    finally:
+        vars(agreement)["_store"] = real
+
+
+@contextmanager
+def patience(seconds: str) -> Iterator[None]:
+    """Have ranks wait so long for those that do not follow."""
+    os.environ[agreement.TIMEOUT_VARIABLE] = seconds
+    try:
+        yield
+    finally:
+        del os.environ[agreement.TIMEOUT_VARIABLE]
+
+
+def keys(world: World) -> int:
+    """How many keys the store has, once all ranks are here."""
+    world.barrier()
+    count = int(agreement._store().num_keys())
+    world.barrier()
+    return count
+
+
+def count_store_uses(world: World, path: str, what: str) -> tuple[list[bool], int]:
+    """Whether each of nine rounds of a schedule used the store; keys left behind."""
+    before = keys(world)
+    model, sharded = sharded_blocks(path, forward_prefetch=what == "prefetch")
+    used = []
+    with counted_store() as since:
+        for index in range(9):
+            run_schedule(world, model, sharded, what, index)
+            used.append(since() > 0)
+    return used, keys(world) - before
+
+
+def run_schedule(
+    world: World, model: Blocks, sharded: nn.Module, what: str, index: int
+) -> None:
+    """One round of a schedule."""
+    x = wide_input(WIDTH)(index, world.rank)
+    if what == "evaluate":
+        # After every second step, as training scripts do.
+        step(sharded, index, world.rank)
+        step(sharded, index, world.rank)
+        sharded.eval()
+        with torch.no_grad():
+            sharded(x)
+        sharded.train()
+    elif what == "accumulate":
+        with no_sync(sharded):
+            step(sharded, index, world.rank)
+            step(sharded, index, world.rank)
+        step(sharded, index, world.rank)
+    elif what == "two forwards":
+        first, second = loss_of(sharded, x), loss_of(sharded, 2 * x)
+        backward(first)
+        backward(second)
+    elif what == "inner":
+        backward(loss_of(model.blocks[1], x))
+        step(sharded, index, world.rank)
+    elif what == "recompute":
+        backward(checkpoint(loss_of, sharded, x, use_reentrant=False))
+    else:
+        step(sharded, index, world.rank)
+
+
+SCHEDULES = (
+    "train",
+    "prefetch",
+    "evaluate",
+    "accumulate",
+    "two forwards",
+    "inner",
+    "recompute",
+)
+
+
+@pytest.mark.req("D-06")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("what", SCHEDULES)
+def test_the_store_is_used_until_the_schedule_is_known_and_no_longer(
+    ranks: RankCount, what: str, path: str
+) -> None:
+    """Schedules that repeat cost nothing from their third round on."""
+    for used, left in ranks(2).run(count_store_uses, path, what):
+        assert used[0]
+        assert not any(used[3:]), used
+        assert left == 0
+
+
+def drop_layers(world: World, path: str) -> tuple[list[bool], int]:
+    """Each step runs other blocks, and now and then without a parameter; the same on
+    all ranks. Whether the store was used in each step; keys left behind."""
+    before = keys(world)
+    model, sharded = sharded_blocks(path, count=4, forward_prefetch=True)
+    plain = Blocks(4)
+    optimizer, reference = sgd(sharded.parameters()), sgd(plain.parameters())
+    used = []
+    with counted_store() as since:
+        for index, route in enumerate([[0, 1, 2], [2, 1], [3, 3, 0], [0, 1, 2, 3]]):
+            for each in (model, plain):
+                each.route, each.shifted = route, index % 2 == 0
+            step(sharded, index, world.rank)
+            used.append(since() > 0)
+            inputs = [wide_input(WIDTH)(index, r) for r in range(world.world_size)]
+            averaged_gradients(plain, inputs)
+            for each_optimizer in (optimizer, reference):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
+    assert_same_training(sharded, plain, [], [])
+    return used, keys(world) - before
+
+
+@pytest.mark.req("D-06")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_whose_order_changes_on_all_ranks_alike_trains(
+    ranks: RankCount, path: str
+) -> None:
+    """The numbers are the reference's; changes are compared, and leave no key."""
+    assert ranks(2).run(drop_layers, path) == [([True] * 4, 0)] * 2
+
+
+def late_peer(world: World) -> bool:
+    """One rank comes to a change of order later than the others, and is waited for."""
+    model, sharded = sharded_blocks()
+    for index in range(4):
+        if index == 3:
+            model.route = [2, 1, 0]
+            if world.rank == 1:
+                time.sleep(0.5)
+        step(sharded, index, world.rank)
+    return True
+
+
+@pytest.mark.req("D-06")
+def test_a_rank_that_is_late_is_waited_for(ranks: RankCount) -> None:
+    """A change of order takes as long as the slowest rank, within the timeout."""
+    assert all(ranks(2).run(late_peer))
+
+
+def evaluate_alone(world: World) -> bool:
+    """With replicated parameters one rank may evaluate, and accumulate, alone."""
+    with patience("1"):
+        _, sharded = sharded_blocks(strategy=NO_SHARD)
+        for index in range(4):
+            if world.rank == 0:
+                sharded.eval()
+                with torch.no_grad():
+                    sharded(wide_input(WIDTH)(index, 0))
+                sharded.train()
+                with no_sync(sharded):
+                    step(sharded, index, 0)
+            step(sharded, index, world.rank)
+    return True
+
+
+@pytest.mark.req("D-06")
+def test_what_sends_nothing_is_not_compared(ranks: RankCount) -> None:
+    """Nobody waits for ranks that need not come."""
+    assert all(ranks(2).run(evaluate_alone))
+
+
+def two_roots(world: World) -> bool:
+    """Two models, by turns and one inside the step of the other."""
+    _, one = sharded_blocks()
+    _, two = sharded_blocks(count=2)
+    for index in range(4):
+        x = wide_input(WIDTH)(index, world.rank)
+        backward(loss_of(two, one(x)))
+        if index % 2:
+            step(two, index, world.rank)
+    return True
+
+
+@pytest.mark.req("D-06")
+def test_several_models_have_orders_of_their_own(ranks: RankCount) -> None:
+    """Also if one feeds the other."""
+    assert all(ranks(2).run(two_roots))
+
+
+def go_on_after_an_error(world: World) -> int:
+    """Forward and backward raise on all ranks; the order is as before."""
+    trips = 0
+
+    def trip(*_: object) -> None:
+        nonlocal trips
+        trips += 1
+        raise RuntimeError("tripped")
+
+    with patience("2"):
+        model, sharded = sharded_blocks()
+        for index in range(6):
+            first = model.blocks[1]
+            hook = (
+                first.register_forward_pre_hook(trip)
+                if index % 2
+                else first.register_full_backward_hook(trip)
+            )
+            with pytest.raises(RuntimeError, match="tripped"):
+                step(sharded, index, world.rank)
+            hook.remove()
+            if index > 1:
+                step(sharded, index, world.rank)
+    return trips
+
+
+def test_a_step_that_raises_on_all_ranks_does_not_disturb_the_record(
+    ranks: RankCount,
+) -> None:
+    """Neither while it is written nor later."""
+    assert ranks(2).run(go_on_after_an_error) == [6, 6]
+
+
+def disagree_unnoticed(world: World) -> int:
+    """Swap equal blocks with the comparison off; uses of the store."""
+    with patience("0"), counted_store() as since:
+        model, sharded = sharded_blocks()
+        if world.rank:
+            model.route = [0, 2, 1]
+        step(sharded, 0, world.rank)
+        return since()
+
+
+def test_the_comparison_can_be_switched_off(ranks: RankCount) -> None:
+    """With the variable at 0 nothing goes to the store, and nobody notices."""
+    assert ranks(2).run(disagree_unnoticed, retire=True) == [0, 0]
+
+
+def test_a_fake_group_compares_with_nobody() -> None:
+    """There is no peer, and still an order to prefetch by."""
+    with fake_world(4):
+        model = fully_shard(nn.Linear(4, 4))
+        for _ in range(3):
+            step(model, 0, 0)
+        state = fully_shard.state(model)
+        assert state is not None
+        log = state.handle.forward_log
+        assert log is not None
+        assert log.peers == ()
+        assert log.round == 3
