@@ -100,7 +100,7 @@ class Call:
         listed = self.state.ahead_in_backward
         if post and tape.reached > 0 and tape.schedule is None and not listed:
             assert self.state.context is not None
-            prefetch_backward(self.state.context, tape)
+            prefetch_backward(self.state.context, tape, tape.reached)
 
 
 def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:

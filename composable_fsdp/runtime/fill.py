@@ -77,11 +77,10 @@ def _gather_in_turn(context: RuntimeContext, tape: Tape, at: int) -> None:
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     pre = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    tape.reached = at
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
     elif pre and at > 0:
-        prefetch_backward(context, tape)
+        prefetch_backward(context, tape, at)
 
 
 def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:

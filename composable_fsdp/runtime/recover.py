@@ -102,7 +102,7 @@ def is_good(handle: FlatParamHandle) -> bool:
             "backward that comes before the step."
         )
     good = leaves_are_home(handle)
-    if shown:
+    if shown and good:
         views.use_full(handle)
     return good
 
