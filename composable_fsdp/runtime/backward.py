@@ -1,4 +1,4 @@
-"""Backward of a unit: two events (``graph_task`` ends what they leave).
+"""Backward of a unit: two events, and a callback that ends what they left.
 
 * *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
   buffer and counts down from the number of leaves that this graph task will reach. At 0
@@ -158,7 +158,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         tape.reached > 0
         and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     ):
-        prefetch_backward(context, tape, tape.reached)
+        prefetch_backward(context, tape)
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:

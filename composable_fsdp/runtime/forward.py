@@ -25,7 +25,6 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import use_form
 from composable_fsdp.runtime.backward import Call, pre_backward
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
-from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward

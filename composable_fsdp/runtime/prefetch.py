@@ -14,15 +14,14 @@ from composable_fsdp.runtime.unshard import reshard, unshard
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
 
-def prefetch_backward(context: RuntimeContext, tape: Tape, reached: int) -> None:
-    """Unshard the unit whose backward comes next: the one used before ``reached``.
+def prefetch_backward(context: RuntimeContext, tape: Tape) -> None:
+    """Unshard the unit whose backward comes next: used before all that were reached.
 
-    That is the earliest use that backward has come to. None if that unit is full
-    already.
+    None if that unit is full already.
 
     Collective: that unit's all-gather, or none.
     """
-    handle: FlatParamHandle | None = tape.order.before(reached)
+    handle: FlatParamHandle | None = tape.order.before(tape.reached)
     if handle is not None and (not handle.gathered or handle.retiring):
         unshard(context, handle)
 
