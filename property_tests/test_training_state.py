@@ -31,7 +31,7 @@ from tests.runtime.reference import STRATEGIES
 RankCount = Callable[[int], RankPool]
 
 RECIPES = model_recipes(2, 2, FEATURES - {"replicate", "dtypes"})
-ACTIONS = 14
+ACTIONS = 24
 """Actions in one program."""
 BATCHES = st.integers(0, 3)
 UNITS = st.integers(0, 5)
@@ -50,6 +50,21 @@ class TrainingState(RuleBasedStateMachine):
     @initialize(recipe=RECIPES, strategy=st.sampled_from(STRATEGIES))
     def start(self, recipe: ModelRecipe, strategy: ShardingStrategy) -> None:
         self.recipe, self.strategy = recipe, strategy
+
+    @rule(batch=BATCHES, micro_batches=st.integers(0, 2))
+    def train(self, batch: int, micro_batches: int) -> None:
+        """A step as scripts have it, so that programs get somewhere."""
+        for i in range(micro_batches):
+            self.forward(batch + i)
+            self.backward(-1, False)
+        self.forward(batch)
+        self.backward(-1, True)
+        self.step()
+
+    @rule(batch=BATCHES)
+    def train_and_zero(self, batch: int) -> None:
+        self.train(batch, 0)
+        self.zero_grad(True)
 
     @precondition(lambda self: self.graphs < 3)
     @rule(batch=BATCHES)
@@ -101,6 +116,17 @@ class TrainingState(RuleBasedStateMachine):
     def write(self, unit: int, rank0_only: bool) -> None:
         self.program.append(("write", unit, rank0_only))
         self.graphs = 0
+
+    @precondition(lambda self: not self.unreduced)
+    @rule()
+    def copy(self) -> None:
+        self.program.append(("copy",))
+        self.graphs = 0
+
+    @precondition(lambda self: not self.graphs)
+    @rule(unit=UNITS)
+    def unshard(self, unit: int) -> None:
+        self.program.append(("unshard", unit))
 
     @rule()
     def intrude(self) -> None:

@@ -22,9 +22,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients on each rank, without communication, while the block runs.
 
     The next backward outside the block reduces the sum. Until then each unit keeps a
-    full reduce buffer ``(padded_numel,)``.
+    full reduce buffer ``(padded_numel,)``. Units that stay full between forward and
+    backward by their strategy (SHARD_GRAD_OP) stay full for the next forward, too, as
+    in FSDP1; ``reshard(module)`` shards them.
 
-    Collective: none here; units are still gathered in forward and backward.
+    Collective: none here; units that are not full are gathered in forward and backward.
 
     >>> with no_sync(model):                    # doctest: +SKIP
     ...     loss_of(first_half).backward()
@@ -36,14 +38,16 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             f"no_sync was called on a {type(module).__name__} that holds no fully "
             "sharded module. Call it on the model that was sharded."
         )
-    before = [state.sync_gradients for state in states]
+    before = [(s.sync_gradients, s.reshard_after_backward) for s in states]
     for state in states:
         state.sync_gradients = False
+        if not state.options.reshard_after_forward:
+            state.reshard_after_backward = False
     try:
         yield
     finally:
-        for state, value in zip(states, before, strict=True):
-            state.sync_gradients = value
+        for state, values in zip(states, before, strict=True):
+            state.sync_gradients, state.reshard_after_backward = values
 
 
 @torch.no_grad()

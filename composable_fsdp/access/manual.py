@@ -9,8 +9,8 @@ from composable_fsdp.access.schedule import own_state
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.runtime import unshard as verbs
+from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
-from composable_fsdp.runtime.task import current_task
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 

@@ -287,8 +287,8 @@ def resolve_device(
 ) -> torch.device:
     """Return the compute device, the first of these that is known.
 
-    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters.
-    Parameters on meta stay there when nothing else says where to go.
+    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters. The CPU,
+    for parameters on meta: they may still get values elsewhere.
     """
     if device_id is not None:
         if isinstance(device_id, int):
@@ -299,7 +299,8 @@ def resolve_device(
     elif ranks.is_nccl:
         wanted = _indexed(torch.device("cuda"))
     else:
-        return parameters[0].device if parameters else torch.device("cpu")
+        real = (p.device for p in parameters if not p.is_meta)
+        return next(real, torch.device("cpu"))
     return wanted
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_ranks
+from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join, shown
@@ -29,6 +29,7 @@ from composable_fsdp.planning.planner import (
 )
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
 from composable_fsdp.runtime.build import build_units
+from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
@@ -42,6 +43,7 @@ class Application(NamedTuple):
     ranks: RankLayout
     device_id: int | torch.device | None
     sync_module_states: bool
+    param_init_fn: Init | None
 
 
 def prepare(
@@ -56,8 +58,14 @@ def prepare(
     sync_module_states: bool = False,
     tied_params: str = "error",
     api: str = API,
+    param_init_fn: Init | None = None,
 ) -> Application:
     """Check what was passed and resolve groups; touches no module and sends nothing."""
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(
+            "param_init_fn expects a function of a module, got "
+            f"{type(param_init_fn).__name__}."
+        )
     ranks = resolve_ranks(process_group, device_mesh)
     request = PlanRequest(
         options=options,
@@ -70,7 +78,7 @@ def prepare(
         api=api,
         owner_of=_owner_of,
     )
-    return Application(request, ranks, device_id, sync_module_states)
+    return Application(request, ranks, device_id, sync_module_states, param_init_fn)
 
 
 def apply(
@@ -85,7 +93,8 @@ def apply(
     Collective: with ``sync_module_states`` one broadcast per parameter and buffer over
     the shard (and replicate) group; the first hybrid unit that shards within a node
     makes the nodes' groups; else none.
-    Raises: PlanError, CompositionError; the modules are as they were.
+    Raises: PlanError, CompositionError; the modules are as they were. What
+    ``param_init_fn`` raises comes after the first change.
     """
     for module in modules:
         _refuse_owned(module, application.request.api)
@@ -94,12 +103,25 @@ def apply(
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
-    if any(parameter.is_meta for parameter in parameters):
+    init, sync = application.param_init_fn, application.sync_module_states
+    on_meta = any(parameter.is_meta for parameter in parameters)
+    if on_meta and init is None and not sync:
         _refuse_mixed_meta(targets)
-    if application.sync_module_states:
-        _broadcast(modules, parameters, ranks)
+    before = prepare_values(
+        targets,
+        init=init,
+        sync=sync,
+        ranks=ranks,
+        device=device,
+        ignored=application.request.ignored_parameters,
+    )
     states = build_units(
-        targets, state, ranks=ranks, device=device, api=application.request.api
+        targets,
+        state,
+        ranks=ranks,
+        device=device,
+        before=before,
+        api=application.request.api,
     )
     for each in states:
         install_state_dict_hooks(each)
@@ -175,27 +197,5 @@ def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
                 raise PlanError(
                     f"Unit {shown(target.plan.fqn)} has parameters on meta "
                     f"({', '.join(meta)}) beside parameters with values. Give all of "
-                    "them values, or none."
+                    "them values, or none, or pass param_init_fn."
                 )
-
-
-def _broadcast(
-    modules: Sequence[nn.Module],
-    parameters: Sequence[nn.Parameter],
-    ranks: RankLayout,
-) -> None:
-    """Give every rank the values of the group's first rank, buffers included."""
-    buffers = {id(b): b for module in modules for b in module.buffers()}
-    tensors = [*parameters, *buffers.values()]
-    if any(tensor.is_meta for tensor in tensors):
-        raise PlanError(
-            "sync_module_states=True expects real values, got a tensor on meta. "
-            "Initialise the model first, or leave sync_module_states out."
-        )
-    for tensor in tensors:
-        data = tensor.detach().contiguous()
-        for group in (ranks.shard, ranks.replicate):
-            if group is not None and group.size() > 1:
-                collectives.broadcast(data, group)
-        if data.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(data)

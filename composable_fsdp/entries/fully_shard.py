@@ -87,7 +87,14 @@ def _shard(
         ignored_modules, ignored_states: modules or parameters to leave as they are.
         device_id: compute device; else the mesh's, else cuda under NCCL, else where the
             parameters are.
-        sync_module_states: give every rank the values of rank 0 first.
+        param_init_fn: called once with each module that holds parameters or buffers on
+            meta, to give them memory and values; unit by unit, so that memory holds one
+            unit above the shards. Without it a model on meta is sharded on meta, and
+            ``to_empty`` or a state dict gives the shards values before the first
+            forward.
+        sync_module_states: give every rank the values of rank 0 first; a model on meta
+            gets memory for them, and on rank 0, if it is on meta there, values from
+            each module's ``reset_parameters``.
         backward_prefetch: when the next unit is gathered in backward.
         forward_prefetch: gather the unit that came next in the last forward of this
             kind before it is needed.
@@ -111,9 +118,6 @@ def _shard(
     del if_sharded  # decided before the contract is asked
     if unknown:
         raise TypeError(_unknown_text(sorted(unknown)))
-    refuse_unavailable(
-        param_init_fn=param_init_fn,
-    )
     state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
     options = UnitOptions(
@@ -136,22 +140,12 @@ def _shard(
         device_id=device_id,
         sync_module_states=sync_module_states,
         tied_params=tied_params,
+        param_init_fn=param_init_fn,
     )
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
         refuse_container(each)
     apply(modules, state, application)
-
-
-def refuse_unavailable(**values: object) -> None:
-    """Refuse options that this version does not have, rather than ignore them."""
-    given = [name for name, value in values.items() if value is not None]
-    if given:
-        raise PlanError(
-            f"{', '.join(given)}: not available in this version of composable_fsdp, "
-            "and training without it would not be what was asked for. Leave it out; "
-            "the README lists what works today."
-        )
 
 
 def _unknown_text(names: list[str]) -> str:

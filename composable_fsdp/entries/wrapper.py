@@ -35,6 +35,7 @@ from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
+from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict.hooks import install_wrapper_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -45,6 +46,8 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
 
     Every unit that ``auto_wrap_policy`` chooses is wrapped in its place, as FSDP1 does.
     ``use_orig_params`` is always True here: the parameters are the original objects.
+    A model on meta gets values at once, from ``param_init_fn`` or each module's
+    ``reset_parameters()``.
     ``tied_params`` is ``fully_shard``'s, beside FSDP1's own: a policy may tear tied
     weights apart on this path, too.
 
@@ -95,7 +98,8 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             ignored_modules=list(ignored_modules or ()),
-            param_init_fn=param_init_fn,
+            # A wrapped model on meta gets values at once, as FSDP1 does it.
+            param_init_fn=param_init_fn or reset_parameters,
             device_id=device_id,
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,

@@ -60,6 +60,7 @@ class FlatParamHandle:
         "kept",
         "needs_gather",
         "offload",
+        "on_meta",
         "open_calls",
         "origin",
         "other_form",
@@ -98,6 +99,8 @@ class FlatParamHandle:
     """Where full parameters are, and compute."""
     offload: bool
     """Whether the shards and their gradients are on the host."""
+    on_meta: bool
+    """Whether the shards have no values yet."""
     rows: bool
     infos: tuple[ParamInfo, ...]
     swaps: tuple[Swap, ...]
@@ -233,14 +236,14 @@ def build_handle(
     handle.regions = tuple(regions)
     handle.infos = target.infos
     handle.rule = ReduceRule()
-    _make_tables(handle)
+    make_tables(handle)
     set_divisions(handle)
-    _reset(handle)
+    reset_handle(handle)
     remember_leaves(handle)
     return handle
 
 
-def _make_tables(handle: FlatParamHandle) -> None:
+def make_tables(handle: FlatParamHandle) -> None:
     """Compute once what every step needs."""
     leaves = {
         slot.index: (leaf, full)
@@ -265,6 +268,7 @@ def _make_tables(handle: FlatParamHandle) -> None:
             if leaf.numel()
         ]
     )
+    handle.on_meta = any(region.shard.is_meta for region in handle.regions)
     handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     groups: dict[torch.dtype, list[FlatParameter]] = {}
     for region in handle.trainable:
@@ -303,7 +307,8 @@ def set_divisions(handle: FlatParamHandle) -> None:
         )
 
 
-def _reset(handle: FlatParamHandle) -> None:
+def reset_handle(handle: FlatParamHandle) -> None:
+    """Set what a unit is between steps, with events for the device it is on."""
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
     handle.ready = handle.other_form = None
@@ -347,6 +352,14 @@ def _forget(link: weakref.ref[FlatParamHandle]) -> None:
     for key in link.indices:
         if _LEAVES.get(key) is link:
             del _LEAVES[key]
+
+
+def forget_leaves(handle: FlatParamHandle) -> None:
+    """Take this handle's leaves out of what ``find_leaf`` knows."""
+    for leaf in handle.leaves:
+        link = _LEAVES.get(id(leaf))
+        if link is not None and link() is handle:
+            del _LEAVES[id(leaf)]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:

@@ -3,6 +3,10 @@
 ``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment
 gives a module parameters with memory of their own; training on would read the old
 values. Checked once per iteration, for a tenth of a microsecond a leaf.
+
+What is found is taken up as plain modules take it: the parameter that a module shows is
+the parameter, with its dtype. So an optimizer made after the change holds the right
+objects.
 """
 
 from __future__ import annotations
@@ -12,94 +16,161 @@ from torch import nn
 
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import full_views
+from composable_fsdp.flat.parameter import full_views, shard_views
+from composable_fsdp.flat.rebuild import rebuild_handle
 from composable_fsdp.naming import join, shown
 
 
-def require_leaves(handle: FlatParamHandle) -> bool:
-    """Bring leaves that were torn out, but fit, back into the shard; refuse the others.
+def leaves_are_home(handle: FlatParamHandle) -> bool:
+    """Whether every leaf is in its place, and its data in the shard.
 
-    Returns whether ``requires_grad`` of a leaf is not what its region has. The sharded
-    form must be current. Everything is checked before anything is copied. Sends
-    nothing.
-
-    Raises: PlanError, naming the parameter: it is on meta, or has another dtype or
-    shape, or is no parameter.
+    The sharded form must be current.
     """
     for parameters, name, leaf, full in handle.swaps:
         if (
             parameters.get(name) is not leaf
             or leaf.requires_grad is not full.requires_grad
         ):
-            break
-    else:
-        for leaf, pointer in handle.gather_check:
-            if leaf.data_ptr() != pointer:
-                break
-        else:
-            if not any(region.shard.is_meta for region in handle.regions):
-                return False
-    return _repair(handle)
+            return False
+    for leaf, pointer in handle.gather_check:
+        if leaf.data_ptr() != pointer:
+            return False
+    return not handle.on_meta
 
 
-def _repair(handle: FlatParamHandle) -> bool:
-    names = {}
-    changed = False
-    replaced = []
-    for info, (parameters, key, leaf, full) in zip(
+def is_regrouped(handle: FlatParamHandle) -> bool:
+    """Whether ``requires_grad`` of a leaf is not what its region has."""
+    return any(
+        leaf.requires_grad is not full.requires_grad for *_, leaf, full in handle.swaps
+    )
+
+
+def require_leaves(handle: FlatParamHandle) -> bool:
+    """Take up leaves that were torn out; returns whether the full leaves are new ones.
+
+    Those have no hooks yet. The sharded form must be current, and no stream may use the
+    old buffers. Everything is checked before anything is copied. Sends nothing.
+
+    A parameter that was replaced, cast or moved to a GPU from the CPU is the parameter
+    from now on, and its region is made anew; places that were tied are tied again, to
+    what the first changed one of them shows. One that only has other memory is copied.
+
+    ``requires_grad`` is left for ``follow_requires_grad``.
+
+    Raises: PlanError, naming the parameter: it is on meta, has another shape or a dtype
+    of its own in its region, is no parameter, or was moved away from the host of its
+    offloaded shard.
+    """
+    if leaves_are_home(handle):
+        return False
+    names: dict[int, str] = {}
+    current = _current(handle, names)
+    _require_fit(handle, current, names)
+    if not _is_anew(handle, current):
+        _reattach(handle)
+        return False
+    if handle.reduce_is_allocated or handle.held is not None:
+        raise PlanError(
+            f"Parameters of unit {handle.name} were replaced, cast or moved while "
+            "gradients of no_sync wait to be reduced. Change them between steps."
+        )
+    leaves = [
+        tuple(current[slot.index] for slot in region.layout.parameters)
+        for region in handle.regions
+    ]
+    rebuild_handle(handle, leaves, device=_device(handle, current))
+    return True
+
+
+def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Parameter]:
+    """By slot index, the parameter that the modules show; fills in the names."""
+    current: dict[int, nn.Parameter] = {}
+    for info, (parameters, key, leaf, _) in zip(
         handle.infos, handle.swaps, strict=True
     ):
-        fqn = join(handle.full_fqn, info.fqn)
-        names[id(leaf)] = fqn
-        current = parameters.get(key)
-        if leaf.is_meta:
+        fqn = names.setdefault(info.slot_index, join(handle.full_fqn, info.fqn))
+        found = parameters.get(key)
+        if not isinstance(found, nn.Parameter):
             raise PlanError(
-                f"Parameter {shown(fqn)} is still on the meta device at the first "
-                "forward, so it has no values. Give the model real values before "
-                "fully_shard (module.to_empty(device=...) and reset_parameters(), or "
-                "load_state_dict with assign=True), then shard it."
+                f"Parameter {shown(fqn)} was removed or replaced by a "
+                f"{type(found).__name__} after fully_shard (torch.func.functional_call "
+                "does so for a while). Change modules before fully_shard."
             )
-        if current is not leaf:
-            _require_like(leaf, current, fqn)
-            replaced.append((parameters, key, leaf, current))
-        changed = changed or leaf.requires_grad is not full.requires_grad
-    for parameters, key, leaf, current in replaced:
-        assert current is not None
-        with torch.no_grad():
-            leaf.copy_(current)
-        parameters[key] = leaf
-    _reattach(handle, names)
-    return changed
+        first = current.setdefault(info.slot_index, found)
+        if found is not first and not leaf.is_meta:
+            # On meta, to_empty gives each place a parameter of its own.
+            raise PlanError(
+                f"The places of tied parameter {shown(fqn)} show different parameters "
+                "since fully_shard. Assign to all of them, or untie before fully_shard."
+            )
+        if first is leaf:
+            current[info.slot_index] = found
+    return current
 
 
-def _require_like(leaf: nn.Parameter, current: object, fqn: str) -> None:
-    """Refuse what cannot take the leaf's place for good."""
-    if not isinstance(current, nn.Parameter):
+def _require_fit(
+    handle: FlatParamHandle, current: dict[int, nn.Parameter], names: dict[int, str]
+) -> None:
+    meta = [shown(names[i]) for i, parameter in current.items() if parameter.is_meta]
+    if meta:
+        more = f" and {len(meta) - 3} more" if len(meta) > 3 else ""
         raise PlanError(
-            f"Parameter {shown(fqn)} was removed or replaced by a "
-            f"{type(current).__name__} after fully_shard (torch.func.functional_call "
-            "does so for a while). Change modules before fully_shard."
+            f"Parameters {', '.join(meta[:3])}{more} are still on the meta device, so "
+            "they have no values. Pass param_init_fn to fully_shard; or call "
+            "model.to_empty(device=...) after it and initialise the shards, or load a "
+            "state dict."
         )
-    if current.shape != leaf.shape or current.dtype != leaf.dtype:
-        raise _misfit(fqn, leaf, current)
-
-
-def _reattach(handle: FlatParamHandle, names: dict[int, str]) -> None:
-    """Copy leaves with memory of their own into the shard and make them views again."""
-    torn: list[tuple[nn.Parameter, torch.Tensor]] = []
     for region in handle.regions:
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-            start, stop = region.layout.interval(slot, region.rank)
-            at = region.layout.shard_offset(slot, region.rank)
-            home = region.shard[at : at + stop - start]
-            if stop > start and leaf.data_ptr() == home.data_ptr():
-                continue
-            if leaf.numel() != stop - start or leaf.dtype != region.shard.dtype:
-                raise _misfit(names[id(leaf)], home, leaf)
-            torn.append((leaf, home))
-    for leaf, home in torn:
-        home.copy_(leaf.detach().reshape(-1))
-        leaf.data = home.view(leaf.shape)
+        homes, _ = shard_views(region, region.shard, rows=handle.rows)
+        parameters = [current[slot.index] for slot in region.layout.parameters]
+        for slot, home, found in zip(
+            region.layout.parameters, homes, parameters, strict=True
+        ):
+            fqn = names[slot.index]
+            if found.shape != home.shape or found.dtype != parameters[0].dtype:
+                raise _misfit(fqn, home, found)
+            if handle.offload and found.device.type != "cpu":
+                raise PlanError(
+                    f"Parameter {shown(fqn)} was moved to {found.device} after "
+                    "fully_shard with cpu_offload, which keeps it on the host. Move "
+                    "the model before fully_shard, or not at all: the compute device "
+                    f"is {handle.device}."
+                )
+
+
+def _is_anew(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> bool:
+    """Whether more has changed than the memory of leaves."""
+    return (
+        handle.on_meta
+        or any(
+            parameters.get(name) is not leaf
+            for parameters, name, leaf, _ in handle.swaps
+        )
+        or any(
+            leaf.dtype != region.shard.dtype or leaf.device != region.shard.device
+            for region in handle.regions
+            for leaf in region.leaves
+        )
+    )
+
+
+def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.device:
+    """Where the unit computes from now on: a CPU was only where the parameters were."""
+    devices = {parameter.device for parameter in current.values()}
+    if handle.device.type == "cpu" and len(devices) == 1 and not handle.offload:
+        return devices.pop()
+    return handle.device
+
+
+def _reattach(handle: FlatParamHandle) -> None:
+    """Copy leaves with memory of their own into the shard and make them views again."""
+    with torch.no_grad():
+        for region in handle.regions:
+            homes, _ = shard_views(region, region.shard, rows=handle.rows)
+            for leaf, home in zip(region.leaves, homes, strict=True):
+                if leaf.numel() and leaf.data_ptr() != home.data_ptr():
+                    home.copy_(leaf.detach())
+                    leaf.data = home
 
 
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:

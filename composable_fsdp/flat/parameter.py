@@ -119,7 +119,7 @@ def build_region(
 
     ``device`` computes; with ``offload`` the shard is on the host, and ``full`` has
     memory of its own also where one rank holds everything. With ``sharded`` the
-    parameters are this rank's parts already.
+    ``parameters`` are this rank's part already, in memory of their own.
 
     Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
     object, its data a view of ``shard``, its ``.grad`` cleared unless it was sharded.

@@ -20,11 +20,11 @@ from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
+from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.reduce import (
     prepare_reduce,
     reduce_gradients,
 )
-from composable_fsdp.runtime.task import current_task, join_task
 from composable_fsdp.runtime.unshard import (
     keep_full,
     release,

@@ -1,4 +1,4 @@
-"""Backward of a unit: two events, and a callback that ends what they left.
+"""Backward of a unit: two events (``graph_task`` ends what they leave).
 
 * *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
   buffer and counts down from the number of leaves that this graph task will reach. At 0
@@ -10,7 +10,7 @@
 
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does. What never came is done at
-the end of the graph task (``task``).
+the end of the graph task (``graph_task``).
 
 ``torch._C._will_engine_execute_node`` is private; used only here, checked on torch 2.13
 (and present in 2.11).
@@ -29,12 +29,12 @@ from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import reshard_after_backward, use_form
 from composable_fsdp.runtime.fill import catch_up
+from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
     prepare_reduce,
     reduce_gradients,
 )
-from composable_fsdp.runtime.task import current_task, join_task
 from composable_fsdp.runtime.unshard import (
     unshard,
     wait_unsharded,
@@ -100,7 +100,7 @@ class Call:
         listed = self.state.ahead_in_backward
         if post and tape.reached > 0 and tape.schedule is None and not listed:
             assert self.state.context is not None
-            prefetch_backward(self.state.context, tape)
+            prefetch_backward(self.state.context, tape, tape.reached)
 
 
 def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
@@ -158,7 +158,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         tape.reached > 0
         and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     ):
-        prefetch_backward(context, tape)
+        prefetch_backward(context, tape, tape.reached)
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,14 +25,20 @@ def build_units(
     ranks: RankLayout,
     device: torch.device,
     api: str = API,
+    before: Callable[[int], None] | None = None,
 ) -> list[_FSDPState]:
     """Build every unit of one application, inner ones first; states in plan order.
+
+    ``before`` is called with each target's index just before its unit is sharded.
 
     ``root_state`` is the one that the registry made for the first target; the others
     are made and registered here. All checks are done; sends nothing.
     """
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
-    for target, state in reversed(list(zip(targets, states, strict=True))):
+    for index in reversed(range(len(targets))):
+        target, state = targets[index], states[index]
+        if before is not None:
+            before(index)
         _fill(state, target, ranks, device)
         if state is not root_state:
             set_state(target.modules[0], api, state)

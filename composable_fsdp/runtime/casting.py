@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -67,6 +68,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if all(new is old for new, old in zip(changed, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(changed, spec)
+
+
+def to_device(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments with their tensors on ``device``; ``None`` if they are."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device)
+
+    moved = map_tensors((args, kwargs), move)
+    return None if moved[0] is args and moved[1] is kwargs else moved
 
 
 def _map_leaf(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:

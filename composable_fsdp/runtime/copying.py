@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.flat.handle import FlatParamHandle, build_handle, set_divisions
-from composable_fsdp.flat.integrity import require_leaves
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.arrivals import arm_leaves
@@ -88,8 +87,6 @@ def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
 def _copy_handle(
     handle: FlatParamHandle, modules: tuple[nn.Module, ...], memo: Memo
 ) -> FlatParamHandle:
-    if not any(region.shard.is_meta for region in handle.regions):
-        require_leaves(handle)
     target = Target(
         plan=handle.plan,
         modules=modules,

@@ -22,6 +22,7 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import prepare_reduce, reduce_gradients
 from composable_fsdp.runtime.unshard import reshard, unshard
+from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
 
@@ -45,6 +46,13 @@ def catch_up(context: RuntimeContext, tape: Tape, index: int) -> None:
         for state in [s for s, begin in schedule.waiting.items() if begin > at]:
             del schedule.waiting[state]
             _reduce_in_turn(context, state)
+        handle = schedule.uses[at].handle
+        log = handle.backward_log
+        if log is not None:
+            if log.expected[log.position] is handle:
+                log.position += 1
+            else:
+                depart_in_backward(context, log, handle, tape.mode)
         if at > index:
             _gather_in_turn(context, tape, at)
 
@@ -69,11 +77,10 @@ def _gather_in_turn(context: RuntimeContext, tape: Tape, at: int) -> None:
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     pre = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    tape.reached = at
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
     elif pre and at > 0:
-        prefetch_backward(context, tape)
+        prefetch_backward(context, tape, at)
 
 
 def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:

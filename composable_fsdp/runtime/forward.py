@@ -24,12 +24,12 @@ from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import use_form
 from composable_fsdp.runtime.backward import Call, pre_backward
-from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.casting import map_tensors, tensors_in, to_device
+from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
-from composable_fsdp.runtime.task import current_task
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import Tape, _FSDPState
@@ -42,7 +42,8 @@ def pre_forward(
 ) -> Arguments | None:
     """Make the unit full before its forward, and alias the inputs that need gradients.
 
-    Returns the arguments if one of them was replaced.
+    The outermost unit moves tensors to a GPU that computes. Returns the arguments if
+    one of them was replaced.
 
     Collective: the unit's all-gather, unless it is full, and those of units ahead.
     Raises: PhaseError, inside ``unshard_params``; DesyncError, if another rank runs
@@ -56,12 +57,16 @@ def pre_forward(
             "yours to change. Call it after the block."
         )
     recomputing = current_task() != NO_TASK
-    handle = state.handle
+    handle, replaced = state.handle, None
     if not recomputing and (
         context.outermost is None
         or (context.outermost is state and handle.calls and not is_live(context))
     ):
         begin_iteration(context, state)
+        if context.streams is not None:
+            replaced = to_device(args, kwargs, state.device)
+            if replaced is not None:
+                args, kwargs = replaced
     log = handle.forward_log
     if log is not None and not recomputing:
         # Before anything is sent, so that ranks which disagree can say so.
@@ -69,13 +74,13 @@ def pre_forward(
             log.position += 1
         else:
             log.depart(handle, context.tape.mode)
-    precision, replaced = state.precision, None
+    precision = state.precision
     if precision is not None:
         if handle.task == NO_TASK and precision.wide(module) is not handle.wide:
             use_form(context, state, wide=not handle.wide)
-        replaced = cast_inputs(state, args, kwargs)
-        if replaced is not None:
-            args, kwargs = replaced
+        cast = cast_inputs(state, args, kwargs)
+        if cast is not None:
+            args, kwargs = replaced = cast
     if not handle.gathered or handle.retiring:
         unshard(context, handle)
     if state.prefetches_forward and not recomputing:

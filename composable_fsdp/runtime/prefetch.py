@@ -14,14 +14,15 @@ from composable_fsdp.runtime.unshard import reshard, unshard
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
 
-def prefetch_backward(context: RuntimeContext, tape: Tape) -> None:
-    """Unshard the unit whose backward comes next: used before all that were reached.
+def prefetch_backward(context: RuntimeContext, tape: Tape, reached: int) -> None:
+    """Unshard the unit whose backward comes next: the one used before ``reached``.
 
-    None if that unit is full already.
+    That is the earliest use that backward has come to. None if that unit is full
+    already.
 
     Collective: that unit's all-gather, or none.
     """
-    handle: FlatParamHandle | None = tape.order.before(tape.reached)
+    handle: FlatParamHandle | None = tape.order.before(reached)
     if handle is not None and (not handle.gathered or handle.retiring):
         unshard(context, handle)
 

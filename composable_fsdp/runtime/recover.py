@@ -17,7 +17,8 @@ from torch import nn
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.integrity import require_leaves
+from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
+from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
@@ -26,9 +27,9 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.regroup import follow_requires_grad
-from composable_fsdp.runtime.task import current_task, reset_backward
+from composable_fsdp.runtime.take_up import take_up, take_up_unless_on_meta
 from composable_fsdp.runtime.unshard import reshard, retire, versions
-from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
 
 
@@ -54,14 +55,18 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     for handle in context.handles:
         if handle.rule.fill:
             schedule = schedule or Schedule()
-        if handle.full_since is not None and not take_up(handle):
+        if handle.full_since is not None and is_good(handle):
             continue
         if handle.gathered or handle.is_full:
             reshard(context, handle)
             # Kept for a second backward: its memory stays and is gathered into again.
             handle.gathered = handle.retiring
-        if require_leaves(handle):
-            follow_requires_grad(context, handle)
+    for unit in root_of(context)._root_states:
+        handle = unit.handle
+        if handle.full_since is None and not leaves_are_home(handle):
+            take_up(unit)
+            if is_regrouped(handle):
+                follow_requires_grad(context, handle)
     for unit in context.lists:
         unit.remaining.clear()
     for unit in context.precisions:
@@ -78,13 +83,12 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     context.frame = _module_call()
 
 
-def take_up(handle: FlatParamHandle) -> bool:
-    """Let a unit that is full already be used as it is.
+def is_good(handle: FlatParamHandle) -> bool:
+    """Whether a unit that was left full on purpose can be used as it is.
 
-    Returns True if it has to be sharded all the same: ``requires_grad`` changed.
+    Not if a leaf was torn out of its shard, or frozen or unfrozen.
 
-    Raises: PhaseError, if its shards have other values by now; PlanError, as
-    ``begin_iteration``.
+    Raises: PhaseError, if its shards were written to.
     """
     shown = handle.is_full
     if shown:
@@ -97,10 +101,10 @@ def take_up(handle: FlatParamHandle) -> bool:
             "reshard(module), or set_reshard_after_backward(module, True) before the "
             "backward that comes before the step."
         )
-    changed = require_leaves(handle)
-    if shown:
+    good = leaves_are_home(handle)
+    if shown and good:
         views.use_full(handle)
-    return changed
+    return good
 
 
 def _module_call() -> FrameType | None:
@@ -167,6 +171,7 @@ def settle(state: _FSDPState, what: str) -> None:
     """
     context = state.context
     if context is None:
+        take_up_unless_on_meta(state)
         return
     if context.outermost is not None and not is_live(context):
         recover(context, drop_gradients=False)
@@ -191,6 +196,8 @@ def settle(state: _FSDPState, what: str) -> None:
         recover(context, drop_gradients=True)
     # The caller may write shards on the host.
     wait_for_copies(context)
+    if not state.handle.is_full and not state.handle.gathered:
+        take_up_unless_on_meta(state)
 
 
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
@@ -199,7 +206,7 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     Units that were kept between forward and backward are resharded; backward gathers
     them again. Sends nothing.
 
-    Raises: as ``settle``.
+    Raises: as ``settle``; PlanError, as ``take_up``.
     """
     settle(state, what)
     context = ensure_root(state)
@@ -208,4 +215,6 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
         if handle.gathered:
             reshard(context, handle)
     retire(context, keep=0)
+    for unit in root_of(context)._root_states:
+        take_up(unit)
     return context

@@ -22,7 +22,16 @@ def gather_unit(
     besides. ``first_only``: nothing on the other ranks.
 
     Collective: as ``gather_flat_values``; with ``first_only`` the first replica alone.
+    None if the unit has no values yet: then the tensors are on meta.
     """
+    if handle.on_meta:
+        return {
+            slot.index: torch.empty(
+                slot.shape, dtype=region.layout.dtype, device="meta"
+            )
+            for region in handle.regions
+            for slot in region.layout.parameters
+        }
     if first_only and not handle.groups.in_first_replica:
         return {}
     shards = [on_device(handle, region.shard) for region in handle.regions]

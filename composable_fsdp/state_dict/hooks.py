@@ -154,6 +154,12 @@ def _values(state: _FSDPState, *, first_only: bool, to_cpu: bool) -> dict[int, T
     return gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
 
 
+_ON_META = (
+    "the parameter is on meta and cannot be copied into. Call model.to_empty("
+    "device=...) first, or load_state_dict(..., assign=True)."
+)
+
+
 class _Load:
     """The load hook of one unit: this rank's part in the place of each full value."""
 
@@ -206,6 +212,15 @@ class _Load:
                     if not _holds(self.state, module, slot, name):
                         continue
                     problem = _take(region, slot, leaf, value, local=local)
+                    if leaf.is_meta and not problem:
+                        if local_metadata.get("assign_to_params_buffers", False):
+                            part = value
+                            if not local:
+                                part = part_of(region, slot, value, like=leaf)
+                            # Torch makes a parameter of it, and the unit takes it up.
+                            state_dict[key] = part.to(leaf.dtype, copy=True)
+                            continue
+                        problem = _ON_META
                     if problem:
                         error_msgs.append(f"{shown(strip_wrapper(key))}: {problem}")
                     # The leaf itself: copying it is nothing, and assign=True keeps it.

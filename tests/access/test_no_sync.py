@@ -172,8 +172,10 @@ def test_after_a_raise_inside_the_next_backward_reduces(
     ranks(world_size).run(check_raise, path)
 
 
-def check_state_dict_between(world: World, path: str) -> None:
-    model = gpt(path)
+def check_state_dict_between(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    model = gpt(path, strategy=strategy)
 
     with no_sync(model):
         backward(model, 0, world.rank)
@@ -190,11 +192,41 @@ def check_state_dict_between(world: World, path: str) -> None:
 
 @one_to_three_ranks
 @both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 def test_saving_and_evaluating_between_micro_batches_loses_no_gradient(
-    ranks: RankCount, path: str, world_size: int
+    ranks: RankCount, path: str, world_size: int, strategy: ShardingStrategy
 ) -> None:
     """Gradients that wait survive a state dict and a forward without backward."""
-    ranks(world_size).run(check_state_dict_between, path)
+    ranks(world_size).run(check_state_dict_between, path, strategy)
+
+
+def check_gathers(world: World, path: str, strategy: ShardingStrategy) -> list[int]:
+    model = gpt(path, strategy=strategy)
+    gathers = []
+    with no_sync(model):
+        for batch in range(2):
+            with record() as calls:
+                backward(model, batch, world.rank)
+            gathers.append(sum(call.op == "all_gather" for call in calls))
+    for batch in range(2, 4):
+        with record() as calls:
+            backward(model, batch, world.rank)
+        gathers.append(sum(call.op == "all_gather" for call in calls))
+    assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
+    return gathers
+
+
+@pytest.mark.req("B-14")
+@both_paths
+def test_what_stays_full_for_backward_stays_for_the_next_forward(
+    ranks: RankCount, path: str
+) -> None:
+    """With SHARD_GRAD_OP three gathers serve three batches; FULL_SHARD gathers anew."""
+    kept = ranks(2).run(check_gathers, path, ShardingStrategy.SHARD_GRAD_OP)[0]
+    freed = ranks(2).run(check_gathers, path, ShardingStrategy.FULL_SHARD)[0]
+
+    assert kept == [3, 0, 0, 3]
+    assert freed == [5, 5, 5, 5]
 
 
 def test_a_model_without_units_is_refused() -> None:

@@ -308,14 +308,12 @@ def test_settings_that_must_be_equal_in_a_tree_are_compared(one_rank: World) -> 
 # ---- running ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_forward_with_parameters_on_meta_names_them(
-    one_rank: World, path: str
-) -> None:
+@pytest.mark.req("B-08")
+def test_a_forward_with_parameters_on_meta_names_them(one_rank: World) -> None:
     """No kernel ever runs on meta: the first forward says which and what to do."""
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(2, 2))
-    model = door(path)(plain)
+    model = fully_shard(plain)
 
     refused(
         model,

@@ -15,7 +15,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.forward import post_forward, pre_forward
-from composable_fsdp.runtime.task import finish_task
+from composable_fsdp.runtime.graph_task import finish_task
 from composable_fsdp.testing.models import TinyGPT, module_at, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree import root as root_module

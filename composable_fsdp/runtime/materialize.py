@@ -1,0 +1,186 @@
+"""Giving parameters on meta their values, unit by unit, before each is sharded.
+
+::
+
+    per unit, inner ones first     init(module) for each module that holds meta tensors
+                                   broadcast from the first rank, if asked for
+                                   shard; the full values are freed
+
+So the memory above the shards is that of one unit. The original objects stay: what
+``init`` puts into a module is swapped into them, so that ties, and optimizers made
+earlier, hold.
+
+A tensor that several modules hold takes the values of the first, in ``.modules()``
+order. The initialisers of the others run as well, once each, on a stand-in of their
+own: as when a model ties its weights after it has made all its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import join, shown
+from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.walk import name_of
+
+Init = Callable[[nn.Module], object]
+
+
+class Waiting(NamedTuple):
+    """A module that holds meta tensors directly: which, and which it has first."""
+
+    top: nn.Module
+    """Where names start."""
+    module: nn.Module
+    held: tuple[tuple[dict[str, Any], str, Tensor], ...]
+    """The module's table of parameters or buffers, key, and the tensor."""
+    first: frozenset[str]
+
+    @property
+    def fqn(self) -> str:
+        """The module's name; only asked for by messages."""
+        return name_of(self.top, self.module)
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """Initialise a module whose tensors have memory, as torch's own layers do."""
+    reset: Any = module.reset_parameters
+    reset()
+
+
+def leave_empty(module: nn.Module) -> None:
+    """Initialise nothing: the values come from the first rank."""
+
+
+def with_memory(init: Init, device: torch.device) -> Init:
+    """``init``, after what ``module`` holds on meta has got memory on ``device``."""
+    return partial(_give_memory_and_call, init, device)
+
+
+def _give_memory_and_call(init: Init, device: torch.device, module: nn.Module) -> None:
+    for table in (module._parameters, module._buffers):
+        for key, tensor in table.items():
+            if tensor is not None and tensor.is_meta:
+                table[key] = _empty_like(tensor, device)
+    init(module)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Any:
+    made = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def find_waiting(
+    targets: Sequence[Target], kept: frozenset[int]
+) -> list[list[Waiting]]:
+    """Per target, the modules that have to be initialised, in ``.modules()`` order.
+
+    ``kept``: identities of parameters that are left on meta, because they are ignored.
+    """
+    first: dict[int, tuple[int, str]] = {}
+    for top in targets[0].modules:
+        for module in top.modules():
+            for table, key, tensor in _on_meta(module, kept):
+                first.setdefault(id(tensor), (id(table), key))
+    return [
+        [
+            Waiting(
+                targets[0].modules[0],
+                module,
+                held,
+                frozenset(k for t, k, v in held if first[id(v)] == (id(t), k)),
+            )
+            for module in target.members
+            if (held := _on_meta(module, kept))
+        ]
+        for target in targets
+    ]
+
+
+def _on_meta(
+    module: nn.Module, kept: frozenset[int]
+) -> tuple[tuple[dict[str, Any], str, Tensor], ...]:
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    return tuple(
+        (table, key, tensor)
+        for table in tables
+        for key, tensor in table.items()
+        if tensor is not None and tensor.is_meta and id(tensor) not in kept
+    )
+
+
+def require_reset_parameters(waiting: Sequence[Waiting]) -> None:
+    """Refuse modules on meta that torch's convention cannot initialise."""
+    for each in waiting:
+        if not callable(getattr(each.module, "reset_parameters", None)):
+            raise PlanError(
+                f"{type(each.module).__name__} {shown(each.fqn)} holds "
+                f"{', '.join(repr(key) for _, key, _ in each.held)} on meta and has no "
+                "reset_parameters() to initialise it. Give it one, or pass "
+                "param_init_fn."
+            )
+
+
+@torch.no_grad()
+def materialize(waiting: Waiting, init: Init) -> None:
+    """Run ``init`` on one module; afterwards nothing that was on meta is.
+
+    Sends nothing.
+
+    Raises: PlanError, if ``init`` left a tensor on meta or changed its shape or dtype.
+    """
+    for table, key, tensor in waiting.held:
+        if key not in waiting.first:
+            table[key] = _empty_like(tensor, torch.device("meta"))
+    with torch.inference_mode(False):
+        init(waiting.module)
+    for table, key, tensor in waiting.held:
+        made = table.get(key)
+        table[key] = tensor
+        if key in waiting.first:
+            made = _require_like(waiting, key, tensor, made)
+            if made is not tensor:
+                _swap(waiting, key, tensor, made)
+
+
+def _require_like(waiting: Waiting, key: str, tensor: Tensor, made: object) -> Tensor:
+    if (
+        isinstance(made, Tensor)
+        and not made.is_meta
+        and made.shape == tensor.shape
+        and made.dtype == tensor.dtype
+    ):
+        return made
+    got = type(made).__name__
+    if isinstance(made, Tensor):
+        got = f"{tuple(made.shape)} {made.dtype} on {made.device}"
+    raise PlanError(
+        f"param_init_fn was called with {type(waiting.module).__name__} "
+        f"{shown(waiting.fqn)} and left {key!r} as {got}; expected "
+        f"{tuple(tensor.shape)} {tensor.dtype} with values. Let it call "
+        "module.to_empty(device=..., recurse=False) and then set them."
+    )
+
+
+def _swap(waiting: Waiting, key: str, tensor: Tensor, made: Tensor) -> None:
+    """Make the object ``tensor`` hold what ``made`` does, and keep its attributes."""
+    trainable = tensor.requires_grad
+    swap: Callable[[Tensor, Tensor], None] = vars(torch.utils)["swap_tensors"]
+    try:
+        swap(tensor, made)
+    except RuntimeError as error:
+        raise PlanError(
+            f"{shown(join(waiting.fqn, key))} on meta cannot be given values in place "
+            f"({error}): something else refers to it, as nn.LSTM does weakly. "
+            "Initialise the model before fully_shard."
+        ) from error
+    tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
+    tensor.requires_grad_(trainable)

@@ -1,0 +1,138 @@
+"""The three ways to place a model, and inputs on the host, on a real GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import CPUOffload, PlanError, fully_shard
+from composable_fsdp.testing.world import RankPool, World, single_rank_group
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.reference import backward
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: placement was not tried"),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 2] if GPUS >= 2 else [1])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Ranks on NCCL, one per GPU."""
+    with RankPool(request.param, "nccl") as ranks:
+        yield ranks
+
+
+class Nested(nn.Module):
+    """Takes a dict of lists and adds a buffer."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, inputs: dict[str, list[Tensor]], *, more: Tensor) -> Tensor:
+        """Sum of everything."""
+        x = torch.stack(inputs["xs"]).sum(0) + more
+        y: Tensor = self.norm(self.linear(x)) + self.shift
+        return y
+
+
+def place(world: World, when: str, offload: bool) -> None:
+    """Build, place, run; inputs and buffers start on the host."""
+    model: nn.Module = Nested()
+    option = CPUOffload(offload_params=offload)
+    if when == "before":
+        model.to(world.device)
+    model = fully_shard(model, cpu_offload=option)
+    if when == "after":
+        model.to(world.device)
+    x = torch.ones(4, 8)
+
+    if when == "after" and offload:
+        with pytest.raises(PlanError, match=r"moved to cuda:\d+ after fully_shard"):
+            model({"xs": [x, x]}, more=x)
+        return
+    y = model({"xs": [x, x]}, more=x)
+    backward(y.sum())
+
+    assert y.device == world.device
+    assert all(b.device == world.device for b in model.buffers())
+    home = torch.device("cpu") if offload else world.device
+    for parameter in model.parameters():
+        assert parameter.device == home
+        assert parameter.grad is not None
+        assert parameter.grad.device == home
+
+
+@pytest.mark.req("S2-09", "B-05")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_the_three_styles_of_placing_a_model(
+    pool: RankPool, when: str, offload: bool
+) -> None:
+    """Before sharding and never always work; after does, unless offloaded."""
+    pool.run(place, when, offload)
+
+
+@pytest.mark.req("B-07")
+def test_a_model_on_gloo_that_is_moved_later_computes_on_the_gpu() -> None:
+    """The CPU was only where the parameters were."""
+    with single_rank_group():
+        model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        model.cuda()
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda()
+        plain.load_state_dict(model.state_dict())
+        x = torch.ones(2, 8)
+
+        for each in (model, plain):
+            backward(each(x.cuda()).square().sum())
+
+        assert all(h.device.type == "cuda" for h in _get_fsdp_handles(model))
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours.grad.view_as(theirs), theirs.grad)
+
+
+def from_meta(world: World, offload: bool) -> None:
+    """A meta model under NCCL with nothing said about devices."""
+    with torch.device("meta"):
+        model = Nested()
+    model = fully_shard(
+        model,
+        cpu_offload=CPUOffload(offload_params=offload),
+        param_init_fn=_init,
+    )
+    x = torch.ones(4, 8)
+
+    y = model({"xs": [x, x]}, more=x)
+    backward(y.sum())
+
+    home = torch.device("cpu") if offload else world.device
+    assert all(p.device == home for p in model.parameters())
+    assert all(b.device == world.device for b in model.buffers())
+
+
+@torch.no_grad()
+def _init(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            tensor.fill_(1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_meta_model_ends_up_where_it_belongs(pool: RankPool, offload: bool) -> None:
+    """Wherever its initialiser put the values."""
+    pool.run(from_meta, offload)
