@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from composable_fsdp import ShardingStrategy
-from composable_fsdp.testing.recipes import ModelRecipe
+from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
 from composable_fsdp.testing.strategies import FEATURES, model_recipes
 from composable_fsdp.testing.world import RankPool
 from property_tests.live import examples
@@ -162,3 +162,38 @@ def test_whatever_a_script_does_the_three_models_agree(
         cast("Any", machine),  # a class or a function, though it is typed as a class
         settings=settings(examples(40), stateful_step_count=ACTIONS),
     )
+
+
+def step(batch: int) -> list[Action]:
+    """What ``train`` puts into a program."""
+    return [("forward", batch), ("backward", -1, True), ("step",)]
+
+
+PAIR = ModelRecipe(root=ModuleRecipe(children=(ModuleRecipe(),)), sharded=("block",))
+TWICE = ModelRecipe(
+    root=ModuleRecipe(
+        children=(ModuleRecipe(), ModuleRecipe(children=(ModuleRecipe(kind="again"),)))
+    ),
+    width=1,
+    sharded=("block", "block_1"),
+)
+FOUND: dict[str, tuple[ModelRecipe, ShardingStrategy, list[Action]]] = {
+    # The inner block's unit, below two others, was shown twice and freed once.
+    "a unit in two places is shown": (
+        TWICE,
+        ShardingStrategy.FULL_SHARD,
+        [("write", 2, False)],
+    ),
+    # The record of reductions was read by the regions of after the change.
+    "freezing after a recorded step": (
+        PAIR,
+        ShardingStrategy.NO_SHARD,
+        [*step(0), ("zero_grad", True), ("freeze", 0), *step(0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_failed_once(ranks: RankCount, name: str) -> None:
+    """Each was found by the machine, and is here in the place of an example."""
+    ranks(2).run(run_program, *FOUND[name])

@@ -66,11 +66,12 @@ def depart_in_backward(
     """``OrderLog.depart``, for a backward of the forward ``forward``.
 
     Which units reduce is part of the mode: rounds under ``no_sync`` have an order of
-    their own.
+    their own. So is how their parameters are laid out, which freezing changes.
     """
     root = context.root()
     states = root._root_states if root is not None else ()
-    log.depart(use, (forward, tuple([state.sync_gradients for state in states])))
+    syncs = tuple([state.sync_gradients for state in states])
+    log.depart(use, (forward, syncs, tuple([s.handle.epoch for s in states])))
 
 
 def _tell_forward(use: object) -> str:
@@ -111,9 +112,11 @@ def _mode_of_forward(mode: Hashable) -> str:
 
 def _mode_of_backward(mode: Hashable) -> str:
     assert isinstance(mode, tuple)
-    forward, syncs = mode
+    forward, syncs, epochs = mode
     of = _mode_of_forward(forward).removeprefix("begins ") if forward else "no forward"
     how = "" if all(syncs) else ", reductions off for some units"
     if not any(syncs):
         how = ", reductions off"
+    if any(epochs):
+        how += f", after {sum(epochs)} changes of requires_grad"
     return f"begins the backward of {of}{how}"
