@@ -152,9 +152,14 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Give the weights up, or keep them for the next forward if so told."""
+    """Give the weights up, or keep them for the next forward if so told.
+
+    Inside a forward of the unit they stay, and its end decides.
+    """
     context = state.context
     assert context is not None
+    if handle.calls:
+        return
     handle.phase = Phase.BACKWARD_POST
     if state.reshard_after_backward:
         reshard(context, handle)
