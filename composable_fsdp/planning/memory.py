@@ -119,13 +119,15 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
             step.reshard(index)
     order = [i for i, enters in events if not enters and units[i].in_backward]
     before = dict(zip(order[1:], order, strict=False))
+    coming: int | None = None
     for index, enters in reversed(events):
         if not units[index].in_backward:
             continue
         if enters:
-            step.end_backward(index, before.get(index))
+            step.end_backward(index, coming)
         else:
-            step.begin_backward(index, before.get(index))
+            coming = before.get(index)
+            step.begin_backward(index, coming)
     return step.most
 
 
