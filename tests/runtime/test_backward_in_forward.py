@@ -80,7 +80,6 @@ def train_forces(world: World, path: str, way: str, strategy: ShardingStrategy) 
     assert_same_training(model, reference, losses, mine, tolerance=1e-6)
 
 
-@pytest.mark.req("X-33")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("way", FORCES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
