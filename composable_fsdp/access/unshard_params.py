@@ -35,10 +35,11 @@ def unshard_params(
     """Show full parameters in ``module`` while the block runs.
 
     Args:
-        module: any module that is or holds a fully sharded module. recurse: also the
-        units below; else only the unit that ``module`` itself is. writeback: what the
-        block wrote into the parameters reaches the shards. Each rank
-            writes its own part; with ``rank0_only`` rank 0's values reach every shard.
+        module: any module that is or holds a fully sharded module.
+        recurse: also the units below; else only the unit that ``module`` itself is.
+        writeback: what the block wrote into the parameters reaches the shards. Each
+            rank writes its own part; with ``rank0_only`` rank 0's values reach every
+            shard.
         rank0_only: only rank 0 of each shard group gets full parameters; the others
             keep seeing their shards.
         offload_to_cpu: the full parameters are copies in host memory, made unit by

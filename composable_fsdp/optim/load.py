@@ -39,10 +39,10 @@ def optim_state_dict_to_load(
     """Return this rank's part of a state, ready for ``optim.load_state_dict``.
 
     Args:
-        model: the sharded model, or a module that holds it. optim: the optimizer that
-        will load the result. optim_state_dict: what ``optim_state_dict`` returned, at
-        any world size, or a plain
-            model's state under its parameter names; full on every rank, unless
+        model: the sharded model, or a module that holds it.
+        optim: the optimizer that will load the result.
+        optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a
+            plain model's state under its parameter names; full on every rank, unless
             ``set_state_dict_type`` says ``rank0_only`` (then the first rank's is sent
             to all) or local (then this rank's own).
         is_named_optimizer: keep names as keys instead of the optimizer's ids.

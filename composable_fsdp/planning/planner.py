@@ -19,6 +19,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
     API,
@@ -198,7 +199,7 @@ def plan(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"plan expects a module, got a {type(module).__name__}.")
-    if get_state(module, API) is not None:
+    if get_state(module._modules.get(WRAPPED_MODULE) or module, API) is not None:
         raise CompositionError(
             f"plan expects a module that is not sharded yet; fully_shard was already "
             f"applied to this {type(module).__name__}. Ask before, or ask a fresh "

@@ -4,8 +4,8 @@
 leaves, ``reshard`` hides them and gives the memory back. On CUDA the memory of full
 buffers belongs to the gather stream::
 
-    gather   [wait free(k-2)] [all-gather k]---event k compute                  [ ...
-    k-1 ... ]  [wait event k] [ ... k ... ]--event free(k)
+    gather   [wait free(k-2)] [all-gather k]---event k
+    compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
 
 ``reshard`` frees nothing on CUDA at once: it records when compute is through. The next
 ``unshard`` makes the gather stream wait for the oldest such event and frees then, so

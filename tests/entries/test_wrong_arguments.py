@@ -228,9 +228,12 @@ def test_torchscript_is_refused_by_name(one_rank: World, below: bool) -> None:
         fully_shard(model)
 
 
-def test_a_plan_of_what_is_sharded_is_refused(one_rank: World) -> None:
+@pytest.mark.parametrize("door", [fully_shard, FullyShardedDataParallel])
+def test_a_plan_of_what_is_sharded_is_refused(
+    one_rank: World, door: Callable[[nn.Module], nn.Module]
+) -> None:
     """It would count this rank's part as the whole."""
-    model = fully_shard(tiny_mlp())
+    model = door(tiny_mlp())
 
     with pytest.raises(CompositionError, match="plan expects a module that is not"):
         plan(model, world_size=4)
