@@ -305,12 +305,7 @@ def resolve_device(
     """
     if device_id is not None:
         if isinstance(device_id, int):
-            device_id = torch.device("cuda", device_id)
-        if torch.device(device_id).type == "cuda" and not torch.cuda.is_available():
-            raise PlanError(
-                f"device_id={device_id} was passed, and this torch finds no CUDA "
-                "device. Leave it out, or pass torch.device('cpu')."
-            )
+            return torch.device("cuda", device_id)
         return _indexed(torch.device(device_id))
     if ranks.device_type is not None:
         wanted = _indexed(torch.device(ranks.device_type))

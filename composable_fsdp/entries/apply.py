@@ -106,6 +106,12 @@ def apply(
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(
+            f"The compute device is {device} (device_id={application.device_id}), and "
+            "this torch finds no CUDA device. Leave device_id out, or pass "
+            "torch.device('cpu')."
+        )
     init, sync = application.param_init_fn, application.sync_module_states
     on_meta = any(parameter.is_meta for parameter in parameters)
     if on_meta and init is None and not sync:

@@ -242,7 +242,7 @@ def test_a_plan_of_what_is_sharded_is_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is absent")
 def test_a_device_that_is_not_there_is_refused(one_rank: World) -> None:
     """An index means a GPU."""
-    with pytest.raises(PlanError, match="device_id=cuda:0 was passed"):
+    with pytest.raises(PlanError, match=r"device is cuda:0 \(device_id=0\)"):
         fully_shard(tiny_mlp(), device_id=0)
 
 
