@@ -130,9 +130,9 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self.problems: list[str] = []
         self.host = FakeStream(self, "host")
         self.compute = FakeStream(self, "compute")
-        self.leaf_streams: weakref.WeakKeyDictionary[Any, FakeStream]
-        self.leaf_streams = weakref.WeakKeyDictionary()
-        """Where hooks of leaves run: where the nodes were made that accumulate."""
+        self.leaf_streams: dict[int, FakeStream] = {}
+        """By identity of a full leaf, where its hook runs: where the node that
+        accumulates was made."""
         self.current = self.compute
         self.is_async = False
         self._blocks: dict[int, tuple[Any, Block]] = {}
@@ -323,7 +323,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
     def arrive_there(*args: Any) -> None:
         # What the engine does before a node that has a stream of its own.
         leaf = args[-1]
-        stream = order.leaf_streams[leaf]
+        stream = order.leaf_streams[id(leaf)]
         if stream is not order.current:
             stream.wait_stream(order.current)
             if leaf.grad is not None:
@@ -332,7 +332,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
             arrive(*args)
 
     def note_stream(leaf: Any) -> object:
-        order.leaf_streams[leaf] = order.current
+        order.leaf_streams[id(leaf)] = order.current
         return accumulator(leaf)
 
     def finish_behind_leaves(*args: Any) -> None:
