@@ -106,9 +106,7 @@ class FakeStream:
 
     def has_seen(self, access: Access) -> bool:
         """Whether the next op is behind ``access``."""
-        return (
-            access.stream is self or self.clock.get(access.stream, 0) >= access.time
-        )
+        return access.stream is self or self.clock.get(access.stream, 0) >= access.time
 
 
 class FakeEvent:
@@ -191,9 +189,9 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         if not tensor.numel():
             return
         block = self.block(tensor.untyped_storage())
-        start = tensor.storage_offset()
+        start = int(tensor.storage_offset())
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        stop = start + 1 + sum((size - 1) * stride for size, stride in pairs)
+        stop = start + 1 + sum(int((size - 1) * stride) for size, stride in pairs)
         start, stop = start * tensor.itemsize, stop * tensor.itemsize
         where = _place()
         for other in block.accesses.values():
@@ -234,7 +232,9 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         stream.join(self.host.clock)
         stream.clock[stream] = stream.clock.get(stream, 0) + 1
         for tensor in fresh:
-            self.block(tensor.untyped_storage(), made=True).is_host = stream is self.host
+            self.block(tensor.untyped_storage(), made=True).is_host = (
+                stream is self.host
+            )
         writes = {id(t) for t in (*written, *fresh)}
         for tensor in (*given, *fresh):
             self.access(stream, tensor, writes=id(tensor) in writes)
