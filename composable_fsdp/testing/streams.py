@@ -189,9 +189,9 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         if not tensor.numel():
             return
         block = self.block(tensor.untyped_storage())
-        start = tensor.storage_offset()
+        start = int(tensor.storage_offset())
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        stop = start + 1 + sum((size - 1) * stride for size, stride in pairs)
+        stop = start + 1 + sum(int((size - 1) * stride) for size, stride in pairs)
         start, stop = start * tensor.itemsize, stop * tensor.itemsize
         where = _place()
         for other in block.accesses.values():
