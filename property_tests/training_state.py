@@ -42,7 +42,6 @@ from tests.runtime.reference import (
     backward,
     loss_of,
     sgd,
-    tolerance_at,
     wide_input,
 )
 
@@ -69,7 +68,8 @@ class Trio:
         self, world: World, recipe: ModelRecipe, strategy: ShardingStrategy
     ) -> None:
         self.world, self.recipe = world, recipe
-        self.tolerance = tolerance_at(world.world_size)
+        # A momentum that overshoots makes rounding grow from step to step.
+        self.tolerance = 0.0 if world.world_size <= 2 else 1e-3
         self.plain = build(recipe)
         units = legal_units(self.plain, recipe.sharded)
         self.sharded = [
@@ -170,9 +170,9 @@ class Trio:
         expected = torch.nn.utils.clip_grad_norm_(filled, 0.5, norm_type)
         for model in self.sharded:
             norm = clip_grad_norm_(model, 0.5, norm_type)
-            self.equal(norm, expected, 1e-4)
+            self.equal(norm, expected, 1e-3)
         # From here on the gradients differ by rounding, and so do the weights.
-        self.tolerance = max(self.tolerance, 1e-4)
+        self.tolerance = max(self.tolerance, 1e-3)
 
     def evaluate(self, inference: bool) -> None:
         x = self.inputs(9, self.world.rank)
