@@ -16,7 +16,8 @@ and dropped on the reduce stream, so their memory is reused behind the copy;
 
 The other direction needs care too: a gather reads the shard behind the host's back.
 Whoever writes shards on the host comes after a wait: the optimizer after that of
-backward, our own functions after ``wait_for_copies``.
+backward, our own functions after ``wait_for_copies``. Nothing waits for a forward with
+gradients that gets no backward before the shards are written; use ``torch.no_grad``.
 """
 
 from __future__ import annotations

@@ -61,6 +61,8 @@ class Access(NamedTuple):
     stop: int
     writes: bool
     where: str
+    clock: Clock
+    """What the stream knew then."""
 
 
 class Block:
@@ -206,9 +208,9 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
                     f"{other.stream} {'writes' if other.writes else 'reads'} in "
                     f"{other.where}"
                 )
-        key = (stream, start, stop, writes)
-        block.accesses[key] = Access(
-            stream, stream.clock[stream], start, stop, writes, where
+        clock = dict(stream.clock)
+        block.accesses[stream, start, stop, writes] = Access(
+            stream, clock[stream], start, stop, writes, where, clock
         )
 
     def __torch_dispatch__(
@@ -321,13 +323,15 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         order.is_async = False
 
     def arrive_there(*args: Any) -> None:
-        # What the engine does before a node that has a stream of its own.
+        # A node that has a stream of its own is run behind the op that gave it the
+        # gradient, and the allocator knows.
         leaf = args[-1]
         stream = order.leaf_streams[id(leaf)]
-        if stream is not order.current:
-            stream.wait_stream(order.current)
-            if leaf.grad is not None:
-                order.block(leaf.grad.untyped_storage()).is_recorded = True
+        if leaf.grad is not None and stream is not order.current:
+            block = order.block(leaf.grad.untyped_storage())
+            block.is_recorded = True
+            for access in block.accesses.values():
+                stream.join(access.clock)
         with order.on(stream):
             arrive(*args)
 

@@ -403,20 +403,31 @@ break_backward: Callable[[Tensor], Tensor] = Raise.apply
 
 
 def broken(order: StreamOrder) -> None:
-    """Backward raises half way, with gradients of no_sync or without."""
+    """Backward raises before a unit was reduced, or half way; also with no_sync."""
     for offload in (None, ON_HOST):
         model = gpt(order, cpu_offload=offload)
-        for accumulate in (False, True):
-            if accumulate:
-                with no_sync(model):
-                    backward(loss_of(model))
-            handle = model.blocks[1].register_forward_pre_hook(
+        for place in (model.norm, model.blocks[1], model.blocks[1]):
+            handle = place.register_forward_pre_hook(
                 lambda _, args: (break_backward(args[0]),)
             )
             with pytest.raises(RuntimeError, match="boom"):
                 backward(loss_of(model))
             handle.remove()
             train(model)
+            with no_sync(model):
+                backward(loss_of(model))
+
+
+def evaluated_on_the_host(order: StreamOrder) -> None:
+    """The host writes shards after a forward that no backward waits for."""
+    model = gpt(order, cpu_offload=ON_HOST)
+    optimizer, values = sgd(model), model.state_dict()
+    backward(loss_of(model))
+    with torch.no_grad():
+        loss_of(model)
+    optimizer.step()
+    loss_of(model)
+    model.load_state_dict(values)
 
 
 CASES = [
@@ -439,6 +450,7 @@ CASES = [
     scaled,
     two_precisions,
     broken,
+    evaluated_on_the_host,
 ]
 
 
@@ -478,8 +490,9 @@ def test_full_parameters_outside_the_step_are_ordered(
     """Written between optimizer and forward, by the block and by a state dict."""
     with watched() as order:
         model = gpt(order, cpu_offload=offload, mixed_precision=precision)
-        train(model)
+        optimizer = sgd(model)
         backward(loss_of(model))
+        optimizer.step()
         with unshard_params(model, **shown):
             for parameter in model.parameters():
                 parameter.data.mul_(0.5)
