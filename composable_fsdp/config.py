@@ -103,6 +103,13 @@ class CPUOffload:
 
     offload_params: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.offload_params, bool):
+            raise TypeError(
+                "CPUOffload(offload_params=...) expects True or False, got "
+                f"{self.offload_params!r}."
+            )
+
 
 class StateDictType(Enum):
     """What ``module.state_dict()`` and ``optim_state_dict`` hold (FSDP1's names).

@@ -3,12 +3,12 @@
 ::
 
     FSDPError
-      |- CompositionError (ValueError)      an API applied where it may not be |-
-      PlanError        (ValueError)      a model or an option that cannot be sharded as
-      asked |- PhaseError       (RuntimeError)    a call at the wrong moment of the step
-      |- CheckpointError  (RuntimeError)    a state that cannot be saved or loaded |-
-      DesyncError      (RuntimeError)    ranks that disagree |- NotRootError
-      (AttributeError)  root-only data asked of another state
+      |- CompositionError (ValueError)      an API applied where it may not be
+      |- PlanError        (ValueError)      what cannot be sharded as asked
+      |- PhaseError       (RuntimeError)    a call at the wrong moment of the step
+      |- CheckpointError  (RuntimeError)    a state that cannot be saved or loaded
+      |- DesyncError      (RuntimeError)    ranks that disagree
+      '- NotRootError     (AttributeError)  root-only data asked of another state
 
 Every message gives what was expected, what came, where, and the way out; where ranks
 exist it ends with the rank that raised.

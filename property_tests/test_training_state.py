@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from composable_fsdp import ShardingStrategy
-from composable_fsdp.testing.recipes import ModelRecipe
+from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
 from composable_fsdp.testing.strategies import FEATURES, model_recipes
 from composable_fsdp.testing.world import RankPool
 from property_tests.live import examples
@@ -31,7 +31,7 @@ from tests.runtime.reference import STRATEGIES
 RankCount = Callable[[int], RankPool]
 
 RECIPES = model_recipes(2, 2, FEATURES - {"replicate", "dtypes"})
-ACTIONS = 14
+ACTIONS = 24
 """Actions in one program."""
 BATCHES = st.integers(0, 3)
 UNITS = st.integers(0, 5)
@@ -50,6 +50,21 @@ class TrainingState(RuleBasedStateMachine):
     @initialize(recipe=RECIPES, strategy=st.sampled_from(STRATEGIES))
     def start(self, recipe: ModelRecipe, strategy: ShardingStrategy) -> None:
         self.recipe, self.strategy = recipe, strategy
+
+    @rule(batch=BATCHES, micro_batches=st.integers(0, 2))
+    def train(self, batch: int, micro_batches: int) -> None:
+        """A step as scripts have it, so that programs get somewhere."""
+        for i in range(micro_batches):
+            self.forward(batch + i)
+            self.backward(-1, False)
+        self.forward(batch)
+        self.backward(-1, True)
+        self.step()
+
+    @rule(batch=BATCHES)
+    def train_and_zero(self, batch: int) -> None:
+        self.train(batch, 0)
+        self.zero_grad(True)
 
     @precondition(lambda self: self.graphs < 3)
     @rule(batch=BATCHES)
@@ -102,6 +117,17 @@ class TrainingState(RuleBasedStateMachine):
         self.program.append(("write", unit, rank0_only))
         self.graphs = 0
 
+    @precondition(lambda self: not self.unreduced)
+    @rule()
+    def copy(self) -> None:
+        self.program.append(("copy",))
+        self.graphs = 0
+
+    @precondition(lambda self: not self.graphs)
+    @rule(unit=UNITS)
+    def unshard(self, unit: int) -> None:
+        self.program.append(("unshard", unit))
+
     @rule()
     def intrude(self) -> None:
         self.program.append(("intrude",))
@@ -136,3 +162,38 @@ def test_whatever_a_script_does_the_three_models_agree(
         cast("Any", machine),  # a class or a function, though it is typed as a class
         settings=settings(examples(40), stateful_step_count=ACTIONS),
     )
+
+
+def step(batch: int) -> list[Action]:
+    """What ``train`` puts into a program."""
+    return [("forward", batch), ("backward", -1, True), ("step",)]
+
+
+PAIR = ModelRecipe(root=ModuleRecipe(children=(ModuleRecipe(),)), sharded=("block",))
+TWICE = ModelRecipe(
+    root=ModuleRecipe(
+        children=(ModuleRecipe(), ModuleRecipe(children=(ModuleRecipe(kind="again"),)))
+    ),
+    width=1,
+    sharded=("block", "block_1"),
+)
+FOUND: dict[str, tuple[ModelRecipe, ShardingStrategy, list[Action]]] = {
+    # The inner block's unit, below two others, was shown twice and freed once.
+    "a unit in two places is shown": (
+        TWICE,
+        ShardingStrategy.FULL_SHARD,
+        [("write", 2, False)],
+    ),
+    # The record of reductions was read by the regions of after the change.
+    "freezing after a recorded step": (
+        PAIR,
+        ShardingStrategy.NO_SHARD,
+        [*step(0), ("zero_grad", True), ("freeze", 0), *step(0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_failed_once(ranks: RankCount, name: str) -> None:
+    """Each was found by the machine, and is here in the place of an example."""
+    ranks(2).run(run_program, *FOUND[name])

@@ -16,11 +16,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp import (
     ShardingStrategy,
     clip_grad_norm_,
+    is_sharded,
     no_sync,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    reshard,
+    unshard,
     unshard_params,
 )
 from composable_fsdp.errors import PhaseError
@@ -36,7 +42,6 @@ from tests.runtime.reference import (
     backward,
     loss_of,
     sgd,
-    tolerance_at,
     wide_input,
 )
 
@@ -63,7 +68,8 @@ class Trio:
         self, world: World, recipe: ModelRecipe, strategy: ShardingStrategy
     ) -> None:
         self.world, self.recipe = world, recipe
-        self.tolerance = tolerance_at(world.world_size)
+        # A momentum that overshoots makes rounding grow from step to step.
+        self.tolerance = 0.0 if world.world_size <= 2 else 1e-3
         self.plain = build(recipe)
         units = legal_units(self.plain, recipe.sharded)
         self.sharded = [
@@ -82,12 +88,18 @@ class Trio:
         # Per rank, the plain model's gradients that no reduction has averaged yet.
         self.unreduced: list[dict[str, Tensor]] = [{} for _ in range(world.world_size)]
         self.saved: list[dict[str, Any]] = []
+        self.saved_optim: list[dict[str, Any]] = []
         self.phases: set[Phase] = set()
+        self.hooks: list[RemovableHandle] = []
+        self._note_phases()
+
+    def _note_phases(self) -> None:
         for model in self.sharded:
             for state in _get_fsdp_states(model):
-                state.module.register_forward_pre_hook(
+                hook = state.module.register_forward_pre_hook(
                     lambda *_, handle=state.handle: self.phases.add(handle.phase)
                 )
+                self.hooks.append(hook)
 
     def inputs(self, batch: int, rank: int) -> Tensor:
         return wide_input(self.recipe.width)(batch, rank)
@@ -158,9 +170,9 @@ class Trio:
         expected = torch.nn.utils.clip_grad_norm_(filled, 0.5, norm_type)
         for model in self.sharded:
             norm = clip_grad_norm_(model, 0.5, norm_type)
-            self.equal(norm, expected, 1e-4)
+            self.equal(norm, expected, 1e-3)
         # From here on the gradients differ by rounding, and so do the weights.
-        self.tolerance = max(self.tolerance, 1e-4)
+        self.tolerance = max(self.tolerance, 1e-3)
 
     def evaluate(self, inference: bool) -> None:
         x = self.inputs(9, self.world.rank)
@@ -240,6 +252,20 @@ class Trio:
             assert list(other) == list(plain)
             for name, value in other.items():
                 self.equal(value, plain[name], self.tolerance)
+        self._save_optimizers()
+
+    def _save_optimizers(self) -> None:
+        mine, *others = self.optimizers
+        self.saved_optim = [copy.deepcopy(mine.state_dict())]
+        for model, optimizer in zip(self.sharded, others, strict=True):
+            saved = optim_state_dict(model, optimizer)
+            self.saved_optim.append(saved)
+            for name, p in self.plain.named_parameters():
+                expected = mine.state.get(p, {}).get("momentum_buffer")
+                found = saved["state"].get(name, {}).get("momentum_buffer")
+                assert (found is None) is (expected is None), name
+                if found is not None:
+                    self.equal(found, expected, self.tolerance)
 
     def load(self) -> None:
         """What was saved last, crosswise: each path takes the other's."""
@@ -247,6 +273,42 @@ class Trio:
         plain, composable, wrapper = self.saved
         for model, saved in zip(self.models, (plain, wrapper, composable), strict=True):
             model.load_state_dict(saved)
+        plain, composable, wrapper = self.saved_optim
+        self.optimizers[0].load_state_dict(copy.deepcopy(plain))
+        for model, optimizer, saved in zip(
+            self.sharded, self.optimizers[1:], (wrapper, composable), strict=True
+        ):
+            optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, saved))
+
+    def copy(self) -> None:
+        """Go on with deep copies, and the originals' optimizer state."""
+        self.graphs.clear()
+        while self.hooks:
+            self.hooks.pop().remove()
+        gradients = [[p.grad for p in m.parameters()] for m in self.models]
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        self.models = [copy.deepcopy(model) for model in self.models]
+        self.plain, *self.sharded = self.models
+        self.optimizers = [sgd(model.parameters()) for model in self.models]
+        for model, optimizer, state, grads in zip(
+            self.models, self.optimizers, states, gradients, strict=True
+        ):
+            optimizer.load_state_dict(copy.deepcopy(state))
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                p.grad = None if grad is None else grad.clone()
+        self._note_phases()
+
+    def unshard(self, unit: int) -> None:
+        """By hand, then back; a forward in between uses what is there."""
+        for model in self.sharded:
+            states = _get_fsdp_states(model)
+            module = states[unit % len(states)].module
+            unshard(module)
+            assert not is_sharded(module)
+            with torch.no_grad():
+                model(self.inputs(1, self.world.rank))
+            reshard(module)
+            assert is_sharded(module)
 
     # ---- what holds after each action ---------------------------------------
 

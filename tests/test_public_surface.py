@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +47,14 @@ def test_public_classes_and_functions_have_docstrings_of_their_own(
     ]
 
     assert bare == []
+
+
+def test_public_functions_stand_beside_the_names_of_others(
+    names: Sequence[str],
+) -> None:
+    """Who comes from another library finds each of them in one page."""
+    page = Path(__file__).parents[1] / "docs" / "names.md"
+    told = set(re.findall(r"\w+", page.read_text()))
+    functions = {n for n in names if not isinstance(getattr(composable_fsdp, n), type)}
+
+    assert functions - told == set()

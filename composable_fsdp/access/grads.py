@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.access.settings import units_of
 from composable_fsdp.comm import collectives
-from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 @contextmanager
@@ -32,12 +31,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     ...     loss_of(first_half).backward()
     >>> loss_of(second_half).backward()         # doctest: +SKIP
     """
-    states = _get_fsdp_states(module)
-    if not states:
-        raise CompositionError(
-            f"no_sync was called on a {type(module).__name__} that holds no fully "
-            "sharded module. Call it on the model that was sharded."
-        )
+    states = units_of(module, "no_sync", recurse=True)
     before = [(s.sync_gradients, s.reshard_after_backward) for s in states]
     for state in states:
         state.sync_gradients = False
@@ -112,6 +106,11 @@ def _parameters(
         return list(module_or_params.parameters())
     if isinstance(module_or_params, Tensor):
         return [module_or_params]
+    if not isinstance(module_or_params, Iterable):
+        raise TypeError(
+            "clip_grad_norm_ expects a module or parameters, got a "
+            f"{type(module_or_params).__name__}."
+        )
     parameters = list(module_or_params)
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
@@ -183,7 +182,7 @@ def _power(
     dtype: torch.dtype,
 ) -> Tensor:
     """Sum of ``|g| ** norm_type``, or the maximum of ``|g|`` for the infinity norm."""
-    filled = [g for g in gradients if g.numel()]
+    filled = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)
     norms = torch._foreach_norm(filled, norm_type, dtype)

@@ -40,7 +40,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     They stay until the unit reshards after its next forward or backward, or until
     ``reshard``. Units below are left alone. A unit that is full already sends nothing.
     What is written into full parameters is lost (see ``unshard_params``), and what is
-    written into the shards meanwhile is refused by the next forward.
+    written into the shards meanwhile is refused by the next forward. Do not make an
+    optimizer now: ``module.parameters()`` are the full ones, which nobody trains.
 
     With ``async_op`` returns at once; ``wait()`` of what it returns shows the
     parameters, as the unit's forward does.

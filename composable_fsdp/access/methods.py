@@ -11,7 +11,12 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.runtime.hooks import call_method
 from composable_fsdp.tree.state import _get_module_fsdp_state
-from composable_fsdp.tree.traversal import _get_fsdp_states, _get_unit_state
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_states,
+    _get_unit_state,
+    no_unit,
+    require_module,
+)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -29,6 +34,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     >>> register_forward_method(model, "generate")     # doctest: +SKIP
     """
+    require_module(module, "register_forward_method")
     inner = module._modules.get(WRAPPED_MODULE)
     module = module if inner is None else inner
     method = getattr(module, name, None)
@@ -59,13 +65,5 @@ register_fsdp_forward_method = register_forward_method
 
 
 def _require_plain(module: nn.Module, name: str) -> None:
-    owner = _get_module_fsdp_state(module)
-    below = _get_fsdp_states(module)
-    if owner is None and not below:
-        return
-    where = f"below {owner.name}" if owner else f"above {len(below)} of them"
-    raise CompositionError(
-        f"register_forward_method({name!r}) got a {type(module).__name__} that is not "
-        f"a fully sharded module itself; it is {where}. Apply fully_shard to it, or "
-        "register a method of the unit."
-    )
+    if _get_module_fsdp_state(module) is not None or _get_fsdp_states(module):
+        raise no_unit(module, f"register_forward_method({name!r})", recurse=False)

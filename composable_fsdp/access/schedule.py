@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import no_unit, require_module
 
 
 def set_modules_to_forward_prefetch(
@@ -33,8 +33,10 @@ def set_modules_to_forward_prefetch(
     """
     what = "set_modules_to_forward_prefetch"
     state = own_state(module, what)
-    state.ahead_in_forward = tuple(own_state(each, what) for each in modules)
-    state.prefetches_forward = bool(modules) or state.options.forward_prefetch
+    state.ahead_in_forward = _own_states(modules, what)
+    state.prefetches_forward = (
+        bool(state.ahead_in_forward) or state.options.forward_prefetch
+    )
 
 
 def set_modules_to_backward_prefetch(
@@ -50,7 +52,7 @@ def set_modules_to_backward_prefetch(
     """
     what = "set_modules_to_backward_prefetch"
     state = own_state(module, what)
-    state.ahead_in_backward = tuple(own_state(each, what) for each in modules)
+    state.ahead_in_backward = _own_states(modules, what)
 
 
 def set_reshard_after_forward(
@@ -86,12 +88,19 @@ def set_reshard_after_backward(
 
 def own_state(module: nn.Module, what: str) -> _FSDPState:
     """The state of the unit that ``module`` itself is; ``what`` was called on it."""
+    require_module(module, what)
     wrapped = module._modules.get(WRAPPED_MODULE)
     inner = module if wrapped is None else wrapped
     state = _get_module_fsdp_state(inner)
     if state is None or all(inner is not each for each in state.modules):
-        raise CompositionError(
-            f"{what} got a {type(module).__name__} that is no fully sharded module. "
-            "Pass modules that fully_shard was applied to."
-        )
+        raise no_unit(module, what, recurse=False)
     return state
+
+
+def _own_states(modules: Sequence[nn.Module], what: str) -> tuple[_FSDPState, ...]:
+    if isinstance(modules, nn.Module):
+        raise TypeError(
+            f"{what} expects a list of modules, got one {type(modules).__name__}. Pass "
+            "[module]; an empty list restores the default."
+        )
+    return tuple(own_state(each, what) for each in modules)

@@ -17,7 +17,11 @@ from composable_fsdp.flat.handle import set_divisions
 from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import _FSDPState
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_states,
+    no_unit,
+    require_module,
+)
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -74,7 +78,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     Raises: CompositionError, if ``module`` is no fully sharded module; ValueError, if
     ``factor`` is not positive.
     """
-    if not factor > 0:
+    if not isinstance(factor, (int, float)) or not factor > 0:
         raise ValueError(
             "set_gradient_divide_factor expects a positive number, got "
             f"{factor!r}. Sums over ranks are divided by it; the number of ranks is "
@@ -144,15 +148,12 @@ def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]
 
     Raises: CompositionError, in the name of function ``name``, if there is none.
     """
+    require_module(module, name)
     states = _get_fsdp_states(module)
     if not recurse:
         wrapped = module._modules.get(WRAPPED_MODULE)
         inner = module if wrapped is None else wrapped
         states = [s for s in states if any(m is inner for m in s.modules)]
     if not states:
-        what = "holds no fully sharded module" if recurse else "is no unit itself"
-        raise CompositionError(
-            f"{name} was called on a {type(module).__name__} that {what}. Call it on a "
-            "module that fully_shard was applied to."
-        )
+        raise no_unit(module, name, recurse=recurse)
     return states

@@ -11,9 +11,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.summon import _unshard_state
-from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.recover import require_idle
@@ -36,10 +35,11 @@ def unshard_params(
     """Show full parameters in ``module`` while the block runs.
 
     Args:
-        module: any module that is or holds a fully sharded module. recurse: also the
-        units below; else only the unit that ``module`` itself is. writeback: what the
-        block wrote into the parameters reaches the shards. Each rank
-            writes its own part; with ``rank0_only`` rank 0's values reach every shard.
+        module: any module that is or holds a fully sharded module.
+        recurse: also the units below; else only the unit that ``module`` itself is.
+        writeback: what the block wrote into the parameters reaches the shards. Each
+            rank writes its own part; with ``rank0_only`` rank 0's values reach every
+            shard.
         rank0_only: only rank 0 of each shard group gets full parameters; the others
             keep seeing their shards.
         offload_to_cpu: the full parameters are copies in host memory, made unit by
@@ -96,22 +96,10 @@ def _summon(
 
 def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
     """The uppermost units in the tree of ``module``; without ``recurse`` its own."""
-    states = _get_fsdp_states(module)
-    if not states:
-        raise CompositionError(
-            f"unshard_params was called on a {type(module).__name__} that holds no "
-            "fully sharded module. Apply fully_shard to it, or call it on the model "
-            "that was sharded."
-        )
+    what = "unshard_params" if recurse else "unshard_params(recurse=False)"
+    states = units_of(module, what, recurse=recurse)
     if not recurse:
-        own = [s for s in states if any(m is _inner(module) for m in s.modules)]
-        if not own:
-            raise CompositionError(
-                "unshard_params(recurse=False) was called on a "
-                f"{type(module).__name__} that is no fully sharded module itself. Call "
-                "it on one, or leave out recurse=False."
-            )
-        return own
+        return states
     tops: list[_FSDPState] = []
     covered: set[int] = set()
     # Outer units come first. Not by their parents: a unit that stands in two places has
@@ -121,12 +109,6 @@ def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
             tops.append(state)
             covered.update(map(id, _get_fsdp_states(state.module)))
     return tops
-
-
-def _inner(module: nn.Module) -> nn.Module:
-    """The module that carries the state: the wrapped one of a wrapper."""
-    child = module._modules.get(WRAPPED_MODULE)
-    return module if child is None else child
 
 
 @contextmanager

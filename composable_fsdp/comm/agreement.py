@@ -18,7 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -36,6 +36,7 @@ NOTICE_AFTER = 10.0
 """Seconds in ``missing`` after which the caller may tell what it waits for."""
 
 _SHARE = 0.9
+_NOTE = "\n"
 _roots: Counter[str] = Counter()
 
 
@@ -44,6 +45,14 @@ def can_compare(group: dist.ProcessGroup) -> bool:
     if os.environ.get(TIMEOUT_VARIABLE) == "0":
         return False
     return dist.get_backend(group) not in ("fake", "mpi")
+
+
+class Said(NamedTuple):
+    """What a rank said at a place, and the note that it left there."""
+
+    rank: int
+    text: str
+    note: str
 
 
 class Peers:
@@ -60,17 +69,19 @@ class Peers:
         self._topic = topic
         self._prefix = ""
 
-    def say(self, place: str, text: str) -> tuple[int, str] | None:
-        """Say ``text`` at ``place``; if a peer said something else first, who and what.
+    def say(self, place: str, text: str, note: str = "") -> Said | None:
+        """Say ``text`` at ``place``; what a peer said first, if that is something else.
 
-        One round trip to the store; waits for nobody.
+        ``note`` goes along and is not compared. One round trip to the store; waits for
+        nobody.
         """
-        mine = f"{dist.get_rank()} {text}"
+        mine = f"{dist.get_rank()} {text}{_NOTE}{note}"
         key = self._key(place)
         # An empty expected value means: only if nobody has written here.
         first = bytes(_store().compare_set(key, "", mine)).decode()
-        rank, _, said = first.partition(" ")
-        return None if said == text else (int(rank), said)
+        rank, _, rest = first.partition(" ")
+        said, _, noted = rest.partition(_NOTE)
+        return None if said == text else Said(int(rank), said, noted)
 
     def arrive(self, place: str) -> None:
         """Count this rank in at ``place``; the last one opens it. Waits for nobody."""

@@ -234,7 +234,9 @@ def resolve_ranks(
                 "A tuple of process groups is (shard group, replicate group); got "
                 f"{len(process_group)} groups."
             )
-        return RankLayout(_member(process_group[0]), _member(process_group[1]), None)
+        shard, replicate = _member(process_group[0]), _member(process_group[1])
+        _refuse_overlap(shard, replicate)
+        return RankLayout(shard, replicate, None)
     group = _member(process_group if process_group is not None else dist.group.WORLD)
     by_node = process_group is None
     layouts = _layouts.setdefault(group, {})
@@ -247,6 +249,17 @@ def resolve_ranks(
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _refuse_overlap(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> None:
+    """Two groups form a grid only if this rank is all that they share."""
+    first, second = map(dist.get_process_group_ranks, (shard, replicate))
+    if len(set(first) & set(second)) > 1:
+        raise PlanError(
+            "A tuple of process groups expects (shard group, replicate group) that "
+            f"have one rank in common; got ranks {sorted(first)} and {sorted(second)}. "
+            "Make them the rows and columns of a grid, or pass a 2-D device_mesh."
+        )
 
 
 def _member(group: object) -> dist.ProcessGroup:

@@ -29,8 +29,9 @@ from collections.abc import Callable, Hashable, Sequence
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.errors import DesyncError
 
+REDUCES = "reduces the gradients of "
 WITHOUT = ", with none for "
-"""In the words of a reduction: what comes before the parameters without gradient."""
+"""The words of a reduction: before the unit, and before what had no gradient."""
 
 NOTHING: Sequence[object] = (None,)
 """The record of a round that is unknown: no use is ever ``None``."""
@@ -46,7 +47,9 @@ class OrderLog:
     """One direction (``what``: forward or backward) of one tree over some groups.
 
     ``tell`` puts a use into words, ``None`` being the end of the round; ``tell_mode``
-    does so with a mode. ``peers`` is empty where nobody can be compared with.
+    does so with a mode. ``note`` tells which units wait for gradients, a line ``unit:
+    parameters`` each: not compared, but what is wanted to know when a reduction is not
+    met. ``peers`` is empty where nobody can be compared with.
     """
 
     __slots__ = (
@@ -60,6 +63,7 @@ class OrderLog:
         "_said",
         "_successors",
         "expected",
+        "note",
         "peers",
         "position",
         "round",
@@ -74,8 +78,9 @@ class OrderLog:
         peers: Sequence[Peers],
         tell: Callable[[object], str],
         tell_mode: Callable[[Hashable], str],
+        note: Callable[[], str] = str,
     ) -> None:
-        self.what, self.peers = what, tuple(peers)
+        self.what, self.peers, self.note = what, tuple(peers), note
         self.tell, self.tell_mode = tell, tell_mode
         self.round = 0
         self.expected: Sequence[object] = NOTHING
@@ -163,22 +168,24 @@ class OrderLog:
 
     def _say(self, place: str, text: str) -> None:
         self._said.append(place)
+        note = self.note()
         for peers in self.peers:
-            other = peers.say(place, text)
+            other = peers.say(place, text, note)
             if other is not None:
-                rank = other[0]
-                mine, theirs = contrast(text, other[1])
+                mine, theirs = contrast(text, other.text)
                 raise DesyncError(
                     f"Ranks disagree in {self.what} {self.round}, at {_at(place)}: "
-                    f"this rank {mine}, rank {rank} {theirs}. {WAY_OUT}"
+                    f"this rank {mine}{waiting(note, theirs)}, rank {other.rank} "
+                    f"{theirs}{waiting(other.note, mine)}. {WAY_OUT}"
                 )
 
     def _meet(self, place: str, text: str, wanted: str, since: int) -> None:
         """Wait until every rank has left the record for this use, too."""
         text, wanted = contrast(text, wanted)
         story = (
-            f"In {self.what} {self.round}, at {_at(place)}, this rank {text}, where "
-            f"the order recorded in {self.what} {since} has: {wanted}."
+            f"In {self.what} {self.round}, at {_at(place)}, this rank {text}"
+            f"{waiting(self.note(), wanted)}, where the order recorded in {self.what} "
+            f"{since} has: {wanted}."
         )
         for peers in self.peers:
             peers.arrive(place)
@@ -212,6 +219,19 @@ def _less(head: str, names: str, others: str) -> str:
     known = others.split(", ")
     left = [name for name in names.split(", ") if name not in known]
     return f"{head}{WITHOUT}{', '.join(left)}" if any(left) else head
+
+
+def waiting(note: str, reduced: str) -> str:
+    """Say why a rank does not reduce what another does: the gradients it waits for.
+
+    >>> waiting("'a': 'a.x'", "reduces the gradients of 'a'")
+    " and has no gradient yet for 'a.x'"
+    """
+    for line in note.splitlines():
+        unit, _, names = line.partition(": ")
+        if reduced.partition(WITHOUT)[0] == REDUCES + unit:
+            return f" and has no gradient yet for {names}"
+    return ""
 
 
 def _at(place: str) -> str:

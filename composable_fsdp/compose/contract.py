@@ -271,7 +271,10 @@ def _kind(value: object) -> str:
         return f"another module, a {type(value).__name__}"
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
-    return f"{value!r} of type {type(value).__name__}"
+    text = repr(value)
+    if len(text) > 60:
+        return f"a {type(value).__name__}"
+    return f"{text} of type {type(value).__name__}"
 
 
 def _place(name: str | None) -> str:

@@ -6,7 +6,7 @@ Both doors, ``fully_shard`` and ``FullyShardedDataParallel``, end here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,13 @@ from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_rank
 from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.naming import join, shown
+from composable_fsdp.naming import WRAPPED_MODULE, join, shown
 from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import (
     Target,
+    as_list,
     check_tied,
     expand_ignored,
     ignored_parameters,
@@ -52,8 +53,8 @@ def prepare(
     process_group: Any = None,
     device_mesh: Any = None,
     policy: object = None,
-    ignored_modules: Sequence[nn.Module] | None = None,
-    ignored_states: Sequence[Any] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[Any] | None = None,
     device_id: int | torch.device | None = None,
     sync_module_states: bool = False,
     tied_params: str = "error",
@@ -66,6 +67,8 @@ def prepare(
             "param_init_fn expects a function of a module, got "
             f"{type(param_init_fn).__name__}."
         )
+    ignored_modules = as_list(ignored_modules, "ignored_modules")
+    ignored_states = as_list(ignored_states, "ignored_states")
     ranks = resolve_ranks(process_group, device_mesh)
     request = PlanRequest(
         options=options,
@@ -103,6 +106,12 @@ def apply(
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = resolve_device(application.device_id, ranks, parameters)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(
+            f"The compute device is {device} (device_id={application.device_id}), and "
+            "this torch finds no CUDA device. Leave device_id out, or pass "
+            "torch.device('cpu')."
+        )
     init, sync = application.param_init_fn, application.sync_module_states
     on_meta = any(parameter.is_meta for parameter in parameters)
     if on_meta and init is None and not sync:
@@ -161,11 +170,15 @@ def _owner_of(parameter: nn.Parameter) -> str | None:
 
 def _refuse_owned(module: nn.Module, api: str) -> None:
     owner = _get_module_fsdp_state(module)
+    if module._modules.get(WRAPPED_MODULE) is not None and owner is not None:
+        raise CompositionError(
+            f"{api} got a {type(module).__name__}, which holds a module that is "
+            "sharded already. Use one of the two, on the plain module."
+        )
     if owner is not None and all(module is not m for m in owner.modules):
         raise CompositionError(
             f"{api} got a {type(module).__name__} whose parameters belong to the "
-            f"fully sharded module above it, {owner.name} "
-            f"({type(owner.module).__name__}). Apply {api} to the children first "
+            f"fully sharded {owner.title} above it. Apply {api} to the children first "
             "and to the parent last."
         )
 

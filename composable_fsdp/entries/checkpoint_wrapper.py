@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from composable_fsdp.entries.checkpoint import run_checkpointed
 from composable_fsdp.naming import CHECKPOINTED_MODULE, strip_wrapper
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.options import by_name
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.state_dict.hooks import install_wrapper_hooks
@@ -37,6 +38,10 @@ class ActivationWrapper(nn.Module):
 
     def __init__(self, mod: nn.Module) -> None:
         super().__init__()
+        if not isinstance(mod, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} expects a module, got a {type(mod).__name__}."
+            )
         setattr(self, CHECKPOINTED_MODULE, mod)
         install_wrapper_hooks(self, CHECKPOINTED_MODULE)
 
@@ -89,8 +94,11 @@ class CheckpointWrapper(ActivationWrapper):
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         super().__init__(mod)
-        self.checkpoint_impl = checkpoint_impl
-        reentrant = checkpoint_impl is CheckpointImpl.REENTRANT
+        # Torch's own enum, too: a script may import it from there.
+        self.checkpoint_impl = by_name(
+            CheckpointImpl, checkpoint_impl, argument="checkpoint_impl"
+        )
+        reentrant = self.checkpoint_impl is CheckpointImpl.REENTRANT
         if checkpoint_fn is None:
             checkpoint_fn = partial(torch_checkpoint, use_reentrant=reentrant)
         self.checkpoint_fn = partial(checkpoint_fn, **checkpoint_fn_kwargs)

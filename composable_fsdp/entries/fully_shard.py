@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
 _FSDP2_NAMES = {
     "mesh": "device_mesh",
+    "dp_mesh_dims": "device_mesh, 1-D or (replicate, shard)",
     "reshard_after_forward": "strategy (ShardingStrategy.FULL_SHARD or SHARD_GRAD_OP)",
     "shard_placement_fn": "block (Block.ROW or Block.ELEMENT)",
     "mp_policy": "mixed_precision",
@@ -48,8 +49,8 @@ def _shard(
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
     mixed_precision: MixedPrecision | None = None,
     cpu_offload: CPUOffload | None = None,
-    ignored_modules: Sequence[nn.Module] | None = None,
-    ignored_states: Sequence[nn.Parameter] | Sequence[nn.Module] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     device_id: int | torch.device | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
@@ -70,9 +71,9 @@ def _shard(
     nested calls (and ``replicate``) left over. A list of modules becomes one unit.
 
     Args:
-        module: a module, or a list that becomes one unit (not the root). process_group:
-        the ranks to shard over, or a pair (shard, replicate); the default group if
-            nothing is given, within which hybrid units shard by node
+        module: a module, or a list that becomes one unit (not the root).
+        process_group: the ranks to shard over, or a pair (shard, replicate); the
+            default group if nothing is given, within which hybrid units shard by node
             (LOCAL_WORLD_SIZE) and replicate across nodes.
         device_mesh: the same as a mesh: 1-D shards, 2-D named (replicate, shard).
         policy: which modules below become units: a policy object, a function
@@ -103,8 +104,7 @@ def _shard(
         if_sharded: "error", or "skip" to return a module that is sharded with the same
             settings.
         tied_params: what to do with a parameter tied across units: "error", or
-        "promote"
-            to the lowest unit above all its places.
+            "promote" to the lowest unit above all its places.
 
     Collective: one broadcast per parameter and buffer with ``sync_module_states``; the
     nodes' groups are made for the first hybrid unit that is given no ranks; else none.

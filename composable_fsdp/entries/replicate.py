@@ -84,7 +84,7 @@ def replicate(
         process_group=process_group,
         device_mesh=device_mesh,
         policy=policy,
-        ignored_modules=list(ignored_modules or ()),
+        ignored_modules=ignored_modules,
         device_id=device_id,
         sync_module_states=init_sync,
         tied_params=tied_params,

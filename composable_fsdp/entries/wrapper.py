@@ -77,6 +77,11 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         tied_params: str = "error",
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"FullyShardedDataParallel expects a module, got a "
+                f"{type(module).__name__}. One unit of several modules: fully_shard."
+            )
         if isinstance(module, FullyShardedDataParallel):
             raise CompositionError(
                 "FullyShardedDataParallel got a module that is wrapped already. Wrap "
@@ -97,7 +102,7 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             policy=auto_wrap_policy,
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
-            ignored_modules=list(ignored_modules or ()),
+            ignored_modules=ignored_modules,
             # A wrapped model on meta gets values at once, as FSDP1 does it.
             param_init_fn=param_init_fn or reset_parameters,
             device_id=device_id,
@@ -105,7 +110,7 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
-            ignored_states=list(ignored_states or ()),
+            ignored_states=ignored_states,
             device_mesh=device_mesh,
             tied_params=tied_params,
         )

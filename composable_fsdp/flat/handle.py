@@ -58,6 +58,7 @@ class FlatParamHandle:
         "infos",
         "is_full",
         "kept",
+        "leaf_stream",
         "needs_gather",
         "offload",
         "on_meta",
@@ -156,6 +157,8 @@ class FlatParamHandle:
     reduce_event: StreamEvent | None
     reduce_owner: torch.cuda.Stream | None
     """The stream on which the reduce buffers got their memory."""
+    leaf_stream: torch.cuda.Stream | None
+    """The stream on which hooks of full leaves run: that of build."""
     retiring: bool
 
     @property
@@ -319,6 +322,7 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.kept = handle.reduce_is_allocated = False
     handle.reduce_owner = handle.held = handle.full_since = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
+    handle.leaf_stream = None
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)
         handle.free_event = StreamEvent(handle.device)

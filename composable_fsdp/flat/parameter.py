@@ -2,11 +2,10 @@
 
 ::
 
-    shard          (shard_numel,)   always      <- sharded leaves, the original
-    parameters full           (padded_numel,)  unshard..   <- full leaves, what compute
-    and autograd see reduce_buffer  (padded_numel,)  backward    <- gradients are copied
-    here as they arrive grad_shard     (shard_numel,)   always      <- ``.grad`` of the
-    sharded leaves
+    shard          (shard_numel,)   always     <- sharded leaves, the originals
+    full           (padded_numel,)  unshard..  <- full leaves, which compute sees
+    reduce_buffer  (padded_numel,)  backward   <- gradients, copied as they arrive
+    grad_shard     (shard_numel,)   always     <- ``.grad`` of the sharded leaves
 
 All views are made once, at build. A full leaf takes its data through ``.data``, so it
 has a version counter of its own: an all-gather into ``full`` does not invalidate what

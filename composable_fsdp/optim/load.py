@@ -17,7 +17,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.first import Described, hops, share_structure, share_tensor
 from composable_fsdp.optim.local import local_part, require_plans
-from composable_fsdp.optim.names import Group, Named, name_parameters
+from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type, no_sharded
@@ -39,10 +39,10 @@ def optim_state_dict_to_load(
     """Return this rank's part of a state, ready for ``optim.load_state_dict``.
 
     Args:
-        model: the sharded model, or a module that holds it. optim: the optimizer that
-        will load the result. optim_state_dict: what ``optim_state_dict`` returned, at
-        any world size, or a plain
-            model's state under its parameter names; full on every rank, unless
+        model: the sharded model, or a module that holds it.
+        optim: the optimizer that will load the result.
+        optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a
+            plain model's state under its parameter names; full on every rank, unless
             ``set_state_dict_type`` says ``rank0_only`` (then the first rank's is sent
             to all) or local (then this rank's own).
         is_named_optimizer: keep names as keys instead of the optimizer's ids.
@@ -54,6 +54,7 @@ def optim_state_dict_to_load(
     Raises: CheckpointError, listing names that are missing, left over, or of another
     shape; nothing has been loaded then.
     """
+    require_pair(model, optim, "optim_state_dict_to_load")
     units = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config

@@ -32,6 +32,18 @@ class Named:
         return self.slot.shape if self.slot else tuple(self.parameter.shape)
 
 
+def require_pair(model: object, optim: object, what: str) -> None:
+    """Raise TypeError in the name of ``what`` unless this is a model and an optimizer.
+
+    An optimizer is what has ``param_groups``: some wrap one and are none.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(optim, "param_groups"):
+        raise TypeError(
+            f"{what} expects a model and its optimizer, got a {type(model).__name__} "
+            f"and a {type(optim).__name__}."
+        )
+
+
 Group = dict[str, Any]
 """One of an optimizer's ``param_groups``."""
 

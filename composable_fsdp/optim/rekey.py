@@ -35,6 +35,12 @@ def rekey_optim_state_dict(
     kind = by_name(
         OptimStateKeyType, optim_state_key_type, argument="optim_state_key_type"
     )
+    if not {"state", "param_groups"} <= set(optim_state_dict):
+        raise CheckpointError(
+            "rekey_optim_state_dict expects a dict with the keys 'state' and "
+            f"'param_groups', got {sorted(map(str, optim_state_dict))}. Pass what "
+            "optim_state_dict(model, optim) returned."
+        )
     wanted, have = (str, int) if kind is OptimStateKeyType.PARAM_NAME else (int, str)
     keys = list(optim_state_dict["state"])
     for group in optim_state_dict["param_groups"]:

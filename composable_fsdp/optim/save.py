@@ -21,7 +21,12 @@ from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.local import local_state
-from composable_fsdp.optim.names import Named, name_parameters, named_groups
+from composable_fsdp.optim.names import (
+    Named,
+    name_parameters,
+    named_groups,
+    require_pair,
+)
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type, no_sharded
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -52,6 +57,7 @@ def optim_state_dict(
     Raises: CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
+    require_pair(model, optim, "optim_state_dict")
     states = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if states else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config

@@ -18,10 +18,8 @@ from composable_fsdp.planning import walk
 def refuse_container(module: object) -> None:
     """Refuse what has no forward of its own, since the hooks would never run."""
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            "fully_shard expects a module or a list of modules, got "
-            f"{type(module).__name__}."
-        )
+        raise TypeError(f"Expected a module, got a {type(module).__name__}.")
+    refuse_module(module, "")
     if walk.is_container(module):
         raise CompositionError(
             f"fully_shard got a {type(module).__name__}, which has no forward, so "
@@ -31,7 +29,16 @@ def refuse_container(module: object) -> None:
 
 
 def refuse_module(module: nn.Module, fqn: str) -> None:
-    """Refuse layers that write to a weight in forward or give it sparse gradients."""
+    """Refuse layers that write to a weight in forward or give it sparse gradients.
+
+    And compiled TorchScript, which reads its parameters where nobody can swap them.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PlanError(
+            f"{type(module).__name__} {shown(fqn)} is compiled by TorchScript, which "
+            "keeps its parameters to itself. Shard the module it was made from, or "
+            "pass it in ignored_modules."
+        )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         if module.max_norm is not None:
             raise PlanError(

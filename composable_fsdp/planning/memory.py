@@ -7,8 +7,8 @@ The walk allocates and frees what the runtime does, in its order::
                k+1's reduction is finished | k is reduced, and then freed
 
 so next to full k there are the prefetched unit, two reduce buffers and one gradient. On
-CUDA the memory of a resharded unit is freed when the next one is gathered, and one more
-stands beside them (see ``runtime.unshard``).
+CUDA the memory of a resharded unit is freed when the next one is resharded, and one
+more stands beside them (see ``runtime.unshard``).
 
 It holds for a step in the steady state, in which every unit runs once, in the plan's
 order, every trainable parameter gets a gradient, and ``.grad`` was cleared. A unit that
@@ -119,13 +119,15 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
             step.reshard(index)
     order = [i for i, enters in events if not enters and units[i].in_backward]
     before = dict(zip(order[1:], order, strict=False))
+    coming: int | None = None
     for index, enters in reversed(events):
         if not units[index].in_backward:
             continue
         if enters:
-            step.end_backward(index, before.get(index))
+            step.end_backward(index, coming)
         else:
-            step.begin_backward(index, before.get(index))
+            coming = before.get(index)
+            step.begin_backward(index, coming)
     return step.most
 
 
@@ -164,8 +166,6 @@ class _Step:
         unit = self.units[index]
         if not unit.full or (index in self.gathered and index not in self.retiring):
             return
-        while len(self.retiring) > unit.retiring_limit:
-            self._free(self.retiring.popleft())
         if index in self.retiring:
             self.retiring.remove(index)
         else:
@@ -178,6 +178,8 @@ class _Step:
             return
         if self.streams:
             self.retiring.append(index)
+            if len(self.retiring) > self.units[index].retiring_limit:
+                self._free(self.retiring.popleft())
         else:
             self._free(index)
 
@@ -213,9 +215,6 @@ class _Step:
         self.reduce += unit.temporary
         self._note("reduction", index, unit.last)
         self.reducing = unit.reduce + unit.temporary
-        if self.streams:
-            self.reduce -= unit.temporary
-            self.reducing = unit.reduce
-        elif not unit.sends:
+        if not self.streams and not unit.sends:
             self.reduce -= self.reducing
             self.reducing = 0

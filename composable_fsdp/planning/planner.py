@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
@@ -16,9 +18,11 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.errors import PlanError
+from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
+    API,
     Occurrence,
     ParamInfo,
     PlanRequest,
@@ -173,8 +177,8 @@ def plan(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block = Block.ROW,
-    ignored_modules: Sequence[nn.Module] | None = None,
-    ignored_states: Sequence[nn.Parameter] | Sequence[nn.Module] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     tied_params: str = "error",
 ) -> ShardingPlan:
     """Say what ``fully_shard`` would do with ``module`` on ``world_size`` ranks.
@@ -193,7 +197,19 @@ def plan(
     >>> plan(model, world_size=4).units[0].regions[0].shard_numel
     40
     """
-    if not isinstance(world_size, int) or world_size < 1:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"plan expects a module, got a {type(module).__name__}.")
+    if get_state(module._modules.get(WRAPPED_MODULE) or module, API) is not None:
+        raise CompositionError(
+            f"plan expects a module that is not sharded yet; fully_shard was already "
+            f"applied to this {type(module).__name__}. Ask before, or ask a fresh "
+            "model, on meta for example."
+        )
+    if (
+        isinstance(world_size, bool)
+        or not isinstance(world_size, int)
+        or world_size < 1
+    ):
         raise PlanError(
             f"world_size expects a positive number of ranks, got {world_size!r}."
         )
@@ -206,6 +222,8 @@ def plan(
             "shard_world_size expects a number of ranks that divides world_size="
             f"{world_size}, got {shard_world_size!r}."
         )
+    ignored_modules = as_list(ignored_modules, "ignored_modules")
+    ignored_states = as_list(ignored_states, "ignored_states")
     request = PlanRequest(
         options=UnitOptions(
             strategy=strategy,
@@ -226,6 +244,17 @@ def plan(
         tied_params=check_tied(tied_params),
     )
     return plan_modules([module], request)[0]
+
+
+def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
+    """Return what was given for ``argument``, which may be an iterator, as a list."""
+    if isinstance(given, (nn.Module, torch.Tensor)) or not (
+        given is None or isinstance(given, Iterable)
+    ):
+        raise TypeError(
+            f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
+        )
+    return list(given or ())
 
 
 def expand_ignored(

@@ -94,6 +94,12 @@ class CustomPolicy:
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        if not callable(lambda_fn):
+            raise TypeError(
+                "CustomPolicy expects a function of a module, got a "
+                f"{type(lambda_fn).__name__}. For units by class, pass "
+                "ModuleWrapPolicy({TheClass})."
+            )
         self._lambda_fn = lambda_fn
 
     def _run_policy(
@@ -138,8 +144,8 @@ class SizePolicy:
         exclude: Iterable[type[nn.Module]] | None = None,
         force_leaf: Iterable[type[nn.Module]] | None = None,
     ) -> None:
-        if min_numel < 0:
-            raise ValueError(f"SizePolicy expects min_numel >= 0, got {min_numel}.")
+        if not isinstance(min_numel, (int, float)) or min_numel < 0:
+            raise ValueError(f"SizePolicy expects min_numel >= 0, got {min_numel!r}.")
         self._min_numel = min_numel
         self._exclude = None if exclude is None else classes_of(exclude, "exclude")
         self._force_leaf = (
@@ -227,6 +233,12 @@ def _answer(
             policy, root, left_out=left_out, ignored_params=ignored_params
         )
         return {module: {} for module in units}
+    elif not _takes(policy, root, left_out, root_kwargs):
+        raise TypeError(
+            f"A policy expects one of the forms {_FORMS}, got {policy!r} with the "
+            f"arguments {inspect.signature(policy)}. Bind the others with "
+            "functools.partial; a function of one module goes into CustomPolicy."
+        )
     else:
         answer = policy(root, set(left_out), dict(root_kwargs))
     if not isinstance(answer, Mapping):
@@ -243,9 +255,9 @@ _FORMS = (
 )
 
 
-def _takes(policy: Callable[..., object], **named: object) -> bool:
+def _takes(policy: Callable[..., object], *given: object, **named: object) -> bool:
     try:
-        inspect.signature(policy).bind(**named)
+        inspect.signature(policy).bind(*given, **named)
     except TypeError:
         return False
     except ValueError:  # written in C: no signature to ask

@@ -38,10 +38,13 @@ OURS = -1
 
 def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
-    nodes = []
-    # Turns gradients on, too. Under inference mode a view has no node to ask.
-    with torch.inference_mode(False):
-        for region in state.handle.trainable:
+    nodes, handle = [], state.handle
+    if handle.gather_event is not None and handle.leaf_stream is None:
+        handle.leaf_stream = torch.cuda.current_stream(handle.device)
+    # Turns gradients on, too. Under inference mode a view has no node to ask. The
+    # engine runs a node, and our hook with it, on the stream it was made on.
+    with torch.inference_mode(False), torch.cuda.stream(handle.leaf_stream):
+        for region in handle.trainable:
             arrivals = make_arrivals(state, region)
             for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
                 # A leaf keeps its node only weakly: the handle does, so that the node
@@ -50,7 +53,7 @@ def arm_leaves(state: _FSDPState) -> None:
                 # What register_post_accumulate_grad_hook sets, less its checks and its
                 # handle, which took longer than all else. Torch numbers from 0 up.
                 leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
-    state.handle.accumulators = tuple(nodes)
+    handle.accumulators = tuple(nodes)
 
 
 def _accumulator(leaf: nn.Parameter) -> object:
@@ -152,9 +155,14 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Give the weights up, or keep them for the next forward if so told."""
+    """Give the weights up, or keep them for the next forward if so told.
+
+    Inside a forward of the unit they stay, and its end decides.
+    """
     context = state.context
     assert context is not None
+    if handle.calls:
+        return
     handle.phase = Phase.BACKWARD_POST
     if state.reshard_after_backward:
         reshard(context, handle)

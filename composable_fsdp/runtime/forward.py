@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
-from composable_fsdp.flat.handle import NO_TASK
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import use_form
 from composable_fsdp.runtime.backward import Call, pre_backward
@@ -143,7 +143,8 @@ def post_forward(
 ) -> Any:
     """Hook the outputs for backward, then reshard unless the weights stay for it.
 
-    Returns the output if it was cast. Also called, with ``None``, when the forward
+    Returns the output if it was cast, or if it showed weights, which are copied. Also
+    called, with ``None``, when the forward
     raised. Sends nothing.
     """
     context, handle = state.context, state.handle
@@ -156,8 +157,17 @@ def post_forward(
     precision, replaced = state.precision, None
     if precision is not None and precision.output_dtype is not None:
         output = replaced = cast_floating(output, precision.output_dtype)
+    tensors = [output] if type(output) is Tensor else tensors_in(output)
+    for tensor in tensors:
+        # What an operation made has a node in the graph, and is no view.
+        if (tensor.grad_fn is None or tensor._base is not None) and _is_weight(
+            handle, tensor
+        ):
+            output = replaced = _copy_weights(state, output)
+            tensors = tensors_in(output)
+            break
     call = handle.calls.pop() if handle.calls else None
-    awaited = call is not None and _hook_outputs(call, output, record=not recomputing)
+    awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if recomputing:
         return replaced
     state.remaining.discard(id(module))
@@ -184,14 +194,41 @@ def post_forward(
     return replaced
 
 
-def _hook_outputs(call: Call, output: Any, *, record: bool) -> bool:
+def _is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
+    """Whether ``tensor`` reads the full parameters, whose memory will be freed."""
+    try:
+        memory = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return False  # sparse or batched: no memory of its own
+    return any(memory == f.untyped_storage()._cdata for f in handle.gather_lists[0])
+
+
+def _copy_weights(state: _FSDPState, output: Any) -> Any:
+    """Return ``output`` with copies of what it shows of the unit's weights.
+
+    Gradients flow through a copy as through the weight.
+
+    Raises: PhaseError, where an object holds them that cannot be made anew.
+    """
+    handle = state.handle
+    output = map_tensors(output, lambda t: t.clone() if _is_weight(handle, t) else t)
+    if any(_is_weight(handle, tensor) for tensor in tensors_in(output)):
+        raise PhaseError(
+            f"The forward of fully sharded module {state.name} returned its own weight "
+            f"inside a {type(output).__name__}, and its memory is freed now. Return "
+            "weight.clone(), or a tuple, a dict or a dataclass."
+        )
+    return output
+
+
+def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     """Have backward make the unit full at an output; False if it never will."""
     aliases, call.aliases = call.aliases, ()
-    if type(output) is Tensor:
-        node = output.grad_fn
+    if len(tensors) == 1:
+        node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        found = {id(n): n for t in tensors_in(output) if (n := t.grad_fn) is not None}
+        found = {id(n): n for t in tensors if (n := t.grad_fn) is not None}
         nodes = list(found.values())
     if not nodes:
         return False

@@ -115,6 +115,10 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         reset_backward(handle)
         if state.sync_gradients and has_arrived(handle):
             reduce_gradients(context, handle)
+        if handle.calls:
+            # This backward ran inside its forward, which has use for it.
+            handle.phase = Phase.FORWARD
+            continue
         handle.kept = keep
         if state.reshard_after_backward:
             reshard(context, handle)

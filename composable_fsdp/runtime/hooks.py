@@ -21,6 +21,10 @@ from composable_fsdp.tree.state import _FSDPState
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
 _pre_forward = _disable_dynamo(pre_forward)
 _post_forward = _disable_dynamo(post_forward)
+# Pickled by name, so that who pickles a module gets as far as the state, which says
+# what to do instead.
+for _name, _hook in (("_pre_forward", _pre_forward), ("_post_forward", _post_forward)):
+    _hook.__module__, _hook.__qualname__ = __name__, _name
 
 
 def install_hooks(state: _FSDPState) -> None:

@@ -1,13 +1,15 @@
 """From gradients in the reduce buffers to ``.grad`` of the sharded leaves.
 
 One reduction is in flight at a time: the next one first finishes it. On CPU that waits
-for the ``Work``. On CUDA the reduce stream does all of it and only the memory is left::
+for the ``Work``, on CUDA the compute stream waits for the reduce stream::
 
-    compute  [.. k+1 ..]--event  [.. k ..]  [wait done(k+1): free its buffer] [.. k-1
-    ..] reduce              [reduce-scatter k+1, divide, add]--event done(k+1)
+    compute [.. k+1 ..]--event   [.. k ..]   [wait done(k+1); divide, add, free] ..
+    reduce             [reduce-scatter k+1]--event done(k+1)
 
 So at most two reduce buffers are alive, and the buffer, which the compute stream
-allocated, is freed behind the wait of that stream.
+allocated, is freed behind the wait of that stream. ``.grad`` is touched on the compute
+stream alone, as autograd, optimizers and users do: the reduce stream writes what no
+leaf shows. It also sends offloaded gradients to the host.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Waitable
+from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
@@ -74,42 +76,62 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         if region.grad_shard is None:
             make_grad_shard(region, rows=handle.rows)
     reduction = Reduction(handle, [], arrived, final=final)
-    streams = context.streams
-    if streams is None:
-        _choose_targets(handle, final=final)
-        reduction.works = _issue(handle, final=final, async_op=True)
-        context.reducing = reduction
-        if not reduction.works:
-            finish_reduction(context)
-        return
-    streams.reduce.wait_stream(torch.cuda.current_stream(handle.device))
-    with torch.cuda.stream(streams.reduce):
-        # Targets made here belong to the reduce stream, which alone uses them.
-        _choose_targets(handle, final=final)
-        _issue(handle, final=final, async_op=False)
-        assert handle.reduce_event is not None
-        if handle.offload:
-            # The buffers are read; whoever waits to free them need not wait for the
-            # copies to the host.
-            handle.reduce_event.record(streams.reduce)
-        _settle(reduction)
-        if not handle.offload:
-            handle.reduce_event.record(streams.reduce)
     context.reducing = reduction
+    if context.streams is not None:
+        _reduce_on_stream(context.streams, reduction)
+        return
+    _choose_targets(handle, final=final)
+    reduction.works = _issue(handle, final=final, async_op=True)
+    if not reduction.works:
+        finish_reduction(context)
+
+
+def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
+    handle = reduction.handle
+    for stream in _users(streams, handle):
+        streams.reduce.wait_stream(stream)
+    with torch.cuda.stream(streams.reduce):
+        # Targets made here belong to the reduce stream, which waits, as above, before
+        # it allocates again.
+        _choose_targets(handle, final=reduction.final)
+        _issue(handle, final=reduction.final, async_op=False)
+        assert handle.reduce_event is not None
+        # Whoever waits to free the buffers need not wait for copies to the host; but
+        # the result of a hook may be such a buffer.
+        if handle.rule.hook is None:
+            handle.reduce_event.record(streams.reduce)
+        if handle.offload:
+            _settle(reduction)
+        if handle.rule.hook is not None:
+            handle.reduce_event.record(streams.reduce)
+
+
+def _users(streams: Streams, handle: FlatParamHandle) -> list[torch.cuda.Stream]:
+    """The streams that write reduce buffers and ``.grad``, the current one first.
+
+    Nearly always they are one. Hooks of leaves run on the stream of build, others on
+    that of the forward they follow, the end of backward on the caller's.
+    """
+    found = [torch.cuda.current_stream(handle.device)]
+    for stream in (streams.compute, handle.leaf_stream, handle.reduce_owner):
+        if stream is not None and stream not in found:
+            found.append(stream)
+    return found
 
 
 def finish_reduction(context: RuntimeContext) -> None:
     """Wait for the reduction in flight, if any, and free its buffers. Sends nothing.
 
-    On CPU also divides, adds, sets ``.grad`` and calls the leaves' hooks; on CUDA the
-    reduce stream has done so.
+    Divides, adds, sets ``.grad`` and calls the leaves' hooks, on the current stream. Of
+    an offloaded unit on CUDA the reduce stream has done its part, ``land`` does the
+    rest.
     """
     reduction = context.reducing
     if reduction is None:
         return
     context.reducing = None
-    handle = reduction.handle
-    if context.streams is None:
+    handle, streams = reduction.handle, context.streams
+    if streams is None:
         for work in reduction.works:
             work.wait()
         if (
@@ -121,7 +143,17 @@ def finish_reduction(context: RuntimeContext) -> None:
             _replicate(handle)
         _settle(reduction)
     else:
-        _wait_reduced(handle)
+        current, *others = _users(streams, handle)
+        for stream in others:
+            current.wait_stream(stream)
+        assert handle.reduce_event is not None
+        handle.reduce_event.wait()
+        if not handle.offload:
+            _settle(reduction)
+        for stream in others:
+            stream.wait_stream(current)
+    for region in handle.trainable:
+        region.temporary = None
     views.free_reduce(handle)
 
 
@@ -135,13 +167,16 @@ def drop_reduction(context: RuntimeContext) -> None:
     if reduction is None:
         return
     context.reducing = None
+    handle = reduction.handle
     for work in reduction.works:
         work.wait()
     if context.streams is not None:
-        _wait_reduced(reduction.handle)
-    for region in reduction.handle.trainable:
+        assert handle.reduce_event is not None
+        for stream in _users(context.streams, handle):
+            stream.wait_event(handle.reduce_event.event)
+    for region in handle.trainable:
         region.temporary = None
-    views.free_reduce(reduction.handle)
+    views.free_reduce(handle)
 
 
 def drop_arrived(handle: FlatParamHandle) -> None:
@@ -151,16 +186,11 @@ def drop_arrived(handle: FlatParamHandle) -> None:
     for region in handle.trainable:
         region.partial = None
     if handle.reduce_is_allocated:
+        if handle.reduce_owner is not None and handle.leaf_stream is not None:
+            # Gradients may still be copied into the buffers.
+            handle.reduce_owner.wait_stream(handle.leaf_stream)
         views.free_reduce(handle)
         handle.reduce_is_allocated = False
-
-
-def _wait_reduced(handle: FlatParamHandle) -> None:
-    """Order the caller's stream, and the one that owns the buffers, behind the sums."""
-    assert handle.reduce_event is not None
-    handle.reduce_event.wait()
-    if handle.reduce_owner is not None:
-        handle.reduce_owner.wait_event(handle.reduce_event.event)
 
 
 def _zero_what_is_missing(handle: FlatParamHandle) -> None:
@@ -297,12 +327,10 @@ def _settle(reduction: Reduction) -> None:
         if region.has_tensor_hooks:
             call_tensor_hooks(region, target, arrived, rows=handle.rows)
         if region.offload:
-            region.temporary = None
             send_to_host(region, target, arrived)
             continue
         if region.temporary is not None:
             _add(region, region.temporary)
-            region.temporary = None
         for leaf, view, hit in zip(
             region.leaves, region.grad_views, arrived, strict=True
         ):

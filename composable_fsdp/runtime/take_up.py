@@ -10,11 +10,13 @@ import torch
 
 from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.integrity import leaves_are_home, require_leaves
 from composable_fsdp.naming import join, shown
 from composable_fsdp.runtime.arrivals import arm_leaves
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import retire
 from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
@@ -33,6 +35,7 @@ def take_up(state: _FSDPState) -> None:
         return
     if context is not None:
         # Old buffers go now, so nothing may still read them.
+        _finish_reduction(context, handle)
         retire(context, keep=0)
         wait_for_copies(context)
     device, was_on_meta = handle.device, handle.on_meta
@@ -43,6 +46,18 @@ def take_up(state: _FSDPState) -> None:
         _place_buffers(state)
     if handle.device != device:
         _move(state, context)
+
+
+def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    if context.reducing is not None and context.reducing.handle is handle:
+        for region in handle.trainable:
+            if any(leaf.dtype != region.layout.dtype for leaf in region.leaves):
+                raise PlanError(
+                    f"Parameters of unit {handle.name} were cast while its gradients "
+                    "are being reduced (set_is_last_backward(False)). Cast them after "
+                    "the backward that is the last."
+                )
+    finish_reduction(context)
 
 
 def take_up_unless_on_meta(state: _FSDPState) -> None:

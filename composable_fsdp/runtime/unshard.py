@@ -4,13 +4,13 @@
 leaves, ``reshard`` hides them and gives the memory back. On CUDA the memory of full
 buffers belongs to the gather stream::
 
-    gather   [wait free(k-2)] [all-gather k]---event k compute                  [ ...
-    k-1 ... ]  [wait event k] [ ... k ... ]--event free(k)
+    gather   [wait free(k-2)] [all-gather k]---event k
+    compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
 
-``reshard`` frees nothing on CUDA at once: it records when compute is through. The next
-``unshard`` makes the gather stream wait for the oldest such event and frees then, so
-the block is reused only behind its last reader, at most one resharded unit is kept
-beside the one in use, and the CPU never waits.
+``reshard`` does not free its unit on CUDA: it records when compute is through, makes
+the gather stream wait for the event of the unit before it, and frees that one. So a
+block is reused only behind its last reader, at most one resharded unit is kept beside
+the one in use, and the CPU never waits.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def _gather(
 def _unshard_on_stream(
     context: RuntimeContext, streams: Streams, handle: FlatParamHandle
 ) -> None:
-    retire(context, keep=_limit(handle))
     with torch.cuda.stream(streams.gather):
         if handle.retiring:
             # Resharded a moment ago and not freed: its block is written again, so the
@@ -147,6 +146,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.free_event.record(current)
         handle.retiring = True
         context.retiring.append(handle)
+        retire(context, keep=_limit(handle))
 
 
 def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from composable_fsdp.access.settings import units_of
 from composable_fsdp.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,7 +28,7 @@ from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import by_fields, by_name
 from composable_fsdp.tree.state import _FSDPState
-from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
+from composable_fsdp.tree.traversal import walk_states
 
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
@@ -68,7 +69,7 @@ def set_state_dict_type(
             argument="optim_state_dict_config",
         ),
     )
-    states = _require_units(module)
+    states = units_of(module, "set_state_dict_type", recurse=True)
     before = states[0].state_dict_settings
     for state in states:
         state.state_dict_settings = settings
@@ -80,7 +81,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
     Raises: CompositionError, without a fully sharded module, or if units differ.
     """
-    _require_units(module)
+    units_of(module, "get_state_dict_type", recurse=True)
     (name, _, first), *rest = walk_states(module)
     for fqn, _, state in rest:
         if state.state_dict_settings != first.state_dict_settings:
@@ -105,7 +106,7 @@ def state_dict_type(
     >>> with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):  # doctest: +SKIP
     ...     mine = model.state_dict()
     """
-    states = _require_units(module)
+    states = units_of(module, "state_dict_type", recurse=True)
     before = [state.state_dict_settings for state in states]
     set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -115,17 +116,6 @@ def state_dict_type(
     finally:
         for state, settings in zip(states, before, strict=True):
             state.state_dict_settings = settings
-
-
-def _require_units(module: nn.Module) -> list[_FSDPState]:
-    states = _get_fsdp_states(module)
-    if not states:
-        raise CompositionError(
-            "The type of state dict is a setting of fully sharded modules, and this "
-            f"{type(module).__name__} holds none. Call it on the model that was "
-            "sharded."
-        )
-    return states
 
 
 def refuse_sharded(state: _FSDPState, what: str) -> None:

@@ -112,7 +112,8 @@ def _receive(rank: Rank) -> Answer | str | None:
     rank.process.join(5)
     code = rank.process.exitcode
     if code is not None and code < 0:
-        return f"died of {signal.Signals(-code).name}"
+        stacks = tail(rank.place.stacks)
+        return f"died of {signal.Signals(-code).name}{stacks and f'; {stacks}'}"
     return f"ended with exit status {code}"
 
 

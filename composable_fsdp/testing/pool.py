@@ -92,8 +92,9 @@ class RankPool:
         """
         job = _job(function, args)
         what = _name(function)
-        # An idle rank has nothing to say: a wire with news is the wire of a dead one.
-        if any(rank.wire.poll() for rank in self._ranks):
+        # An idle rank has nothing to say: a wire with news is that of a dead one. Its
+        # end of the wire may close a moment after the process is gone.
+        if any(r.wire.poll() or not r.process.is_alive() for r in self._ranks):
             self.close()
         try:
             if not self._ranks:

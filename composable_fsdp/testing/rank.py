@@ -78,6 +78,8 @@ def _prepare_process(place: Place) -> IO[str]:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stacks = place.stacks.open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # A crash writes them, too: without, it would leave no trace of where it was.
+    faulthandler.enable(file=stacks, all_threads=False)
     torch.set_num_threads(1)
     return stacks
 

@@ -9,12 +9,13 @@ a rank may evaluate alone.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.comm.order_log import WITHOUT, OrderLog
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.comm.order_log import REDUCES, WITHOUT, OrderLog
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.naming import join, shown
 from composable_fsdp.tree.state import RuntimeContext
 
@@ -36,8 +37,8 @@ def give_logs(
         sized = any(region.layout.padded_numel for region in handle.regions)
         gathers = [shard] if shard is not None and sized else []
         reduces = [replicate] if replicate is not None and sized else []
-        handle.forward_log = _log(forward, "forward", gathers)
-        handle.reduce_log = _log(backward, "backward", gathers + reduces)
+        handle.forward_log = _log(forward, "forward", gathers, handles)
+        handle.reduce_log = _log(backward, "backward", gathers + reduces, handles)
         handle.backward_log = handle.reduce_log if gathers else None
     return tuple(forward.values()), tuple(backward.values())
 
@@ -46,6 +47,7 @@ def _log(
     logs: dict[tuple[str, ...], OrderLog],
     what: str,
     groups: Sequence[dist.ProcessGroup],
+    handles: Sequence[FlatParamHandle],
 ) -> OrderLog | None:
     if not groups:
         return None
@@ -54,7 +56,8 @@ def _log(
         peers = [Peers(group, what) for group in groups if can_compare(group)]
         tell = _tell_forward if what == "forward" else _tell_backward
         tell_mode = _mode_of_forward if what == "forward" else _mode_of_backward
-        logs[key] = OrderLog(what, peers, tell, tell_mode)
+        note = partial(_waiting, handles) if what == "backward" else str
+        logs[key] = OrderLog(what, peers, tell, tell_mode, note)
     return logs[key]
 
 
@@ -67,11 +70,12 @@ def depart_in_backward(
     """``OrderLog.depart``, for a backward of the forward ``forward``.
 
     Which units reduce is part of the mode: rounds under ``no_sync`` have an order of
-    their own.
+    their own. So is how their parameters are laid out, which freezing changes.
     """
     root = context.root()
     states = root._root_states if root is not None else ()
-    log.depart(use, (forward, tuple([state.sync_gradients for state in states])))
+    syncs = tuple([state.sync_gradients for state in states])
+    log.depart(use, (forward, syncs, tuple([s.handle.epoch for s in states])))
 
 
 def _tell_forward(use: object) -> str:
@@ -89,8 +93,20 @@ def _tell_backward(use: object) -> str:
             return f"reduces the gradients of {handle.name}, grouped as they were"
         missing = [shown(fqn) for fqn in without_gradient(handle, arrived)]
         which = WITHOUT + ", ".join(missing) if missing else ""
-        return f"reduces the gradients of {handle.name}{which}"
+        return f"{REDUCES}{handle.name}{which}"
     return "has no further backward or reduction"
+
+
+def _waiting(handles: Sequence[FlatParamHandle]) -> str:
+    """Units that are in backward and wait for gradients, and for which."""
+    lines = []
+    for handle in handles:
+        if handle.task != NO_TASK and handle.reduce_is_allocated:
+            arrived = tuple(bytes(region.arrived) for region in handle.trainable)
+            missing = [shown(fqn) for fqn in without_gradient(handle, arrived)]
+            if missing:
+                lines.append(f"{handle.name}: {', '.join(missing)}")
+    return "\n".join(lines)
 
 
 def without_gradient(
@@ -114,9 +130,11 @@ def _mode_of_forward(mode: Hashable) -> str:
 
 def _mode_of_backward(mode: Hashable) -> str:
     assert isinstance(mode, tuple)
-    forward, syncs = mode
+    forward, syncs, epochs = mode
     of = _mode_of_forward(forward).removeprefix("begins ") if forward else "no forward"
     how = "" if all(syncs) else ", reductions off for some units"
     if not any(syncs):
         how = ", reductions off"
+    if any(epochs):
+        how += f", after {sum(epochs)} changes of requires_grad"
     return f"begins the backward of {of}{how}"

@@ -236,8 +236,20 @@ class _FSDPState:
 
     @property
     def name(self) -> str:
-        """How messages call the unit."""
+        """How messages call the unit.
+
+        Until lazy initialization a name is from where ``fully_shard`` was called, and
+        there it is a class.
+        """
+        if not self.fqn and self._is_root is None and self.modules:
+            return f"({type(self.module).__name__})"
         return shown(self.fqn)
+
+    @property
+    def title(self) -> str:
+        """The class of the unit's module, and its name once that says something."""
+        kind = type(self.module).__name__
+        return f"{kind} {self.name}" if self.fqn or self._is_root is not None else kind
 
     def __getattr__(self, name: str) -> object:
         # Only reached for what is not there.

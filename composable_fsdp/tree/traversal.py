@@ -19,10 +19,39 @@ from collections.abc import Iterator
 from torch import nn
 
 from composable_fsdp.compose.registry import get_state, incompatible_api
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import TRANSPARENT, join
 from composable_fsdp.planning.assign import API, REPLICATE
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+
+
+def require_module(module: object, what: str) -> None:
+    """Raise TypeError in the name of ``what`` unless ``module`` is one module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{what} expects a module, got a {type(module).__name__}. Pass the model, "
+            "or a module in it."
+        )
+
+
+def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
+    """The error of ``what``, which found no unit; it says where the nearest one is."""
+    owner = _get_module_fsdp_state(module)
+    if owner is not None:
+        where = (
+            f"its parameters belong to the fully sharded {owner.title} above it. Pass "
+            "that one"
+        )
+    elif not recurse and _get_fsdp_states(module):
+        where = "there are such modules below it. Pass one of those"
+    else:
+        where = "nor is it in one. Apply fully_shard first"
+    kind = "holds no" if recurse else "is no"
+    return CompositionError(
+        f"{what} was called on a {type(module).__name__} that {kind} fully sharded "
+        f"module; {where}."
+    )
 
 
 def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]]:

@@ -121,6 +121,7 @@ def test_norm_and_gradients_are_those_of_the_plain_model(
     ranks(world_size).run(check_norm, path, strategy, norm_type, None)
 
 
+@pytest.mark.req("D-20")
 @pytest.mark.parametrize("norm_type", [3.0, INF])
 @one_to_three_ranks
 @both_paths

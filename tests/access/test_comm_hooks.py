@@ -209,8 +209,8 @@ def test_what_cannot_have_a_hook_is_refused_by_name(ranks: RankCount) -> None:
     hybrid, twice, what, short, state = ranks(2).run(check_refusals, retire=True)[0]
 
     assert hybrid == (
-        "CompositionError: register_comm_hook was called with unit (root) of strategy "
-        "HYBRID_SHARD: a hook reduces over one group, and hybrid units need "
+        "CompositionError: register_comm_hook was called with unit (TinyGPT) of "
+        "strategy HYBRID_SHARD: a hook reduces over one group, and hybrid units need "
         "two. Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD."
     )
     assert twice.endswith("a unit takes one hook. Register one that does both.")

@@ -314,7 +314,7 @@ def test_a_model_without_units_is_refused(act: partial[None]) -> None:
 
     assert text == (
         f"CompositionError: {act.func.__name__} was called on a Linear that holds no "
-        "fully sharded module. Call it on a module that fully_shard was applied to."
+        "fully sharded module; nor is it in one. Apply fully_shard first."
     )
 
 

@@ -235,5 +235,5 @@ def test_a_model_without_units_is_refused() -> None:
 
     assert text == (
         "CompositionError: no_sync was called on a Linear that holds no fully sharded "
-        "module. Call it on the model that was sharded."
+        "module; nor is it in one. Apply fully_shard first."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composable_fsdp.comm.order_log import NOTHING, OrderLog, contrast
+from composable_fsdp.comm.order_log import NOTHING, OrderLog, contrast, waiting
 
 
 def new_log() -> OrderLog:
@@ -81,3 +81,14 @@ def test_a_difference_names_the_parameters_that_differ(
         assert tuple(t.partition(", with none for ")[2] for t in texts) == expected
     else:
         assert texts == expected
+
+
+def test_a_rank_that_does_not_reduce_tells_what_it_waits_for() -> None:
+    """Only of the unit that the other rank reduces."""
+    note = "'a': 'a.x', 'a.y'\n'b': 'b.x'"
+
+    assert waiting(note, "reduces the gradients of 'b', with none for 'b.z'") == (
+        " and has no gradient yet for 'b.x'"
+    )
+    assert waiting(note, "reduces the gradients of 'c'") == ""
+    assert waiting(note, "runs 'a'") == ""

@@ -71,7 +71,7 @@ def gather(region: FlatParameter, shards: Sequence[Tensor]) -> None:
         region.full.copy_(torch.cat(list(shards)))
 
 
-@pytest.mark.req("X-28")
+@pytest.mark.req("X-28", "S2-11")
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 40])
 def test_shards_of_all_ranks_rebuild_every_parameter(

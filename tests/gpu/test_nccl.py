@@ -100,6 +100,7 @@ def train_on_gpu(world: World, path: str, strategy: ShardingStrategy) -> int:
     return len(calls)
 
 
+@pytest.mark.req("S2-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_a_small_gpt_trains_as_the_plain_one(

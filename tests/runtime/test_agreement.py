@@ -113,7 +113,7 @@ LEAVES = [
     ("eval", "(root) in eval mode", "(root) in training mode"),
     (
         "unused",
-        "reduces the gradients of (root), with none for 'shift'",
+        "has no gradient yet for 'shift'",
         "reduces the gradients of (root).",
     ),
 ]
@@ -179,7 +179,7 @@ def test_replicas_that_disagree_are_told_so(desync: Callable[..., str]) -> None:
     """Reductions are compared over the replicate group too."""
     text = desync(deviate_in_mesh, world_size=4)
 
-    assert "with none for 'shift'" in text
+    assert "and has no gradient yet for 'shift'" in text
     assert "did not follow within 1 s" in text
 
 

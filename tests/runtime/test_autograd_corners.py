@@ -123,7 +123,7 @@ class _Through:
         setattr(vars(self)["wrapper"].module, name, value)
 
 
-@pytest.mark.req("B-11", "B-18", "X-33")
+@pytest.mark.req("B-11", "B-18")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("corner", CORNERS)

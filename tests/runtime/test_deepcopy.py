@@ -69,7 +69,7 @@ def train_both(world: World, path: str, strategy: ShardingStrategy, tied: bool) 
     assert list(made.state_dict()) == list(plain.state_dict())
 
 
-@pytest.mark.req("D-14", "X-32")
+@pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

@@ -86,7 +86,7 @@ def check_schedule(world: World, path: str, strategy: ShardingStrategy) -> None:
     assert list(map(id, sharded.parameters())) == objects
 
 
-@pytest.mark.req("U-01")
+@pytest.mark.req("U-01", "S2-11")
 @one_to_three_ranks
 @both_paths
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

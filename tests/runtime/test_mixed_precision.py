@@ -397,6 +397,22 @@ def test_evaluation_in_full_precision_may_be_under_inference_mode(
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_full_precision_in_evaluation_takes_inputs_as_they_are(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither weights, nor inputs, nor buffers are in the low dtype then."""
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    model = seen()
+    fully_shard(model, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+
+    model(torch.randn(2, 8))
+    trained = dict(model.met)
+    model.eval()(torch.randn(2, 8))
+
+    assert set(trained.values()) == {BF16}
+    assert set(model.met.values()) == {torch.float32}
+
+
 def test_evaluation_is_in_the_compute_dtype_by_default(one_rank: World) -> None:
     """Without the environment variable, as in FSDP1."""
     model = seen()
@@ -504,6 +520,9 @@ def test_the_map_of_input_dtypes_keeps_no_module_alive() -> None:
     out = module(torch.tensor([1]))
     with pytest.raises(RuntimeError):
         module(torch.ones(1, dtype=BF16))
+    after_raise = module(torch.tensor([1]))
+    with pytest.raises(RuntimeError):
+        module(torch.ones(1, dtype=BF16))
     reference = weakref.ref(module)
     entries = len(runtime_precision._GIVEN)
 
@@ -511,5 +530,6 @@ def test_the_map_of_input_dtypes_keeps_no_module_alive() -> None:
     gc.collect()
 
     assert out.dtype is torch.float32
+    assert after_raise.dtype is torch.float32
     assert reference() is None
     assert len(runtime_precision._GIVEN) < entries

@@ -71,6 +71,7 @@ def train_gpt(
     assert world.all_equal(sharded.state_dict())
 
 
+@pytest.mark.req("S2-10")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("optimize", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

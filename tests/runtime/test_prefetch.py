@@ -357,9 +357,13 @@ def test_lists_take_fully_sharded_modules_only(one_rank: World) -> None:
     """Another module is refused by the name of its class."""
     model = fully_shard(tiny_mlp())
 
-    with pytest.raises(CompositionError, match="got a Linear that is no fully sharded"):
+    with pytest.raises(
+        CompositionError, match="called on a Linear that is no fully sharded"
+    ):
         set_modules_to_forward_prefetch(model, [model[0]])
-    with pytest.raises(CompositionError, match="got a Linear that is no fully sharded"):
+    with pytest.raises(
+        CompositionError, match="called on a Linear that is no fully sharded"
+    ):
         set_modules_to_backward_prefetch(model[2], [model])
 
 

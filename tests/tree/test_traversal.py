@@ -169,10 +169,10 @@ def test_a_state_cannot_be_pickled_and_says_what_to_save(one_rank: World) -> Non
 
 
 def test_the_repr_of_a_state_names_the_unit(one_rank: World) -> None:
-    """Before lazy initialization it is not known what is the root."""
+    """By its class, before lazy initialization finds names and the root."""
     states = _get_fsdp_states(gpt())
 
-    assert repr(states[0]) == "_FSDPState(unit (root), not initialised)"
+    assert repr(states[0]) == "_FSDPState(unit (TinyGPT), not initialised)"
 
 
 def test_states_declare_all_their_fields() -> None:

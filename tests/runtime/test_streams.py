@@ -1,0 +1,522 @@
+"""On CUDA whatever two streams share is ordered: the CUDA path, watched on the CPU.
+
+The watcher (``composable_fsdp.testing.streams``) knows which bytes each op of each
+stream reads and writes. The model is built on a stream of its own, so hooks of leaves
+run there and not where forward does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    PlanError,
+    ShardedGradScaler,
+    ShardingStrategy,
+    checkpoint,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    register_comm_hook,
+    reshard,
+    set_is_last_backward,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
+    set_reduce_scatter_unused_params,
+    set_requires_all_reduce,
+    set_reshard_after_backward,
+    unshard,
+    unshard_params,
+)
+from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.runtime.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+)
+from composable_fsdp.testing.memory import cuda_order
+from composable_fsdp.testing.models import TinyGPT
+from composable_fsdp.testing.streams import FakeStream, StreamOrder, stream_order
+from composable_fsdp.testing.world import fake_world
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.runtime.reference import backward
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LOWER = MixedPrecision(param_dtype=torch.bfloat16)
+ON_HOST = CPUOffload(offload_params=True)
+TOKENS = torch.arange(12).view(2, 6)
+
+
+@contextmanager
+def elsewhere(order: StreamOrder) -> Iterator[None]:
+    """Be on a stream of another, and have compute wait for it at the end."""
+    build = FakeStream(order, "build")
+    build.wait_stream(order.compute)
+    with order.on(build):
+        yield
+    order.compute.wait_stream(build)
+
+
+def units(order: StreamOrder, model: Any, *below: nn.Module, **options: Any) -> Any:
+    """Shard ``model`` and the modules ``below``."""
+    with elsewhere(order):
+        for module in (*below, model):
+            fully_shard(module, **options)
+    return model
+
+
+def gpt(order: StreamOrder, **options: Any) -> Any:
+    """Three blocks and a root, sharded."""
+    model = TinyGPT(layers=3)
+    return units(order, model, *model.blocks, **options)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    """A scalar."""
+    loss: Tensor = model(TOKENS).float().square().mean()
+    return loss
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without a step count: Adam asks for its value, which waits for the device."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, steps: int = 2) -> None:
+    """With clipping, which reads every gradient."""
+    optimizer = sgd(model)
+    for step in range(steps):
+        backward(loss_of(model))
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+@contextmanager
+def watched(world_size: int = 4) -> Iterator[StreamOrder]:
+    """A rank whose streams are watched; fails at the end if they were not ordered."""
+    with fake_world(world_size), stream_order() as order:
+        yield order
+    assert order.problems == []
+
+
+def mesh_for(strategy: ShardingStrategy) -> DeviceMesh | None:
+    """Two groups of two ranks, if replicas are asked for."""
+    if "HYBRID" not in strategy.name:
+        return None
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
+@pytest.mark.parametrize("offload", [None, ON_HOST], ids=["device", "host"])
+@pytest.mark.parametrize("precision", [None, LOW, LOWER], ids=["own", "low", "lower"])
+@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
+def test_every_strategy_is_ordered(
+    strategy: ShardingStrategy,
+    precision: MixedPrecision | None,
+    offload: CPUOffload | None,
+) -> None:
+    """Steps, and accumulation with and without communication."""
+    with watched() as order:
+        model = gpt(
+            order,
+            device_mesh=mesh_for(strategy),
+            strategy=strategy,
+            mixed_precision=precision,
+            cpu_offload=offload,
+        )
+        train(model)
+        with no_sync(model):
+            backward(loss_of(model))
+        backward(loss_of(model))
+        train(model)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
+def test_every_prefetch_mode_is_ordered(
+    mode: BackwardPrefetch | None, ahead: bool, limited: bool
+) -> None:
+    """Through training, evaluation and training again."""
+    with watched() as order:
+        model = gpt(
+            order,
+            backward_prefetch=mode,
+            forward_prefetch=ahead,
+            limit_all_gathers=limited,
+        )
+        train(model)
+        with torch.no_grad():
+            loss_of(model.eval())
+        train(model.train())
+
+
+def listed(order: StreamOrder) -> None:
+    """Units are gathered by lists, two at a time."""
+    model = gpt(order)
+    first, second, third = model.blocks
+    set_modules_to_forward_prefetch(first, [second, third])
+    set_modules_to_backward_prefetch(third, [second, first])
+    train(model)
+
+
+def by_hand(order: StreamOrder) -> None:
+    """Units are gathered between an optimizer step and a forward."""
+    model = gpt(order)
+    optimizer = sgd(model)
+    for _ in range(2):
+        unshard(model.blocks[0], async_op=True)
+        unshard(model.blocks[1])
+        backward(loss_of(model))
+        optimizer.step()
+        unshard(model.blocks[2], async_op=True)
+        reshard(model.blocks[2])
+        optimizer.step()
+
+
+def kept_full(order: StreamOrder) -> None:
+    """Units stay full from backward to forward."""
+    model = gpt(order)
+    set_reshard_after_backward(model, False)
+    for _ in range(2):
+        backward(loss_of(model))
+    set_reshard_after_backward(model, True)
+    train(model)
+
+
+def not_the_last(order: StreamOrder) -> None:
+    """The end of a backward does not wait; the model is changed before it does."""
+    model = gpt(order)
+    set_is_last_backward(model, False)
+    backward(loss_of(model))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    backward(loss_of(model))
+    set_is_last_backward(model, True)
+    train(model)
+
+
+def late_replicas(order: StreamOrder) -> None:
+    """Sums over the shard group wait for the replicas."""
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model = gpt(order, strategy=strategy, device_mesh=mesh_for(strategy))
+    set_requires_all_reduce(model, False)
+    backward(loss_of(model))
+    backward(loss_of(model))
+    set_requires_all_reduce(model, True)
+    train(model)
+
+
+def freezing(order: StreamOrder) -> None:
+    """Regions are laid out anew, under gradients that are there."""
+    model = gpt(order)
+    for flag in (False, True):
+        backward(loss_of(model))
+        model.blocks[0].qkv.requires_grad_(flag)
+        model.tokens.requires_grad_(flag)
+        backward(loss_of(model))
+    train(model)
+
+
+def given_gradients(order: StreamOrder) -> None:
+    """``.grad`` was set by the user; the tensor is dropped while it is added."""
+    model = gpt(order)
+    for _ in range(2):
+        backward(loss_of(model))
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+    train(model)
+
+
+def penalty_first(order: StreamOrder) -> None:
+    """Autograd adds to ``.grad`` of the shards after their unit was reduced."""
+    model = gpt(order)
+    for _ in range(2):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        backward(penalty + loss_of(model))
+
+
+def penalty_last(order: StreamOrder) -> None:
+    """Autograd adds to ``.grad`` of the shards before their unit is reduced."""
+    model = gpt(order)
+    for _ in range(2):
+        loss = loss_of(model)
+        backward(loss + sum(p.square().sum() for p in model.parameters()))
+
+
+def step(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+    """Use a gradient and forget it."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps_in_backward(order: StreamOrder) -> None:
+    """Optimizers run in hooks of the leaves, also where nothing is cut."""
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = gpt(order, strategy=strategy)
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+            parameter.register_post_accumulate_grad_hook(partial(step, optimizer))
+        for _ in range(3):
+            backward(loss_of(model))
+
+
+def tensor_hooks(order: StreamOrder) -> None:
+    """Hooks keep copies, which are read and dropped after backward."""
+    model, kept, mask = gpt(order), [], torch.ones(())
+
+    def hook(gradient: Tensor) -> Tensor:
+        kept.append(gradient.clone())
+        return gradient * mask
+
+    for parameter in model.parameters():
+        parameter.register_hook(hook)
+    for last in (True, False, True):
+        set_is_last_backward(model, last)
+        backward(loss_of(model))
+    for copy_ in kept:
+        copy_.square()
+    kept.clear()
+    train(model)
+
+
+def comm_hooks(order: StreamOrder) -> None:
+    """Hooks that reduce; one rank's result is the reduce buffer itself."""
+    world = dist.group.WORLD
+    assert world is not None
+    for offload in (None, ON_HOST):
+        model = gpt(order, cpu_offload=offload)
+        register_comm_hook(model, LowPrecisionState(world), bf16_compress_hook)
+        train(model)
+        model = gpt(order, cpu_offload=offload, strategy=ShardingStrategy.NO_SHARD)
+        register_comm_hook(model, DefaultState(world), allreduce_hook)
+        train(model)
+
+
+def checkpointed(order: StreamOrder) -> None:
+    """A reentrant one brings gradients unannounced; the last input reduces."""
+    for reentrant in (True, False):
+        model = TinyGPT(layers=2)
+        for block in model.blocks:
+            checkpoint(block, use_reentrant=reentrant)
+        train(units(order, model, *model.blocks))
+
+
+def again(order: StreamOrder) -> None:
+    """Two forwards before two backwards, and one backward twice."""
+    model = gpt(order)
+    first, second = loss_of(model), loss_of(model)
+    backward(first)
+    backward(second)
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch has none
+    backward(loss)
+    train(model)
+
+
+def copied(order: StreamOrder) -> None:
+    """A copy trains beside the original."""
+    model = gpt(order)
+    backward(loss_of(model))
+    twin = copy.deepcopy(model)
+    train(model)
+    train(twin)
+
+
+class Either(nn.Module):
+    """Uses one of two layers, then a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        """Map ``(batch, 6)`` to the same."""
+        out: Tensor = (self.a(x), self.b(x))[which] + self.c(x)
+        return out
+
+
+def unused(order: StreamOrder) -> None:
+    """Ranks reduce in the order of forward, with and without communication."""
+    model = Either()
+    units(order, model, model.a, model.b, model.c)
+    set_reduce_scatter_unused_params(model, True)
+    for which in (0, 1, 0):
+        backward(model(torch.randn(2, 6), which).sum())
+        with no_sync(model):
+            backward(model(torch.randn(2, 6), which).sum())
+
+
+def scaled(order: StreamOrder) -> None:
+    """A scaler reads and writes the gradients."""
+    model = gpt(order, mixed_precision=LOW)
+    optimizer, scaler = sgd(model), ShardedGradScaler("cpu")
+    for _ in range(2):
+        backward(scaler.scale(loss_of(model)))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def two_precisions(order: StreamOrder) -> None:
+    """Evaluation in full precision, its backward mixed with one in low."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        model = gpt(order, mixed_precision=LOW)
+    backward(loss_of(model.eval()))
+    low, own = loss_of(model.train()), loss_of(model.eval())
+    backward(own)
+    backward(low)
+    train(model.train())
+
+
+class Raise(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return a copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Raise."""
+        raise RuntimeError("boom")
+
+
+break_backward: Callable[[Tensor], Tensor] = Raise.apply
+
+
+def broken(order: StreamOrder) -> None:
+    """Backward raises half way, with gradients of no_sync or without."""
+    for offload in (None, ON_HOST):
+        model = gpt(order, cpu_offload=offload)
+        for accumulate in (False, True):
+            if accumulate:
+                with no_sync(model):
+                    backward(loss_of(model))
+            handle = model.blocks[1].register_forward_pre_hook(
+                lambda _, args: (break_backward(args[0]),)
+            )
+            with pytest.raises(RuntimeError, match="boom"):
+                backward(loss_of(model))
+            handle.remove()
+            train(model)
+
+
+CASES = [
+    listed,
+    by_hand,
+    kept_full,
+    not_the_last,
+    late_replicas,
+    freezing,
+    given_gradients,
+    penalty_first,
+    penalty_last,
+    steps_in_backward,
+    tensor_hooks,
+    comm_hooks,
+    checkpointed,
+    again,
+    copied,
+    unused,
+    scaled,
+    two_precisions,
+    broken,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_streams_are_ordered(case: Callable[[StreamOrder], None]) -> None:
+    """What the case's docstring says, on four ranks."""
+    with watched() as order:
+        case(order)
+
+
+ALONE = [penalty_first, steps_in_backward, checkpointed, unused, two_precisions]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
+def test_streams_of_one_rank_are_ordered(
+    case: Callable[[StreamOrder], None],
+) -> None:
+    """Full parameters are the shards, and gradients are copied and not sent."""
+    with watched(1) as order:
+        case(order)
+
+
+SHOWN = [
+    {},
+    {"with_grads": True},
+    {"rank0_only": True},
+    {"rank0_only": True, "offload_to_cpu": True, "with_grads": True},
+]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: "-".join(shown) or "plain")
+@pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("offload", [None, ON_HOST], ids=["device", "host"])
+def test_full_parameters_outside_the_step_are_ordered(
+    offload: CPUOffload | None, precision: MixedPrecision | None, shown: dict[str, bool]
+) -> None:
+    """Written between optimizer and forward, by the block and by a state dict."""
+    with watched() as order:
+        model = gpt(order, cpu_offload=offload, mixed_precision=precision)
+        train(model)
+        backward(loss_of(model))
+        with unshard_params(model, **shown):
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+        train(model)
+        model.load_state_dict(model.state_dict())
+        train(model)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_backward_that_gathers_nothing_frees_as_it_goes(limited: bool) -> None:
+    """SHARD_GRAD_OP holds all units between forward and backward, and not after."""
+    alive: list[int] = []
+    with fake_world(4):
+        model = TinyGPT(layers=8)
+        strategy = ShardingStrategy.SHARD_GRAD_OP
+        for module in (*model.blocks, model):
+            fully_shard(module, strategy=strategy, limit_all_gathers=limited)
+        handles = _get_fsdp_handles(model)
+        with cuda_order(handles):
+            x = model(TOKENS)
+            for handle in handles[1:]:
+                handle.accumulators[0].register_prehook(
+                    lambda _: alive.append(sum(h.gathered for h in handles))
+                )
+            backward(x.sum())
+
+    # The root, the unit whose gradient arrives, and those that wait to be freed.
+    waiting = RETIRING_LIMIT if limited else RETIRING_UNLIMITED
+    assert (alive[0], alive[-1]) == (9, 2 + waiting)
+
+
+def test_a_cast_while_gradients_are_reduced_is_refused() -> None:
+    """With set_is_last_backward(False) they are on their way after backward."""
+    with fake_world(4):
+        model = fully_shard(TinyGPT().double())
+        set_is_last_backward(model, False)
+        backward(model(TOKENS).sum())
+        model.float()
+        with pytest.raises(PlanError, match="were cast while its gradients are being"):
+            model(TOKENS)
