@@ -219,6 +219,7 @@ def build_handle(
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.origin, handle.epoch = target.plan.regions, 0
+    handle.forward_log = handle.backward_log = handle.reduce_log = None
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
     handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
@@ -320,7 +321,6 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.tapes, handle.calls = (), []
     handle.kept = handle.reduce_is_allocated = False
     handle.reduce_owner = handle.held = handle.full_since = None
-    handle.forward_log = handle.backward_log = handle.reduce_log = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     handle.leaf_stream = None
     if handle.device.type == "cuda":

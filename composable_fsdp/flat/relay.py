@@ -17,7 +17,17 @@ from composable_fsdp.flat.handle import (
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.split import split_region
 
-_KEPT = ("__weakref__", "epoch", "fqn", "full_fqn", "origin", "rule")
+_KEPT = (
+    "__weakref__",
+    "backward_log",
+    "epoch",
+    "forward_log",
+    "fqn",
+    "full_fqn",
+    "origin",
+    "reduce_log",
+    "rule",
+)
 """What is of the unit and not of its regions."""
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import FlatParamHandle, build_handle, set_divisions
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
@@ -105,6 +106,9 @@ def _copy_handle(
     made = build_handle(
         target, groups=handle.groups, device=handle.device, sharded=True
     )
+    if handle.is_full:
+        # Unsharded by hand: the copied modules show copies of the full leaves.
+        views.use_sharded(made)
     made.rule = copy.copy(handle.rule)
     set_divisions(made)
     memo[id(handle)] = made

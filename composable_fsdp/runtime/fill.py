@@ -21,7 +21,12 @@ from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import prepare_reduce, reduce_gradients
-from composable_fsdp.runtime.unshard import reshard, unshard
+from composable_fsdp.runtime.unshard import (
+    keep_full,
+    reshard,
+    unshard,
+    wait_unsharded,
+)
 from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
@@ -90,5 +95,10 @@ def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:
         prepare_reduce(context, handle)
         reduce_gradients(context, handle)
     if handle.task == NO_TASK:
-        # Backward did not come by, so nothing else takes the weights away.
-        reshard(context, handle)
+        # Backward did not come by, so nothing else takes the weights away, or keeps
+        # them as the other ranks do.
+        if state.reshard_after_backward:
+            reshard(context, handle)
+        elif handle.gathered:
+            wait_unsharded(handle)
+            keep_full(context, handle)

@@ -67,10 +67,10 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     arrived = _take_arrived(handle)
     log = handle.reduce_log
     if log is not None:
-        if log.expected[log.position] == (handle, arrived):
+        if log.expected[log.position] == (handle, handle.epoch, arrived):
             log.position += 1
         else:
-            depart_in_backward(context, log, (handle, arrived))
+            depart_in_backward(context, log, (handle, handle.epoch, arrived))
     handle.reduce_is_allocated = False
     for region in handle.trainable:
         if region.grad_shard is None:

@@ -19,8 +19,9 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.naming import join, shown
 from composable_fsdp.tree.state import RuntimeContext
 
-Reduced = tuple[FlatParamHandle, tuple[bytes, ...]]
-"""A reduction in a log: the unit, and which parameters had a gradient, by region."""
+Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
+"""A reduction in a log: the unit, which of its sets of regions, and, by region, which
+parameters had a gradient."""
 
 
 def give_logs(
@@ -87,7 +88,9 @@ def _tell_backward(use: object) -> str:
     if isinstance(use, FlatParamHandle):
         return f"runs the backward of {use.name}"
     if isinstance(use, tuple):
-        handle, arrived = use
+        handle, epoch, arrived = use
+        if epoch != handle.epoch:
+            return f"reduces the gradients of {handle.name}, grouped as they were"
         missing = [shown(fqn) for fqn in without_gradient(handle, arrived)]
         which = WITHOUT + ", ".join(missing) if missing else ""
         return f"{REDUCES}{handle.name}{which}"
