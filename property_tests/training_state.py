@@ -68,7 +68,7 @@ class Trio:
         self, world: World, recipe: ModelRecipe, strategy: ShardingStrategy
     ) -> None:
         self.world, self.recipe = world, recipe
-        # Sums of three have an order, and a momentum that overshoots makes rounding grow
+        # Sums of three have an order, and momentum that overshoots makes rounding grow
         # from step to step: so in float64 then.
         exact = world.world_size <= 2
         self.dtype = torch.float32 if exact else torch.float64
