@@ -14,11 +14,11 @@ from torch import nn
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import set_divisions
-from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
+    inside_wrappers,
     no_unit,
     require_module,
 )
@@ -151,8 +151,7 @@ def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]
     require_module(module, name)
     states = _get_fsdp_states(module)
     if not recurse:
-        wrapped = module._modules.get(WRAPPED_MODULE)
-        inner = module if wrapped is None else wrapped
+        inner = inside_wrappers(module)
         states = [s for s in states if any(m is inner for m in s.modules)]
     if not states:
         raise no_unit(module, name, recurse=recurse)
