@@ -35,8 +35,10 @@ def set_requires_gradient_sync(
     dtype; the next backward with True reduces the sum. Sets
     ``set_requires_all_reduce``, too.
 
-    Raises: CompositionError, if there is no unit to set it on.
+    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
+    setting is neither True nor False.
     """
+    require_flag("set_requires_gradient_sync", requires_gradient_sync)
     for state in units_of(module, "set_requires_gradient_sync", recurse=recurse):
         state.sync_gradients = requires_gradient_sync
         state.handle.rule.all_reduce = requires_gradient_sync
@@ -51,8 +53,10 @@ def set_requires_all_reduce(
     the reduce dtype, and ``.grad`` stays as it is; the next reduction with True
     all-reduces the total. Means nothing without replicas.
 
-    Raises: CompositionError, if there is no unit to set it on.
+    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
+    setting is neither True nor False.
     """
+    require_flag("set_requires_all_reduce", requires_all_reduce)
     for state in units_of(module, "set_requires_all_reduce", recurse=recurse):
         state.handle.rule.all_reduce = requires_all_reduce
 
@@ -63,8 +67,10 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
     With False the end of backward does not wait for the last reduction: its ``.grad``
     comes with the next backward, which must follow before gradients are read.
 
-    Raises: CompositionError, if there is no unit.
+    Raises: CompositionError, if there is no unit; TypeError, if the setting is neither
+    True nor False.
     """
+    require_flag("set_is_last_backward", is_last_backward)
     for state in units_of(module, "set_is_last_backward", recurse=True):
         outermost(state).is_last_backward = is_last_backward
 
@@ -100,9 +106,11 @@ def set_reduce_scatter_unused_params(
     that all ranks send the same collectives. Without it ``.grad`` stays None where
     nothing arrived, and ranks have to agree. Takes effect with the next forward.
 
-    Raises: CompositionError, if there is no unit to set it on.
+    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
+    setting is neither True nor False.
     """
     name = "set_reduce_scatter_unused_params"
+    require_flag(name, reduce_scatter_unused_params)
     for state in units_of(module, name, recurse=recurse):
         state.handle.rule.fill = reduce_scatter_unused_params
 
@@ -141,6 +149,15 @@ def register_comm_hook(
             )
     for unit in units:
         unit.handle.rule.hook, unit.handle.rule.hook_state = hook, state
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise TypeError, in the name of function ``name``, unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name} expects True or False, got {value!r}. Compare, if it is a number "
+            "or a text: (step + 1) % 4 == 0."
+        )
 
 
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
