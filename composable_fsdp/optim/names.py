@@ -12,7 +12,7 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import shown, strip_wrapper
+from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 
 
@@ -30,6 +30,11 @@ class Named:
     def shape(self) -> tuple[int, ...]:
         """Shape in the plain model."""
         return self.slot.shape if self.slot else tuple(self.parameter.shape)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold parts of it."""
+        return self.handle is not None and self.handle.groups.shard is not None
 
 
 def require_pair(model: object, optim: object, what: str) -> None:
@@ -93,22 +98,19 @@ def name_parameters(
     return groups
 
 
-def named_groups(given: dict[str, Any], groups: list[list[Named]]) -> list[Group]:
-    """The saved groups with all their options, parameters by name."""
-    return [
-        {**saved, "params": [named.fqn for named in members]}
-        for saved, members in zip(given["param_groups"], groups, strict=True)
-    ]
-
-
 def _named(fqn: str, parameter: torch.Tensor) -> Named:
     found = find_leaf(parameter)
     if found is None:
         return Named(fqn, parameter, None, None, None)
-    handle, index = found
+    return Named(fqn, parameter, found[0], *place_of(*found))
+
+
+def place_of(
+    handle: FlatParamHandle, index: int
+) -> tuple[FlatParameter, ParameterSlot]:
+    """Region and slot of the unit's leaf number ``index``."""
     for region in handle.regions:
         if index < len(region.leaves):
-            slot = region.layout.parameters[index]
-            return Named(fqn, parameter, handle, region, slot)
+            return region, region.layout.parameters[index]
         index -= len(region.leaves)
-    raise AssertionError(f"leaf {shown(fqn)} is not in its own handle")
+    raise AssertionError(f"unit {handle.name} has no leaf {index}")
