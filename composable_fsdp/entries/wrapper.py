@@ -36,7 +36,7 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.runtime.materialize import reset_parameters
-from composable_fsdp.state_dict.hooks import install_wrapper_hooks
+from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import inside_wrappers, walk_states
 
