@@ -91,6 +91,8 @@ from composable_fsdp.state_dict.settings import (
     set_state_dict_type,
     state_dict_type,
 )
+from composable_fsdp.storage.convert import convert
+from composable_fsdp.storage.export import export_safetensors
 
 __all__ = [
     "BackwardPrefetch",
@@ -136,6 +138,8 @@ __all__ = [
     "checkpoint_wrapper",
     "clip_grad_norm_",
     "contract",
+    "convert",
+    "export_safetensors",
     "fp16_compress_hook",
     "fully_shard",
     "get_state_dict_type",
