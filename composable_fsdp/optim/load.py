@@ -18,9 +18,11 @@ from composable_fsdp.naming import shown
 from composable_fsdp.optim.first import Described, hops, share_structure, share_tensor
 from composable_fsdp.optim.local import local_part, require_plans
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
+from composable_fsdp.optim.sharded import require_own_parts
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
-from composable_fsdp.state_dict.settings import get_state_dict_type, no_sharded
+from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 SCALARS = ("step", "mu_product", "eta", "mu")
@@ -44,7 +46,8 @@ def optim_state_dict_to_load(
         optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a
             plain model's state under its parameter names; full on every rank, unless
             ``set_state_dict_type`` says ``rank0_only`` (then the first rank's is sent
-            to all) or local (then this rank's own).
+            to all) or local (then this rank's own). Sharded values are taken wherever
+            full tensors are, if they are of this plan.
         is_named_optimizer: keep names as keys instead of the optimizer's ids.
         load_directly: also call ``optim.load_state_dict`` with the result.
         group: the ranks that the first one sends to, if not the model's.
@@ -58,8 +61,6 @@ def optim_state_dict_to_load(
     units = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-    if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        raise no_sharded("optim_state_dict_to_load")
     result = state_to_load(
         model,
         optim.param_groups,
@@ -96,6 +97,7 @@ def state_to_load(
         require_plans(model, saved)
     else:
         _require_shapes(members, saved)
+        require_own_parts(members, saved, from_first=bool(senders))
     state_of: dict[Any, dict[str, Any]] = {}
     for i, each in enumerate(members):
         values = saved["state"].get(each.fqn)
@@ -157,6 +159,8 @@ def _part(
     named: Named, name: str, value: Any, senders: tuple[dist.ProcessGroup, ...]
 ) -> Any:
     """This rank's part of one state value; scalars are the same on every rank."""
+    if isinstance(value, ShardedValue):
+        return value.local.clone()
     if not isinstance(value, (Tensor, Described)):
         return value
     if senders and value.shape:

@@ -27,8 +27,9 @@ from composable_fsdp.optim.names import (
     named_groups,
     require_pair,
 )
+from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.runtime.recover import settle
-from composable_fsdp.state_dict.settings import get_state_dict_type, no_sharded
+from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -43,7 +44,8 @@ def optim_state_dict(
     ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``,
     with tensors of the plain model's shapes on the CPU of every rank, unless
     ``set_state_dict_type`` asked for something else (``rank0_only``: ``{}`` on the
-    other ranks; local: this rank's shards, and the plans they belong to).
+    other ranks; sharded: ``ShardedValue`` in the place of tensors; local: this rank's
+    shards, and the plans they belong to).
 
     Args:
         model: the sharded model, or a module that holds it.
@@ -53,7 +55,7 @@ def optim_state_dict(
 
     Collective: per unit and state one all-gather over the shard group (one gather per
     region with ``rank0_only``), and one exchange of state names per group before; all
-    ranks must call. None for local shards.
+    ranks must call. For sharded values that exchange alone; none for local shards.
     Raises: CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
@@ -63,7 +65,7 @@ def optim_state_dict(
     config = settings.optim_state_dict_config
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        raise no_sharded("optim_state_dict")
+        return sharded_state(model, optim, given, to_cpu=config.offload_to_cpu)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         return local_state(model, optim, given, to_cpu=config.offload_to_cpu)
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
@@ -82,27 +84,63 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state whatever type is set; see ``optim_state_dict``."""
     units = _get_fsdp_states(model)
-    for state in units:
+    groups, members, states, by_handle = _agreed(model, optim, given)
+    result: dict[str, dict[str, Any]] = {}
+    for named, values in zip(members, states, strict=True):
+        if values:
+            result[named.fqn] = {k: _copy(v, to_cpu) for k, v in values.items()}
+    for indices in by_handle.values():
+        _gather(members, states, indices, result, first_only, to_cpu)
+    if first_only and units and not units[0].handle.groups.is_first:
+        return {}
+    return {"state": result, "param_groups": named_groups(given, groups)}
+
+
+def sharded_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: dict[str, Any],
+    *,
+    to_cpu: bool,
+) -> dict[str, Any]:
+    """Return the state as sharded values, whatever type is set.
+
+    They share the optimizer's memory unless they are moved. No tensor is sent.
+    """
+    groups, members, states, _ = _agreed(model, optim, given)
+    result = {
+        named.fqn: {
+            key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
+            for key, value in (
+                (key, as_sharded(named, value)) for key, value in values.items()
+            )
+        }
+        for named, values in zip(members, states, strict=True)
+        if values
+    }
+    return {"state": result, "param_groups": named_groups(given, groups)}
+
+
+def _agreed(
+    model: nn.Module, optim: torch.optim.Optimizer, given: dict[str, Any]
+) -> tuple[list[list[Named]], list[Named], list[dict[str, Any]], dict[int, list[int]]]:
+    """Parameters by group and in a row, their states, and which a unit cuts.
+
+    Refuses on all ranks alike what one of them cannot put together.
+    """
+    for state in _get_fsdp_states(model):
         settle(state, "optim_state_dict")
     groups = name_parameters(model, optim.param_groups)
     members = [named for group_members in groups for named in group_members]
     states: list[dict[str, Any]] = [
         given["state"].get(i, {}) for i in range(len(members))
     ]
-    result: dict[str, dict[str, Any]] = {}
-    for named, values in zip(members, states, strict=True):
-        if values:
-            result[named.fqn] = {k: _copy(v, to_cpu) for k, v in values.items()}
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
         if named.handle is not None and named.handle.groups.shard is not None:
             by_handle.setdefault(id(named.handle), []).append(i)
     _require_same_state(members, states, by_handle)
-    for indices in by_handle.values():
-        _gather(members, states, indices, result, first_only, to_cpu)
-    if first_only and units and not units[0].handle.groups.is_first:
-        return {}
-    return {"state": result, "param_groups": named_groups(given, groups)}
+    return groups, members, states, by_handle
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:

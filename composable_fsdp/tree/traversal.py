@@ -87,6 +87,20 @@ def _get_unit_state(module: nn.Module) -> _FSDPState | None:
     return state if isinstance(state, _FSDPState) else None
 
 
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Return the unit that ``module`` is, or that wrappers put around one hold.
+
+    ``module`` may be ``FullyShardedDataParallel``, a wrapper of activations, or one
+    around the other. Without a unit inside it is what the innermost wrapper holds.
+    """
+    while _get_unit_state(module) is None:
+        inner = next(filter(None, map(module._modules.get, TRANSPARENT)), None)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
 def _get_fsdp_states_with_modules(
     module: nn.Module,
 ) -> tuple[list[_FSDPState], list[nn.Module]]:
