@@ -91,7 +91,9 @@ from composable_fsdp.state_dict.settings import (
     set_state_dict_type,
     state_dict_type,
 )
+from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
+from composable_fsdp.storage.export import export_safetensors
 from composable_fsdp.storage.fit import LoadReport
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
@@ -147,6 +149,8 @@ __all__ = [
     "checkpoint_wrapper",
     "clip_grad_norm_",
     "contract",
+    "convert",
+    "export_safetensors",
     "fp16_compress_hook",
     "fully_shard",
     "get_state_dict_type",
