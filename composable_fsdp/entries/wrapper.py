@@ -36,7 +36,7 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.runtime.materialize import reset_parameters
-from composable_fsdp.state_dict.hooks import install_wrapper_hooks
+from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import inside_wrappers, walk_states
 
@@ -176,6 +176,12 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         """As of a plain module: names without the wrapper's components."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield strip_wrapper(name), buffer
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch's state dict functions: these names are behind our component."""
+        inner = self.module
+        names = (*inner._modules, *inner._parameters, *inner._buffers)
+        return dict.fromkeys(names, WRAPPED_MODULE)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
