@@ -81,6 +81,8 @@ class Pair:
         self.optimizers = [sgd(m.parameters()) for m in (self.model, self.plain)]
         self.sums: list[Leaves] = [{} for _ in range(world.world_size)]
         """Per rank, gradients of the plain model in the dtype of their reduction."""
+        self.waiting: list[Leaves] = [{} for _ in range(world.world_size)]
+        """The same, of those that were reduced without the replicas."""
         self.batch = 0
         self.fill(on=combination.by_rank)
 

@@ -118,22 +118,39 @@ def reduce(pair: Pair, micro: Micro, *, filled_only: bool = False) -> None:
     for name, p in named(pair.plain).items():
         handle = pair.owner[name].state.handle
         fill = handle.rule.fill and p.requires_grad
-        local = micro.mode == "local" and handle.groups.replicas > 1
-        if micro.mode == "no_sync" or local or (filled_only and not fill):
+        if micro.mode == "no_sync" or (filled_only and not fill):
             continue
-        arrived = [sums.pop(name, None) for sums in pair.sums]
-        if not fill and arrived[0] is None:
+        terms = take(pair, name, fill=fill)
+        if terms is None:
             continue
-        zero = torch.zeros_like(p, dtype=pair.dtype_of(name, "reduce"))
-        terms = torch.stack([zero if term is None else term for term in arrived])
+        if micro.mode == "local" and handle.groups.replicas > 1:
+            for rank, term in enumerate(terms):
+                pair.waiting[rank][name] = term
+            continue
         factor = handle.rule.factor or pair.world.world_size
         if handle.rule.hook is not None and pair.combination.hook == "bf16":
-            mean = (terms.bfloat16().sum(0) / factor).float()
+            mean = (torch.stack(terms).bfloat16().sum(0) / factor).float()
         else:
-            mean = terms.sum(0) / factor
-        gradient = pair.dtype_of(name, "gradient")
+            mean = torch.stack(terms).sum(0) / factor
         if p.grad is None:
+            gradient = pair.dtype_of(name, "gradient")
             if gradient != p.dtype:
                 p.grad_dtype = gradient
             p.grad = torch.zeros_like(p, dtype=gradient)
         p.grad.add_(mean)
+
+
+def take(pair: Pair, name: str, *, fill: bool) -> list[Tensor] | None:
+    """What each rank brings into a reduction, or None if there is nothing to reduce.
+
+    What waited for the replicas was summed apart from what arrived since.
+    """
+    arrived = [sums.pop(name, None) for sums in pair.sums]
+    waiting = [sums.pop(name, None) for sums in pair.waiting]
+    if not fill and arrived[0] is None and waiting[0] is None:
+        return None
+    zero = torch.zeros_like(
+        named(pair.plain)[name], dtype=pair.dtype_of(name, "reduce")
+    )
+    parts = zip(arrived, waiting, strict=True)
+    return [sum((part for part in both if part is not None), zero) for both in parts]
