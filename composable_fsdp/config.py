@@ -155,7 +155,7 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass(frozen=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """For sharded tensors. ``_use_dtensor`` is taken because FSDP1 has it."""
+    """For sharded values. ``_use_dtensor`` is here because FSDP1 has it: only False."""
 
     _use_dtensor: bool = False
 
@@ -189,7 +189,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """For sharded tensors. ``_use_dtensor`` is taken because FSDP1 has it."""
+    """For sharded values. ``_use_dtensor`` is here because FSDP1 has it: only False."""
 
     _use_dtensor: bool = False
 

@@ -96,10 +96,16 @@ class OrderLog:
         self._successors: dict[tuple[Hashable, int], Hashable] = {}
         self._said: list[str] = []
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is under way."""
+        return self._open
+
     def depart(self, use: object, mode: Hashable) -> None:
         """Take note of a use that is not the expected one; call it before it is sent.
 
-        The first use of a round always comes here, to begin the round.
+        The first use of a round always comes here, to begin the round; ``mode`` is
+        looked at then only.
 
         Collective: none; keys in the store, and a bounded wait if a record is left.
         Raises: DesyncError, if another rank does something else.

@@ -23,7 +23,7 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import by_name
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.wrapping import post_order_apply
-from composable_fsdp.state_dict.hooks import install_wrapper_hooks
+from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 
 class CheckpointImpl(Enum):

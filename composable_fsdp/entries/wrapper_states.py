@@ -124,8 +124,8 @@ class StateMethods:
         optim: torch.optim.Optimizer,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Sharded tensors: refused, naming the alternatives (CheckpointError)."""
-        raise settings.no_sharded("sharded_optim_state_dict")
+        """``optim_state_dict`` with sharded values, whatever type is set."""
+        return legacy.sharded_optim_state_dict(model, optim, group)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -133,8 +133,10 @@ class StateMethods:
         model: nn.Module,
         optim: torch.optim.Optimizer,
     ) -> dict[str, Any]:
-        """Sharded tensors: refused, naming the alternatives (CheckpointError)."""
-        raise settings.no_sharded("flatten_sharded_optim_state_dict")
+        """``optim_state_dict_to_load`` of what ``sharded_optim_state_dict`` gave."""
+        return legacy.flatten_sharded_optim_state_dict(
+            sharded_optim_state_dict, model, optim
+        )
 
     @staticmethod
     def rekey_optim_state_dict(

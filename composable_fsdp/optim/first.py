@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat import storage
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -25,6 +26,8 @@ class Described:
 
     shape: torch.Size
     dtype: torch.dtype
+    part: bool
+    """Whether it is a sharded value, of which there is nothing to give."""
 
 
 def hops(
@@ -64,7 +67,10 @@ def share_structure(saved: Any, groups: tuple[dist.ProcessGroup, ...]) -> Any:
 def _describe(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return Described(value.shape, value.dtype) if value.ndim else value.cpu()
+    part = isinstance(value, ShardedValue)
+    if value.ndim or part:
+        return Described(value.shape, value.dtype, part)
+    return value.cpu()
 
 
 def share_tensor(

@@ -1,4 +1,4 @@
-"""FSDP1's older names for an optimizer's full state: one function per step.
+"""FSDP1's older names for an optimizer's state: one function per type and step.
 
 Each says by its name what ``set_state_dict_type`` says for ``optim_state_dict`` and
 ``optim_state_dict_to_load``, and looks at no setting.
@@ -15,7 +15,7 @@ from torch import nn
 
 from composable_fsdp.optim.load import state_to_load
 from composable_fsdp.optim.names import groups_of
-from composable_fsdp.optim.save import full_state
+from composable_fsdp.optim.save import full_state, sharded_state
 
 
 def full_optim_state_dict(
@@ -68,3 +68,27 @@ def scatter_full_optim_state_dict(
     return state_to_load(
         model, groups, full_optim_state_dict, from_first=True, group=group
     )
+
+
+def sharded_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return state as sharded values in the optimizer's own memory.
+
+    ``group`` is not needed. Collective, Raises: as ``optim_state_dict``.
+    """
+    return sharded_state(model, optim, optim.state_dict(), to_cpu=False)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Return what ``optim.load_state_dict`` takes, of sharded values of this plan.
+
+    Sends nothing. Raises: as ``optim_state_dict_to_load``.
+    """
+    return state_to_load(model, optim.param_groups, sharded_optim_state_dict)

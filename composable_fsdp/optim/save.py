@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.comm import collectives
@@ -20,15 +22,17 @@ from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
+from composable_fsdp.optim.guard import require_elementwise
+from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_state
 from composable_fsdp.optim.names import (
     Named,
     name_parameters,
-    named_groups,
     require_pair,
 )
+from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.runtime.recover import settle
-from composable_fsdp.state_dict.settings import get_state_dict_type, no_sharded
+from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -43,27 +47,31 @@ def optim_state_dict(
     ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``,
     with tensors of the plain model's shapes on the CPU of every rank, unless
     ``set_state_dict_type`` asked for something else (``rank0_only``: ``{}`` on the
-    other ranks; local: this rank's shards, and the plans they belong to).
+    other ranks; sharded: ``ShardedValue`` in the place of tensors; local: this rank's
+    shards, and the plans they belong to).
 
     Args:
         model: the sharded model, or a module that holds it.
         optim: an element-wise optimizer over its parameters.
-        optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now.
+        optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now; by
+            numbers or by names.
         group: ignored; each unit knows its ranks. Here because FSDP1 has it.
 
     Collective: per unit and state one all-gather over the shard group (one gather per
     region with ``rank0_only``), and one exchange of state names per group before; all
-    ranks must call. None for local shards.
-    Raises: CheckpointError, for state that is not element-wise or a foreign parameter;
+    ranks must call. For sharded values that exchange alone; none for local shards.
+    Raises: CompositionError, for an optimizer that needs whole parameters;
+    CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
     require_pair(model, optim, "optim_state_dict")
+    require_elementwise(optim)
     states = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if states else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        raise no_sharded("optim_state_dict")
+        return sharded_state(model, optim, given, to_cpu=config.offload_to_cpu)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         return local_state(model, optim, given, to_cpu=config.offload_to_cpu)
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
@@ -82,30 +90,78 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state whatever type is set; see ``optim_state_dict``."""
     units = _get_fsdp_states(model)
-    for state in units:
-        settle(state, "optim_state_dict")
-    groups = name_parameters(model, optim.param_groups)
-    members = [named for group_members in groups for named in group_members]
-    states: list[dict[str, Any]] = [
-        given["state"].get(i, {}) for i in range(len(members))
-    ]
+    members, states, by_handle, options = _agreed(model, optim, given)
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
         if values:
             result[named.fqn] = {k: _copy(v, to_cpu) for k, v in values.items()}
-    by_handle: dict[int, list[int]] = {}
-    for i, named in enumerate(members):
-        if named.handle is not None and named.handle.groups.shard is not None:
-            by_handle.setdefault(id(named.handle), []).append(i)
-    _require_same_state(members, states, by_handle)
     for indices in by_handle.values():
         _gather(members, states, indices, result, first_only, to_cpu)
     if first_only and units and not units[0].handle.groups.is_first:
         return {}
-    return {"state": result, "param_groups": named_groups(given, groups)}
+    return {"state": result, "param_groups": options}
+
+
+def sharded_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: dict[str, Any],
+    *,
+    to_cpu: bool,
+) -> dict[str, Any]:
+    """Return the state as sharded values, whatever type is set.
+
+    They share the optimizer's memory unless they are moved. No tensor is sent.
+    """
+    members, states, _, options = _agreed(model, optim, given)
+    result = {
+        named.fqn: {
+            key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
+            for key, value in (
+                (key, as_sharded(named, value)) for key, value in values.items()
+            )
+        }
+        for named, values in zip(members, states, strict=True)
+        if values
+    }
+    return {"state": result, "param_groups": options}
+
+
+class _Agreed(NamedTuple):
+    """Parameters, their states, which of them a unit cuts, and the groups by name."""
+
+    members: list[Named]
+    states: list[dict[str, Any]]
+    by_handle: dict[int, list[int]]
+    options: list[dict[str, Any]]
+
+
+def _agreed(
+    model: nn.Module, optim: torch.optim.Optimizer, given: dict[str, Any]
+) -> _Agreed:
+    """What the ranks hold, after they have compared it.
+
+    Refuses on all ranks alike what one of them cannot put together.
+    """
+    for state in _get_fsdp_states(model):
+        settle(state, "optim_state_dict")
+    groups = name_parameters(model, optim.param_groups)
+    members = [named for group_members in groups for named in group_members]
+    given = state_by_name(given, model, groups, optim.param_groups, "optim_state_dict")
+    states: list[dict[str, Any]] = [given["state"].get(m.fqn, {}) for m in members]
+    by_handle: dict[int, list[int]] = {}
+    for i, named in enumerate(members):
+        if named.is_cut:
+            by_handle.setdefault(id(named.handle), []).append(i)
+    _require_same_state(members, states, by_handle)
+    options = aligned_groups(groups, given, optim.param_groups)
+    return _Agreed(members, states, by_handle, options)
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
+    """A copy of a tensor, or of the tensors in lists and dicts, as LBFGS has them."""
+    if isinstance(value, (list, dict)):
+        return _pytree.tree_map(partial(_copy, to_cpu=to_cpu), value)
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
@@ -116,7 +172,9 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _misfit(named: Named, values: dict[str, Any]) -> str:
-    """Say which state is not element-wise; empty if all of it is."""
+    """Say which state is not element-wise; empty if all is, or nothing is cut."""
+    if not named.is_cut:
+        return ""
     for key, value in values.items():
         if not _is_scalar(value) and value.shape != named.parameter.shape:
             return (

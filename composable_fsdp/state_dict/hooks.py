@@ -9,7 +9,6 @@ shards instead, for host memory, or for one rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,14 +17,9 @@ from torch import Tensor, nn
 
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import (
-    TRANSPARENT,
-    WRAPPED_MODULE,
-    join,
-    shown,
-    strip_wrapper,
-)
+from composable_fsdp.naming import TRANSPARENT, shown, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import settle
@@ -36,7 +30,7 @@ from composable_fsdp.state_dict.local import (
     plans_of,
     require_plan,
 )
-from composable_fsdp.state_dict.settings import refuse_sharded
+from composable_fsdp.state_dict.sharded import ShardedValue, sharded_values, unfit
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -93,8 +87,8 @@ def _save(
     """Put the values that the unit's setting asks for under the unit's names.
 
     Collective: one all-gather over the shard group (with ``rank0_only`` one gather per
-    region); all its ranks must call ``state_dict()``. None for local shards, and none
-    inside ``unshard_params``.
+    region); all its ranks must call ``state_dict()``. None for sharded values and local
+    shards, and none inside ``unshard_params``.
     Raises: PhaseError, inside forward or backward.
     """
     config = state.state_dict_settings.state_dict_config
@@ -131,7 +125,9 @@ def _values(state: _FSDPState, *, first_only: bool, to_cpu: bool) -> dict[int, T
     """The unit's parameters by slot index: full ones, or this rank's shards."""
     handle, context = state.handle, state.context
     kind = state.state_dict_settings.state_dict_type
-    refuse_sharded(state, "state_dict")
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        settle(state, "state_dict")
+        return sharded_values(handle)
     if kind is StateDictType.LOCAL_STATE_DICT:
         settle(state, "state_dict")
         return local_values(handle)
@@ -179,8 +175,8 @@ class _Load:
     ) -> None:
         """Write the shards, and leave torch nothing to copy that would not fit.
 
-        Every rank passes the same full values, or its own shards if that is the type
-        set; sends nothing.
+        Every rank passes the same full values, its own sharded values, or its own
+        shards if local is the type set; sends nothing.
         Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
         another plan.
         """
@@ -190,7 +186,6 @@ class _Load:
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
         settle(self.state, "load_state_dict")
-        refuse_sharded(self.state, "load_state_dict")
         kind = self.state.state_dict_settings.state_dict_type
         local = kind is StateDictType.LOCAL_STATE_DICT
         if local:
@@ -211,11 +206,13 @@ class _Load:
                         continue
                     if not _holds(self.state, module, slot, name):
                         continue
-                    problem = _take(region, slot, leaf, value, local=local)
+                    problem = _take(handle, region, slot, leaf, value, local=local)
                     if leaf.is_meta and not problem:
                         if local_metadata.get("assign_to_params_buffers", False):
                             part = value
-                            if not local:
+                            if isinstance(value, ShardedValue):
+                                part = value.local
+                            elif not local:
                                 part = part_of(region, slot, value, like=leaf)
                             # Torch makes a parameter of it, and the unit takes it up.
                             state_dict[key] = part.to(leaf.dtype, copy=True)
@@ -229,6 +226,7 @@ class _Load:
 
 @torch.no_grad()
 def _take(
+    handle: FlatParamHandle,
     region: FlatParameter,
     slot: ParameterSlot,
     leaf: Tensor,
@@ -237,6 +235,11 @@ def _take(
     local: bool,
 ) -> str:
     """Copy into this rank's shard what is its part; say why ``value`` does not fit."""
+    if isinstance(value, ShardedValue):
+        problem = unfit(handle, region, slot, value)
+        if not problem:
+            leaf.copy_(value.local)
+        return problem
     if value.shape == (1,) and slot.shape == () and not local:
         value = value[0]
     expected = tuple(leaf.shape) if local else slot.shape
@@ -250,58 +253,3 @@ def _take(
         f"expected the full parameter of shape {got}. Load a state dict of the plain "
         "model's shapes, on every rank."
     )
-
-
-def install_wrapper_hooks(wrapper: nn.Module, component: str = WRAPPED_MODULE) -> None:
-    """Keep the wrapper's component out of the keys that it gives, takes and reports."""
-    hooks: Any = wrapper  # torch has no types for these
-    hooks._register_state_dict_hook(partial(_strip_keys, component))
-    hooks.register_load_state_dict_pre_hook(partial(_add_component, component))
-    hooks.register_load_state_dict_post_hook(_strip_reports)
-
-
-def _strip_keys(
-    component: str,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-) -> None:
-    inner = f"{prefix}{component}"
-    # Everything below was added last, so re-inserting keeps the order.
-    _rename(state_dict, lambda key: key.startswith(inner + "."), inner + ".", prefix)
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        metadata[prefix[:-1]] = metadata.pop(inner, metadata.get(prefix[:-1]))
-        _rename(metadata, lambda key: key.startswith(inner + "."), inner + ".", prefix)
-
-
-def _rename(
-    table: dict[str, Any], chosen: Callable[[str], bool], old: str, new: str
-) -> None:
-    for key in [key for key in table if chosen(key)]:
-        table[new + key[len(old) :]] = table.pop(key)
-
-
-def _add_component(
-    component: str,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    # From here on metadata is not found: plans go with the values they belong to, and
-    # get each wrapper's component as those do.
-    for name, plan in local_metadata.get(PLAN, {}).items():
-        state_dict[prefix + join(name, PLAN)] = plan
-    inner = f"{prefix}{component}."
-    _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
-
-
-def _strip_reports(module: nn.Module, incompatible_keys: Any) -> None:
-    for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
-        keys[:] = [strip_wrapper(key) for key in keys]

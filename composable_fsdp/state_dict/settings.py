@@ -24,10 +24,9 @@ from composable_fsdp.config import (
     StateDictSettings,
     StateDictType,
 )
-from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.options import by_fields, by_name
-from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 _CONFIGS: dict[
@@ -42,6 +41,14 @@ _CONFIGS: dict[
 }
 
 
+_NO_DTENSOR = (
+    "{}(_use_dtensor=True) expects every parameter to be cut into equal numbers of "
+    "rows, as a DTensor is; here a parameter is cut where its flat buffer is. Leave it "
+    "out: sharded values are ShardedValue, whose checkpoints load into DTensors, and "
+    "the other way round."
+)
+
+
 def set_state_dict_type(
     module: nn.Module,
     state_dict_type: StateDictType,
@@ -54,7 +61,8 @@ def set_state_dict_type(
     set on the first unit before. Sends nothing; every rank must set the same.
 
     Raises: CompositionError, without a fully sharded module; TypeError, for something
-    else than a type or for a configuration of another type.
+    else than a type or for a configuration of another type; ValueError, for
+    ``_use_dtensor=True``.
     """
     kind = by_name(StateDictType, state_dict_type, argument="state_dict_type")
     model_form, optim_form = _CONFIGS[kind]
@@ -69,6 +77,9 @@ def set_state_dict_type(
             argument="optim_state_dict_config",
         ),
     )
+    for config in (settings.state_dict_config, settings.optim_state_dict_config):
+        if getattr(config, "_use_dtensor", False):
+            raise ValueError(_NO_DTENSOR.format(type(config).__name__))
     states = units_of(module, "set_state_dict_type", recurse=True)
     before = states[0].state_dict_settings
     for state in states:
@@ -116,19 +127,3 @@ def state_dict_type(
     finally:
         for state, settings in zip(states, before, strict=True):
             state.state_dict_settings = settings
-
-
-def refuse_sharded(state: _FSDPState, what: str) -> None:
-    """Refuse the type that this version cannot give or take, rather than another."""
-    if state.state_dict_settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        raise no_sharded(f"{what} of {state.name}")
-
-
-def no_sharded(what: str) -> CheckpointError:
-    """The error for ``what`` with sharded tensors; names what to use instead."""
-    return CheckpointError(
-        f"{what} asks for SHARDED_STATE_DICT, which this version of composable_fsdp "
-        "does not have. Use FULL_STATE_DICT (rank0_only=True and offload_to_cpu=True "
-        "keep one unit at a time in device memory), or LOCAL_STATE_DICT to load it "
-        "again at the same world size."
-    )

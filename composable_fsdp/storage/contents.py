@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.compose.registry import incompatible_api
+from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, join, shown
+from composable_fsdp.optim.names import names_of
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import require_idle, settle
 from composable_fsdp.tree.state import _FSDPState
@@ -91,9 +92,10 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     }
     in_units: dict[tuple[int, int], list[str]] = {}
     others: dict[int, tuple[Tensor, list[str]]] = {}
+    given = _names_given(module)
     for path, each in places(module):
         for key, tensor in _tensors(each):
-            name = join(path, key)
+            name = given.get(id(tensor), join(path, key))
             found = slot_of.get((id(each), key))
             if found is not None:
                 in_units.setdefault((id(found[0]), found[1]), []).append(name)
@@ -118,13 +120,29 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     return Contents(tuple(states.values()), regions, tensors)
 
 
-def places(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below ``module`` at every path, in the order of ``.modules()``."""
+def _names_given(module: nn.Module) -> dict[int, str]:
+    """Parameters that a class shows under another name than their place's, by id."""
+    here = {
+        (id(parameter), join(path, key))
+        for path, each in places(module, through_ddp=False)
+        for key, parameter in each._parameters.items()
+    }
+    names = names_of(module)
+    return {key: name for key, name in names.items() if (key, name) not in here}
+
+
+def places(
+    module: nn.Module, *, through_ddp: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``module`` at every path, in the order of ``.modules()``.
+
+    ``through_ddp`` leaves DistributedDataParallel's ``module`` out of the paths.
+    """
     stack = [("", module)]
     while stack:
         path, current = stack.pop()
         yield path, current
-        ddp = incompatible_api(current) == "torch's DistributedDataParallel"
+        ddp = through_ddp and incompatible_api(current) == TORCH_DDP
         for name, child in reversed(current._modules.items()):
             if child is not None:
                 hidden = name in TRANSPARENT or (ddp and name == "module")

@@ -8,14 +8,14 @@ a rank may evaluate alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.order_log import REDUCES, WITHOUT, OrderLog
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join, shown
 from composable_fsdp.tree.state import RuntimeContext
 
@@ -24,30 +24,31 @@ Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 parameters had a gradient."""
 
 
-def give_logs(
-    handles: Sequence[FlatParamHandle],
-) -> tuple[tuple[OrderLog, ...], tuple[OrderLog, ...]]:
-    """Give each handle its two logs; all forward logs, all backward logs. Sends
-    nothing.
+def give_logs(context: RuntimeContext) -> None:
+    """Give each handle of a tree its two logs, and the context all of them.
+
+    Sends nothing.
     """
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
-    for handle in handles:
+    waiting = _Waiting(context)
+    for handle in context.handles:
         shard, replicate = handle.groups.shard, handle.groups.replicate
         sized = any(region.layout.padded_numel for region in handle.regions)
         gathers = [shard] if shard is not None and sized else []
         reduces = [replicate] if replicate is not None and sized else []
-        handle.forward_log = _log(forward, "forward", gathers, handles)
-        handle.reduce_log = _log(backward, "backward", gathers + reduces, handles)
+        handle.forward_log = _log(forward, "forward", gathers, str)
+        handle.reduce_log = _log(backward, "backward", gathers + reduces, waiting)
         handle.backward_log = handle.reduce_log if gathers else None
-    return tuple(forward.values()), tuple(backward.values())
+    context.forward_logs = tuple(forward.values())
+    context.backward_logs = tuple(backward.values())
 
 
 def _log(
     logs: dict[tuple[str, ...], OrderLog],
     what: str,
     groups: Sequence[dist.ProcessGroup],
-    handles: Sequence[FlatParamHandle],
+    note: Callable[[], str],
 ) -> OrderLog | None:
     if not groups:
         return None
@@ -56,7 +57,6 @@ def _log(
         peers = [Peers(group, what) for group in groups if can_compare(group)]
         tell = _tell_forward if what == "forward" else _tell_backward
         tell_mode = _mode_of_forward if what == "forward" else _mode_of_backward
-        note = partial(_waiting, handles) if what == "backward" else str
         logs[key] = OrderLog(what, peers, tell, tell_mode, note)
     return logs[key]
 
@@ -72,6 +72,11 @@ def depart_in_backward(
     Which units reduce is part of the mode: rounds under ``no_sync`` have an order of
     their own. So is how their parameters are laid out, which freezing changes.
     """
+    if log.is_open:
+        # The mode is that of the round. All units have a say in it, so it is put
+        # together once a round, not once a use.
+        log.depart(use, ())
+        return
     root = context.root()
     states = root._root_states if root is not None else ()
     syncs = tuple([state.sync_gradients for state in states])
@@ -97,16 +102,46 @@ def _tell_backward(use: object) -> str:
     return "has no further backward or reduction"
 
 
-def _waiting(handles: Sequence[FlatParamHandle]) -> str:
-    """Units that are in backward and wait for gradients, and for which."""
-    lines = []
-    for handle in handles:
-        if handle.task != NO_TASK and handle.reduce_is_allocated:
-            arrived = tuple(bytes(region.arrived) for region in handle.trainable)
-            missing = [shown(fqn) for fqn in without_gradient(handle, arrived)]
-            if missing:
-                lines.append(f"{handle.name}: {', '.join(missing)}")
-    return "\n".join(lines)
+class _Waiting:
+    """Tells which units are in backward and wait for gradients, and for which.
+
+    It is asked at each use of a round that is recorded, so it does not look through the
+    tree: units join a graph task in turn, and most are through with it soon.
+    """
+
+    def __init__(self, context: RuntimeContext) -> None:
+        self._context = weakref.ref(context)
+        self._seen: dict[int, int] = {}
+        """Per graph task, how many of its units were looked at."""
+        self._open: dict[int, list[FlatParamHandle]] = {}
+        """Those of them that waited."""
+
+    def __call__(self) -> str:
+        """A line ``unit: parameters`` each."""
+        context = self._context()
+        tasks = context.tasks if context is not None else {}
+        before, self._open = self._open, {}
+        lines = []
+        for task, states in tasks.items():
+            opened = before.get(task, [])
+            opened += [state.handle for state in states[self._seen.get(task, 0) :]]
+            missing = {
+                handle: _missing(handle) for handle in opened if handle.task == task
+            }
+            self._open[task] = [handle for handle in missing if missing[handle]]
+            lines += [
+                f"{handle.name}: {missing[handle]}" for handle in self._open[task]
+            ]
+        self._seen = {task: len(states) for task, states in tasks.items()}
+        return "\n".join(lines)
+
+
+def _missing(handle: FlatParamHandle) -> str:
+    """The parameters whose gradients the unit waits for; empty if for none."""
+    if not handle.reduce_is_allocated:
+        return ""
+    arrived = tuple(bytes(region.arrived) for region in handle.trainable)
+    return ", ".join(map(shown, without_gradient(handle, arrived)))
 
 
 def without_gradient(

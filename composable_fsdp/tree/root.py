@@ -76,7 +76,7 @@ def _initialise(top: _FSDPState) -> None:
         s for s in root._root_states if s.precision and s.precision.buffer_dtype
     )
     context.streams = make_streams(root.device)
-    context.forward_logs, context.backward_logs = give_logs(context.handles)
+    give_logs(context)
 
 
 def forget_root(context: RuntimeContext) -> None:

@@ -78,6 +78,7 @@ class RuntimeContext:
     """What all units below one root share while they run."""
 
     __slots__ = (
+        "__weakref__",
         "backward_logs",
         "dead",
         "filling",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,11 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    CheckpointError,
     CompositionError,
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    FullyShardedDataParallel,
     LocalStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -330,30 +327,6 @@ def test_local_state_of_another_plan_is_refused(ranks: RankCount, path: str) -> 
     assert "but it carries no plan" in full
     assert "'exp_avg' of 'head.weight' has shape (3,)" in shape
     assert "or this rank's shard" in shape
-
-
-@pytest.mark.req("U-02")
-@both_paths
-def test_sharded_state_is_refused_with_what_to_use_instead(
-    one_rank: World, path: str
-) -> None:
-    """On saving and on loading, of the model and of the optimizer."""
-    model = apply_units(tiny_mlp(), [], path=path)
-    optimizer = adamw(model.parameters())
-    saved, state = model.state_dict(), optim_state_dict(model, optimizer)
-    set_state_dict_type(model, SHARDED)
-
-    acts: list[Callable[[], object]] = [
-        model.state_dict,
-        lambda: model.load_state_dict(saved),
-        lambda: optim_state_dict(model, optimizer),
-        lambda: optim_state_dict_to_load(model, optimizer, state),
-        lambda: FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer),
-    ]
-
-    for act in acts:
-        with pytest.raises(CheckpointError, match=r"Use FULL_STATE_DICT .* or LOCAL"):
-            act()
 
 
 def check_inside_a_block(world: World) -> list[str]:

@@ -1,0 +1,50 @@
+"""One state of a parameter as a sharded value, out and in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.names import Named
+from composable_fsdp.state_dict.sharded import ShardedValue, sharded_value, unfit
+
+
+def as_sharded(named: Named, value: Any) -> Any:
+    """This rank's ``value`` as part of the whole; scalars as they are."""
+    if named.handle is None or named.region is None or named.slot is None:
+        return value
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    return sharded_value(named.handle, named.region, named.slot, value)
+
+
+def require_own_parts(
+    members: list[Named], saved: dict[str, Any], *, from_first: bool
+) -> None:
+    """Refuse sharded values of another plan, and of the first rank for all.
+
+    Raises: CheckpointError, naming one; on all ranks alike.
+    """
+    for named in members:
+        for key, value in saved["state"].get(named.fqn, {}).items():
+            if isinstance(value, ShardedValue) or getattr(value, "part", False):
+                problem = _FROM_FIRST if from_first else _unfit(named, value)
+                if problem:
+                    raise CheckpointError(
+                        f"Optimizer state {key!r} of {shown(named.fqn)}: {problem}"
+                    )
+
+
+_FROM_FIRST = (
+    "expected a whole tensor on the first rank, which gives it to all, got a "
+    "ShardedValue. Load sharded values on every rank, with rank0_only=False."
+)
+
+
+def _unfit(named: Named, value: ShardedValue) -> str:
+    if named.handle is None or named.region is None or named.slot is None:
+        return "expected a whole tensor, because the parameter is not sharded."
+    return unfit(named.handle, named.region, named.slot, value)

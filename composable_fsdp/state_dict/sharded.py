@@ -1,0 +1,265 @@
+"""SHARDED_STATE_DICT: tensors that know which part of the whole this rank holds.
+
+A ``ShardedValue`` has the shape of the whole parameter and memory for this rank's part
+alone, which it shares with the model. torch.distributed.checkpoint asks it for boxes,
+so a checkpoint is written and read without a tensor moving between ranks::
+
+    weight (5, 4) on 2 ranks, shard_numel 12
+
+    rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
+    rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
+
+It is not a tensor to compute with: whatever needs all of it raises ``TypeError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.planning.boxes import Box, interval_boxes
+from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.state_dict import dcp_items
+
+Op = Callable[..., Any]
+
+
+class ShardedValue(Tensor):
+    """This rank's part of one parameter, or of one element-wise state of it.
+
+    ``shape``, ``size()``, ``dtype`` and ``device`` are those of the whole; ``local``
+    holds the elements ``[start, stop)`` of the flattened whole that this rank has, in
+    the sharded parameter's shape, and is the model's own memory unless it was moved.
+    """
+
+    # Ordinary attributes, because torch's stagers copy them one by one.
+    local: Tensor
+    offset: int
+    """Where the parameter begins in its flat buffer."""
+    shard_numel: int
+    """Elements of the flat buffer per rank."""
+    rank: int
+    world_size: int
+
+    def __new__(
+        cls,
+        local: Tensor,
+        shape: tuple[int, ...],
+        offset: int,
+        shard_numel: int,
+        rank: int,
+        world_size: int,
+    ) -> ShardedValue:
+        value: ShardedValue = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device
+        )
+        value.local, value.offset, value.shard_numel = local, offset, shard_numel
+        value.rank, value.world_size = rank, world_size
+        return value
+
+    # No type is looked at before dispatch, which alone decides.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
+        cls,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        act = _OPS.get(func.overloadpacket)
+        if act is None:
+            given = next(v for v in args_of(args, kwargs) if isinstance(v, cls))
+            raise TypeError(_refusal(func, given))
+        return act(func, *args, **(kwargs or {}))
+
+    @property
+    def start(self) -> int:
+        """The first element of the flattened whole that ``local`` holds."""
+        low = self.rank * self.shard_numel - self.offset
+        return min(max(low, 0), self.shape.numel())
+
+    @property
+    def stop(self) -> int:
+        """One past the last one; ``start`` if this rank holds none."""
+        return self.start + self.local.numel()
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """``local`` as rectangles of the whole: one if rows are not cut, or none."""
+        return interval_boxes(tuple(self.shape), self.start, self.stop)
+
+    def with_local(self, local: Tensor) -> ShardedValue:
+        """The same part of another whole: ``local`` holds its elements."""
+        return ShardedValue(
+            local,
+            tuple(self.shape),
+            self.offset,
+            self.shard_numel,
+            self.rank,
+            self.world_size,
+        )
+
+    def is_part_like(self, other: ShardedValue) -> bool:
+        """Whether both are cut alike, on every rank and not just on this one."""
+        return _cut(self) == _cut(other) and self.rank == other.rank
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        return dcp_items.write_items(
+            fqn, self.local, self.shape, self.boxes, world_size=self.world_size
+        )
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return dcp_items.chunks(self.boxes)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The box that begins at ``index.offset``, as a view of ``local``."""
+        return dcp_items.view_at(self.local, self.boxes, index)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch has an option
+        return (
+            f"ShardedValue(shape={tuple(self.shape)}, dtype={self.dtype}, device="
+            f"{str(self.device)!r}, {describe(self)}, local={self.local!r})"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return (
+            ShardedValue,
+            (
+                self.local,
+                tuple(self.shape),
+                self.offset,
+                self.shard_numel,
+                self.rank,
+                self.world_size,
+            ),
+        )
+
+
+def describe(value: ShardedValue) -> str:
+    """Which part it is, in words."""
+    return (
+        f"elements [{value.start}, {value.stop}) of {value.shape.numel()} on rank "
+        f"{value.rank} of {value.world_size}"
+    )
+
+
+def _cut(value: ShardedValue) -> tuple[object, ...]:
+    return tuple(value.shape), value.offset, value.shard_numel, value.world_size
+
+
+def args_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
+    """All arguments of an op, those in lists too."""
+    flat: list[Any] = []
+    for each in [*args, *(kwargs or {}).values()]:
+        flat.extend(each if isinstance(each, (list, tuple)) else [each])
+    return flat
+
+
+def _refusal(func: object, value: ShardedValue) -> str:
+    return (
+        f"{func} expects a whole tensor of shape {tuple(value.shape)}, got a "
+        f"ShardedValue with {describe(value)}. Use value.local for this rank's "
+        "elements; take the state dict under StateDictType.FULL_STATE_DICT for whole "
+        "tensors; torch.distributed.checkpoint saves and loads the value as it is."
+    )
+
+
+def _on_local(func: Op, value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
+    return value.with_local(func(value.local, *args, **kwargs))
+
+
+def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tensor:
+    if tuple(size) == tuple(value.shape):
+        return value.with_local(func(value.local, value.local.shape, **kwargs))
+    made: Tensor = func(value.local, size, **kwargs)
+    return made
+
+
+def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
+        given = to if isinstance(to, ShardedValue) else source
+        raise TypeError(_refusal(func, given))
+    if not to.is_part_like(source):
+        raise TypeError(
+            f"{func} expects another ShardedValue with {describe(to)} of shape "
+            f"{tuple(to.shape)}, got {describe(source)} of shape "
+            f"{tuple(source.shape)}. Use torch.distributed.checkpoint to go from one "
+            "way of sharding to another."
+        )
+    func(to.local, source.local, *args, **kwargs)
+    return to
+
+
+_aten = torch.ops.aten
+_OPS: dict[Any, Callable[..., Any]] = {
+    # What moves a state dict about, and what torch's stagers ask for.
+    _aten.detach: _on_local,
+    _aten.clone: _on_local,
+    _aten._to_copy: _on_local,
+    _aten.empty_like: _on_local,
+    _aten.zeros_like: _on_local,
+    _aten.new_empty: _new_empty,
+    _aten.copy_: _copy,
+}
+
+
+def sharded_value(
+    handle: FlatParamHandle, region: FlatParameter, slot: ParameterSlot, local: Tensor
+) -> Tensor:
+    """``local``, this rank's part of the parameter in ``slot``, as a sharded value.
+
+    A plain tensor where there is nothing to cut: a rank that holds everything, and a
+    parameter without elements, which no box could tell of.
+    """
+    if handle.groups.shard is None:
+        return local
+    if not slot.numel:
+        return local.new_empty(slot.shape)
+    return ShardedValue(
+        local,
+        slot.shape,
+        slot.offset,
+        region.layout.shard_numel,
+        region.rank,
+        region.layout.world_size,
+    )
+
+
+def sharded_values(handle: FlatParamHandle) -> dict[int, Tensor]:
+    """The unit's parameters by slot index; they share the model's memory."""
+    return {
+        slot.index: sharded_value(handle, region, slot, leaf.detach())
+        for region in handle.regions
+        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
+    }
+
+
+def unfit(
+    handle: FlatParamHandle,
+    region: FlatParameter,
+    slot: ParameterSlot,
+    value: ShardedValue,
+) -> str:
+    """Say why ``value`` is no part of ``slot`` as this rank has it; empty if it is.
+
+    All ranks find the same, unless one rank's values were given to another.
+    """
+    own = sharded_value(handle, region, slot, value.local)
+    if isinstance(own, ShardedValue) and own.is_part_like(value):
+        return ""
+    start, stop = region.layout.interval(slot, region.rank)
+    return (
+        f"expected elements [{start}, {stop}) of shape {slot.shape} on rank "
+        f"{region.rank} of {region.layout.world_size}, got {describe(value)} of shape "
+        f"{tuple(value.shape)}, cut at multiples of {value.shard_numel} in a buffer "
+        f"where it begins at {value.offset}. Sharded values go back as they came: "
+        "save them with torch.distributed.checkpoint and load that into this model's "
+        "own state_dict(), or save under FULL_STATE_DICT."
+    )
