@@ -40,8 +40,9 @@ def make_temporary(path: str) -> str:
         os.mkdir(made)
     except OSError as error:
         raise CheckpointError(
-            f"The directory {made} cannot be made ({error.strerror}); a checkpoint is "
-            "written there first. Save where this process may write."
+            f"The directory {made} cannot be made ({error.strerror}: "
+            f"{error.filename}); a checkpoint is written there first. Save where "
+            "this process may write."
         ) from error
     return made
 

@@ -16,7 +16,7 @@ from composable_fsdp.storage.source import Source, TensorInfo
 
 @dataclass(slots=True)
 class LoadReport:
-    """What did not fit, by name; ``load`` fills it. All empty: everything fitted.
+    """What did not fit, by name; ``load`` adds to it. All empty: everything fitted.
 
     ``misshaped`` and ``dtypes`` say what was expected and what the checkpoint has.
     ``optimizer`` holds the same of the optimizer's parameters and states.
@@ -34,13 +34,14 @@ class LoadReport:
 
     def _lines(self) -> list[str]:
         parts = {
-            "missing in the checkpoint": self.missing,
-            "not in the model": self.unexpected,
+            "missing in the checkpoint": map(shown, self.missing),
+            "not in the model": map(shown, self.unexpected),
             "of another shape": self.misshaped,
             "of another dtype": self.dtypes,
             "of the optimizer": self.optimizer,
         }
-        return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
+        lines = [(what, ", ".join(names)) for what, names in parts.items()]
+        return [f"{what}: {names}" for what, names in lines if names]
 
     def require_empty(self, source: Source) -> None:
         """Raise CheckpointError, listing what did not fit."""
@@ -124,7 +125,7 @@ def fit_model(
     ) -> str | None:
         found = find(source, names)
         if found is None:
-            report.missing.append(shown(names[0]))
+            report.missing.append(names[0])
             return None
         used.update((found, *names))
         ok = _is_fitting(names[0], shape, dtype, source.model[found], report, cast)
@@ -143,7 +144,7 @@ def fit_model(
         if found is not None:
             numel = tensor.tensor.numel()
             targets.append(Target(found, 0, numel, tensor.tensor.detach()))
-    report.unexpected += [shown(name) for name in source.model if name not in used]
+    report.unexpected += [name for name in source.model if name not in used]
     return Fit(source, targets)
 
 
