@@ -92,7 +92,9 @@ from composable_fsdp.state_dict.settings import (
     state_dict_type,
 )
 from composable_fsdp.storage.async_save import async_save
+from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
+from composable_fsdp.storage.export import export_safetensors
 from composable_fsdp.storage.fit import LoadReport
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
@@ -149,6 +151,8 @@ __all__ = [
     "checkpoint_wrapper",
     "clip_grad_norm_",
     "contract",
+    "convert",
+    "export_safetensors",
     "fp16_compress_hook",
     "fully_shard",
     "get_state_dict_type",

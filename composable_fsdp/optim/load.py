@@ -21,6 +21,7 @@ from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_part, require_plans
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
 from composable_fsdp.optim.sharded import require_own_parts
+from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -49,8 +50,8 @@ def optim_state_dict_to_load(
             plain model's state, by names or by numbers (positions in the groups of
             ``optim``); full on every rank, unless ``set_state_dict_type`` says
             ``rank0_only`` (then the first rank's is sent to all) or local (then this
-            rank's own). Sharded values are taken wherever full tensors are, if they are
-            of this plan.
+            rank's own). Sharded values are taken wherever full tensors are, if they
+            are of this plan.
         is_named_optimizer: keep names as keys instead of the optimizer's ids.
         load_directly: also call ``optim.load_state_dict`` with the result.
         group: the ranks that the first one sends to, if not the model's.
@@ -62,6 +63,7 @@ def optim_state_dict_to_load(
     """
     require_pair(model, optim, "optim_state_dict_to_load")
     require_elementwise(optim)
+    meet(optim)
     units = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
