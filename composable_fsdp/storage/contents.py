@@ -90,7 +90,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         for state in states.values()
         for info in state.handle.infos
     }
-    in_units: dict[tuple[int, int], list[str]] = {}
+    in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
     others: dict[int, tuple[Tensor, list[str]]] = {}
     given = _names_given(module)
     for path, each in places(module):
@@ -98,17 +98,20 @@ def contents_of(module: nn.Module, what: str) -> Contents:
             name = given.get(id(tensor), join(path, key))
             found = slot_of.get((id(each), key))
             if found is not None:
-                in_units.setdefault((id(found[0]), found[1]), []).append(name)
+                in_units[id(found[0])].setdefault(found[1], []).append(name)
                 continue
             if find_leaf(tensor) is not None:
                 raise _partly(module, name, what)
             others.setdefault(id(tensor), (tensor, []))[1].append(name)
     regions = tuple(
-        HeldRegion(path, i, state.handle, region, _names(module, region, names, what))
+        HeldRegion(
+            path,
+            i,
+            state.handle,
+            region,
+            _names(module, region, in_units[id(state)], what),
+        )
         for path, state in states.items()
-        for names in [
-            {index: tuple(n) for (s, index), n in in_units.items() if s == id(state)}
-        ]
         for i, region in enumerate(state.handle.regions)
     )
     original = _original_dtypes(states)
@@ -168,12 +171,15 @@ def _states(module: nn.Module) -> dict[str, _FSDPState]:
 def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
     """The units in ``module`` by path, those below other APIs included."""
     found = _states(module)
+    trees: dict[int, _FSDPState] = {}
     for state in found.values():
         settle(state, what)
         if state.context is not None:
-            # Units that were left full on purpose give that up: their shards are read
-            # or written now.
-            require_idle(state, what)
+            trees.setdefault(id(state.context), state)
+    # Units that were left full on purpose give that up: their shards are read or
+    # written now.
+    for state in trees.values():
+        require_idle(state, what)
     return found
 
 
@@ -189,13 +195,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _names(
     module: nn.Module,
     region: FlatParameter,
-    found: dict[int, tuple[str, ...]],
+    found: dict[int, list[str]],
     what: str,
 ) -> tuple[tuple[str, ...], ...]:
     for slot in region.layout.parameters:
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
-    return tuple([found[slot.index] for slot in region.layout.parameters])
+    return tuple([tuple(found[slot.index]) for slot in region.layout.parameters])
 
 
 def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
