@@ -24,6 +24,9 @@ from composable_fsdp.runtime.recover import require_idle, settle
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
 
+OWN_STATE = "_extra_state"
+"""What a state dict calls a module's own state, below the module's name."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeldRegion:
@@ -68,6 +71,8 @@ class Contents:
     states: tuple[_FSDPState, ...]
     regions: tuple[HeldRegion, ...]
     tensors: tuple[HeldTensor, ...]
+    own_states: dict[str, nn.Module]
+    """Modules with an extra state of their own (``get_extra_state``), by its name."""
 
     def slots(self) -> Iterator[tuple[HeldRegion, int]]:
         """Every parameter in a unit: its region, and its index there."""
@@ -120,7 +125,12 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         for tensor, names in others.values()
     )
     _require_values(regions, tensors, what)
-    return Contents(tuple(states.values()), regions, tensors)
+    own_states = {
+        join(path, OWN_STATE): each
+        for path, each in places(module)
+        if type(each).get_extra_state is not nn.Module.get_extra_state
+    }
+    return Contents(tuple(states.values()), regions, tensors, own_states)
 
 
 def _names_given(module: nn.Module) -> dict[int, str]:

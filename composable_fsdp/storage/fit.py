@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
@@ -86,6 +86,7 @@ class Fit:
 
     source: Source
     targets: list[Target]
+    own_states: list[tuple[nn.Module, str]]
 
     def check(self) -> None:
         """Verify what ``copy`` will read. Raises: CheckpointError."""
@@ -98,6 +99,8 @@ class Fit:
         for each in self.targets:
             value = self.source.read_model(each.name, each.start, each.stop)
             each.into.copy_(value.view(each.into.shape))
+        for module, name in self.own_states:
+            module.set_extra_state(self.source.own_states[name])
 
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
@@ -145,7 +148,11 @@ def fit_model(
             numel = tensor.tensor.numel()
             targets.append(Target(found, 0, numel, tensor.tensor.detach()))
     report.unexpected += [name for name in source.model if name not in used]
-    return Fit(source, targets)
+    own_states = contents.own_states
+    report.missing += [name for name in own_states if name not in source.own_states]
+    report.unexpected += [name for name in source.own_states if name not in own_states]
+    fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
+    return Fit(source, targets, fitting)
 
 
 def _is_fitting(

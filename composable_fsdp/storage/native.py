@@ -141,6 +141,8 @@ class NativeSource(Source):
         if manifest.param_groups is not None:
             self.param_groups = [self._value(group) for group in manifest.param_groups]
         self.extra = self._value(manifest.extra)
+        own_states = manifest.own_states
+        self.own_states = {k: self._value(v) for k, v in own_states.items()}
 
     def _value(self, value: Any) -> Any:
         return decode(value, self.path, self._loose)

@@ -255,6 +255,8 @@ def _check_values(manifest: Manifest, file: str) -> None:
         decode(value, f"{file}: {where}", note)
 
     check(manifest.extra, "extra")
+    for name, value in manifest.own_states.items():
+        check(value, f"own_states[{name!r}]")
     names = {n for r in manifest.regions for slot in r.slots for n in slot.fqns}
     names |= {name for single in manifest.singles for name in single.fqns}
     for g, group in enumerate(manifest.param_groups or []):

@@ -71,6 +71,7 @@ def sound() -> Json:
         "loose": [stored([1], entry(0, 40))],
         "param_groups": [{"lr": 0.1, "params": ["a", "b"]}],
         "extra": {"t": {"$tensor": 0}},
+        "own_states": {"m._extra_state": {"$tuple": [1]}},
         "rng": [{}, {}],
     }
 
@@ -327,7 +328,7 @@ NUMBERS = [
 @pytest.mark.parametrize("number", NUMBERS, ids=repr)
 def test_an_optimizers_numbers_come_back_in_their_dtype(number: torch.Tensor) -> None:
     """Bit by bit, without a place in the payload."""
-    encoded = encode((number,), "lr", lambda t, w: 1 / 0, of_optimizer=True)  # type: ignore[return-value,arg-type]  # never called
+    encoded = encode((number,), "lr", lambda t, w: 1 / 0, python_values=True)  # type: ignore[return-value,arg-type]  # never called
 
     (back,) = decode(json.loads(json.dumps(encoded)), "m", lambda index: None)
 
