@@ -91,6 +91,7 @@ from composable_fsdp.state_dict.settings import (
     set_state_dict_type,
     state_dict_type,
 )
+from composable_fsdp.storage.async_save import async_save
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
@@ -144,6 +145,7 @@ __all__ = [
     "allreduce_hook",
     "always_wrap_policy",
     "apply_activation_checkpointing",
+    "async_save",
     "bf16_compress_hook",
     "checkpoint",
     "checkpoint_wrapper",
