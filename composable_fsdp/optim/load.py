@@ -21,6 +21,7 @@ from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_part, require_plans
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
 from composable_fsdp.optim.sharded import require_own_parts
+from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -62,6 +63,7 @@ def optim_state_dict_to_load(
     """
     require_pair(model, optim, "optim_state_dict_to_load")
     require_elementwise(optim)
+    meet(optim)
     units = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config

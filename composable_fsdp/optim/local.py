@@ -11,6 +11,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import Named, name_parameters
+from composable_fsdp.optim.parts import unwrapped
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.local import PLAN, plans_of, require_plan
 from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
@@ -31,6 +32,7 @@ def local_state(
         settle(state, "optim_state_dict")
     groups = name_parameters(model, optim.param_groups)
     given = state_by_name(given, model, groups, optim.param_groups, "optim_state_dict")
+    given = unwrapped(given)
     result = {
         named.fqn: {
             key: value.cpu() if to_cpu and isinstance(value, Tensor) else value

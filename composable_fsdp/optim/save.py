@@ -25,12 +25,8 @@ from composable_fsdp.naming import shown
 from composable_fsdp.optim.guard import require_elementwise
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_state
-from composable_fsdp.optim.names import (
-    Group,
-    Named,
-    name_parameters,
-    require_pair,
-)
+from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
+from composable_fsdp.optim.parts import local_state_dict, unwrapped
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -70,7 +66,7 @@ def optim_state_dict(
     states = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if states else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    given = local_state_dict(optim) if optim_state_dict is None else optim_state_dict
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return sharded_state(model, optim, given, to_cpu=config.offload_to_cpu)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -91,7 +87,7 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state whatever type is set; see ``optim_state_dict``."""
     units = _get_fsdp_states(model)
-    members, states, by_handle, options = _agreed(model, optim, given)
+    members, options, states, by_handle = _agreed(model, optim, given)
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
         if values:
@@ -114,13 +110,11 @@ def sharded_state(
 
     They share the optimizer's memory unless they are moved. No tensor is sent.
     """
-    members, states, _, options = _agreed(model, optim, given)
+    members, options, states, _ = _agreed(model, optim, given)
     result = {
         named.fqn: {
-            key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
-            for key, value in (
-                (key, as_sharded(named, value)) for key, value in values.items()
-            )
+            key: _moved(as_sharded(named, value), to_cpu)
+            for key, value in values.items()
         }
         for named, values in zip(members, states, strict=True)
         if values
@@ -130,8 +124,8 @@ def sharded_state(
 
 def _agreed(
     model: nn.Module, optim: torch.optim.Optimizer, given: dict[str, Any]
-) -> tuple[list[Named], list[dict[str, Any]], dict[int, list[int]], list[Group]]:
-    """Parameters in a row, their states, which a unit cuts, and the named groups.
+) -> tuple[list[Named], list[Group], list[dict[str, Any]], dict[int, list[int]]]:
+    """The parameters, their groups, their states, and which of them a unit cuts.
 
     Refuses on all ranks alike what one of them cannot put together.
     """
@@ -140,6 +134,7 @@ def _agreed(
     groups = name_parameters(model, optim.param_groups)
     members = [named for group_members in groups for named in group_members]
     given = state_by_name(given, model, groups, optim.param_groups, "optim_state_dict")
+    given = unwrapped(given)
     states: list[dict[str, Any]] = [given["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
@@ -147,7 +142,11 @@ def _agreed(
             by_handle.setdefault(id(named.handle), []).append(i)
     _require_same_state(members, states, by_handle)
     options = aligned_groups(groups, given, optim.param_groups)
-    return members, states, by_handle, options
+    return members, options, states, by_handle
+
+
+def _moved(value: Any, to_cpu: bool) -> Any:
+    return _pytree.tree_map_only(Tensor, Tensor.cpu, value) if to_cpu else value
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:

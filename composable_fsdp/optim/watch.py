@@ -2,10 +2,10 @@
 
 torch.distributed.checkpoint takes a plain tensor for one that every rank holds whole:
 it would keep one rank's part and give it to all. An optimizer over sharded parameters
-therefore gets two hooks when it is first met: its state dict holds ``ShardedValue``, and
-``load_state_dict`` takes those, full tensors and plain parts. It is met at its first
-step, before which it has no state, or when it is passed to a function of ours. All that
-a step pays is one look into a dict.
+therefore gets two hooks when it is first met: its state dict holds ``ShardedValue``,
+and ``load_state_dict`` takes those, full tensors and plain parts. It is met at its
+first step, before which it has no state, or when a function of ours is given a state
+for it. All that a step pays is one look into a dict.
 """
 
 from __future__ import annotations
@@ -18,52 +18,64 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.optim.names import Named, named_leaf
+from composable_fsdp.naming import join
+from composable_fsdp.optim.guard import cut_leaf
+from composable_fsdp.optim.names import Named, place_of
 from composable_fsdp.optim.parts import unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, part_for
 from composable_fsdp.state_dict.in_force import rank_0_is_first
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.torch_asks import Asked, asked_by_torch
 
 _MET = "_composable_fsdp_met"
-_watching: list[object] = []
+"""Attribute of an optimizer: how many applications there had been when it was met."""
+
+_applications = 0
 
 
-def watch_optimizers() -> None:
-    """Meet every optimizer at its steps from now on. Once per process."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
+def meet_optimizers() -> None:
+    """Meet every optimizer at its next step; called when a module is sharded."""
+    global _applications
+    if not _applications:
+        register_optimizer_step_pre_hook(_before_step)
+    _applications += 1
 
 
 def _before_step(optim: Any, args: object, kwargs: object) -> None:
-    if _MET not in optim.__dict__ and not torch.compiler.is_compiling():
+    if optim.__dict__.get(_MET) != _applications and not torch.compiler.is_compiling():
         meet(optim)
 
 
-def meet(optim: torch.optim.Optimizer) -> None:
-    """Give ``optim`` its hooks, if it is torch's and holds sharded parameters."""
-    if not isinstance(optim, torch.optim.Optimizer) or _MET in vars(optim):
+def meet(optim: object) -> None:
+    """Give ``optim`` its hooks, if it is torch's and holds parts of parameters."""
+    if not isinstance(optim, torch.optim.Optimizer):
         return
+    vars(optim)[_MET] = _applications
     parameters = [p for group in optim.param_groups for p in group["params"]]
-    if not any(find_leaf(p) is not None for p in parameters):
+    if _give in optim._optimizer_state_dict_post_hooks.values():
         return
-    vars(optim)[_MET] = True
+    if not any(cut_leaf(parameter) is not None for parameter in parameters):
+        return
     optim.register_state_dict_post_hook(_give)
     optim.register_load_state_dict_pre_hook(_take)
     # Loaded before we met, from a state dict that another optimizer gave.
     for parameter, values in optim.state.items():
         named = _named(parameter)
-        for key, value in values.items() if named else ():
-            values[key] = part_for(named, key, value)
+        if named is not None:
+            for key, value in values.items():
+                if isinstance(value, ShardedValue):
+                    values[key] = part_for(named, key, value)
 
 
 def _named(parameter: Any) -> Named | None:
     """The parameter as a sharded leaf that others share; ``None`` if it is whole."""
-    found = find_leaf(parameter)
-    if found is None or found[0].groups.shard is None:
+    found = cut_leaf(parameter)
+    if found is None:
         return None
-    return named_leaf(parameter, found)
+    region, slot = place_of(*found)
+    fqn = join(found[0].full_fqn, slot.fqn)
+    return Named(fqn, parameter, found[0], region, slot)
 
 
 def _members(optim: torch.optim.Optimizer, groups: Any) -> dict[Any, Named]:
