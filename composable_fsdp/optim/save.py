@@ -140,7 +140,7 @@ def _agreed(
     for i, named in enumerate(members):
         if named.is_cut:
             by_handle.setdefault(id(named.handle), []).append(i)
-    _require_same_state(members, states, by_handle)
+    require_same_state(members, states, by_handle)
     options = aligned_groups(groups, given, optim.param_groups)
     return members, options, states, by_handle
 
@@ -183,7 +183,7 @@ Entry = tuple[str, list[str]]
 """A parameter's name, and the names of its state tensors."""
 
 
-def _require_same_state(
+def require_same_state(
     members: list[Named], states: list[dict[str, Any]], by_handle: dict[int, list[int]]
 ) -> None:
     """Refuse on all ranks what one of them cannot put together.
