@@ -221,7 +221,7 @@ def check_refused(world: World) -> dict[str, str]:
         ),
         "kind": message_of(lambda: set_full_param(model, "head.weight", 3)),  # type: ignore[arg-type]
         "frozen": message_of(
-            lambda: set_full_grad(model, "positions.weight", torch.ones(7, 8))
+            lambda: set_full_grad(model, "positions.weight", torch.ones(6, 8))
         ),
         "other": message_of(
             lambda: get_full_optim_state(model, optimizer, "norm.weight")
