@@ -116,7 +116,7 @@ class ShardedValue(Tensor):
         )
 
     def __create_chunk_list__(self) -> list[Any]:
-        return dcp_items.chunks(self.boxes)
+        return dcp_items.chunks_to_load(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The box that begins at ``index.offset``, as a view of ``local``."""
@@ -215,13 +215,14 @@ def sharded_value(
 ) -> Tensor:
     """``local``, this rank's part of the parameter in ``slot``, as a sharded value.
 
-    A plain tensor where there is nothing to cut: a rank that holds everything, and a
-    parameter without elements, which no box could tell of.
+    So is a whole one on a rank that holds everything: a load then looks for holes. A
+    parameter without elements, which no box could tell of, is a plain tensor, and so is
+    a number that this rank has.
     """
-    if handle.groups.shard is None:
-        return local
     if not slot.numel:
         return local.new_empty(slot.shape)
+    if handle.groups.shard is None and not slot.shape:
+        return local
     return ShardedValue(
         local,
         slot.shape,

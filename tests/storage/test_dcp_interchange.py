@@ -24,13 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from composable_fsdp import (
     StateDictType,
     optim_state_dict,
-    optim_state_dict_to_load,
     state_dict_type,
 )
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, gpt, step
+from tests.access.sharded import RankCount, gpt, step
 from tests.runtime.reference import PATHS, adamw
 
 KINDS = ("plain", "fsdp2", *PATHS)
@@ -38,10 +37,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if kind in PATHS:
-        model = gpt(kind, seed=seed)
-    else:
-        model = TinyGPT(seed=seed)
+    model = gpt(kind, seed=seed) if kind in PATHS else TinyGPT(seed=seed)
     if kind == "fsdp2":
         for block in [*model.blocks, model]:  # type: ignore[misc]  # a ModuleList
             torch_fsdp.fully_shard(block)
@@ -91,7 +87,7 @@ def save(world: World, kind: str, folder: Path) -> None:
 def load(world: World, kind: str, folder: Path) -> None:
     model, optimizer = make(kind, 7)
     weights, state = get_state_dict(model, optimizer)
-    found = {"model": weights, "optim": state}
+    found: dict[str, Any] = {"model": weights, "optim": state}
     dcp_load(found, checkpoint_id=folder)
     set_state_dict(
         model,
