@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import FullStateDictConfig, StateDictType
-from composable_fsdp.errors import PhaseError
+from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, shown, strip_wrapper
@@ -33,6 +33,7 @@ from composable_fsdp.state_dict.local import (
 )
 from composable_fsdp.state_dict.sharded import ShardedValue, sharded_values, unfit
 from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
 
 
 def install_state_dict_hooks(state: _FSDPState) -> None:
@@ -90,10 +91,13 @@ def _save(
     Collective: one all-gather over the shard group (with ``rank0_only`` one gather per
     region); all its ranks must call ``state_dict()``. None for sharded values and local
     shards, and none inside ``unshard_params``.
-    Raises: PhaseError, inside forward or backward.
+    Raises: PhaseError, inside forward or backward; CompositionError, if units below
+    are set to another type.
     """
     settings = settings_in_force(state)
     kind, config = settings.state_dict_type, settings.state_dict_config
+    if settings is state.state_dict_settings:
+        _require_one_type(module, kind)
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     values = _values(state, kind, first_only=first_only, to_cpu=config.offload_to_cpu)
     if kind is StateDictType.LOCAL_STATE_DICT:
@@ -121,6 +125,19 @@ def _save(
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
+
+
+def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
+    """Refuse one state dict of two types. Raises: CompositionError, naming a unit."""
+    for fqn, _, below in walk_states(module):
+        other = below.state_dict_settings.state_dict_type
+        if other is not kind:
+            raise CompositionError(
+                f"state_dict expects one type for all units; {shown(fqn)} is set to "
+                f"{other.name}, the unit it is in to {kind.name}. Call "
+                "set_state_dict_type on the whole model, or state_dict on each unit "
+                "alone."
+            )
 
 
 def _values(
