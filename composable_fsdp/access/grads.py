@@ -62,9 +62,16 @@ def clip_grad_norm_(
 
     Collective: one all-reduce of one number per shard group among the parameters. All
     ranks must pass the same parameters.
+    Raises: ValueError, unless ``norm_type`` is above 0; TypeError, for something that
+    is no parameter.
     """
     parameters = _parameters(module_or_params)
     norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm_ expects a norm_type above 0 (2.0, 1.0, inf), got "
+            f"{norm_type}. Norms below that do not grow with the gradients."
+        )
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
     plain: list[Tensor] = []
     gradients: list[Tensor] = []

@@ -8,12 +8,12 @@ import inspect
 from torch import nn
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.runtime.hooks import call_method
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
     _get_unit_state,
+    inside_wrappers,
     no_unit,
     require_module,
 )
@@ -35,8 +35,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     >>> register_forward_method(model, "generate")     # doctest: +SKIP
     """
     require_module(module, "register_forward_method")
-    inner = module._modules.get(WRAPPED_MODULE)
-    module = module if inner is None else inner
+    module = inside_wrappers(module)
     method = getattr(module, name, None)
     if not callable(method):
         raise CompositionError(

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from composable_fsdp.access.settings import units_of
-from composable_fsdp.naming import WRAPPED_MODULE
+from composable_fsdp.access.settings import require_flag, units_of
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
-from composable_fsdp.tree.traversal import no_unit, require_module
+from composable_fsdp.tree.traversal import inside_wrappers, no_unit, require_module
 
 
 def set_modules_to_forward_prefetch(
@@ -64,8 +63,10 @@ def set_reshard_after_forward(
     choice the strategy decides, and the root keeps its parameters.
 
     Collective: none; a unit that frees them is gathered again in backward.
-    Raises: CompositionError, if there is no such unit.
+    Raises: CompositionError, if there is no such unit; TypeError, if the choice is
+    neither True nor False.
     """
+    require_flag("set_reshard_after_forward", reshard_after_forward)
     for state in units_of(module, "set_reshard_after_forward", recurse=recurse):
         state.reshard_after_forward = reshard_after_forward
 
@@ -82,6 +83,7 @@ def set_reshard_after_backward(
     Collective: none.
     Raises: CompositionError, as ``set_reshard_after_forward``.
     """
+    require_flag("set_reshard_after_backward", reshard_after_backward)
     for state in units_of(module, "set_reshard_after_backward", recurse=recurse):
         state.reshard_after_backward = reshard_after_backward
 
@@ -89,8 +91,7 @@ def set_reshard_after_backward(
 def own_state(module: nn.Module, what: str) -> _FSDPState:
     """The state of the unit that ``module`` itself is; ``what`` was called on it."""
     require_module(module, what)
-    wrapped = module._modules.get(WRAPPED_MODULE)
-    inner = module if wrapped is None else wrapped
+    inner = inside_wrappers(module)
     state = _get_module_fsdp_state(inner)
     if state is None or all(inner is not each for each in state.modules):
         raise no_unit(module, what, recurse=False)

@@ -14,11 +14,11 @@ from torch import nn
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import set_divisions
-from composable_fsdp.naming import WRAPPED_MODULE
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
+    inside_wrappers,
     no_unit,
     require_module,
 )
@@ -35,8 +35,10 @@ def set_requires_gradient_sync(
     dtype; the next backward with True reduces the sum. Sets
     ``set_requires_all_reduce``, too.
 
-    Raises: CompositionError, if there is no unit to set it on.
+    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
+    setting is neither True nor False.
     """
+    require_flag("set_requires_gradient_sync", requires_gradient_sync)
     for state in units_of(module, "set_requires_gradient_sync", recurse=recurse):
         state.sync_gradients = requires_gradient_sync
         state.handle.rule.all_reduce = requires_gradient_sync
@@ -51,8 +53,10 @@ def set_requires_all_reduce(
     the reduce dtype, and ``.grad`` stays as it is; the next reduction with True
     all-reduces the total. Means nothing without replicas.
 
-    Raises: CompositionError, if there is no unit to set it on.
+    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
+    setting is neither True nor False.
     """
+    require_flag("set_requires_all_reduce", requires_all_reduce)
     for state in units_of(module, "set_requires_all_reduce", recurse=recurse):
         state.handle.rule.all_reduce = requires_all_reduce
 
@@ -63,8 +67,10 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
     With False the end of backward does not wait for the last reduction: its ``.grad``
     comes with the next backward, which must follow before gradients are read.
 
-    Raises: CompositionError, if there is no unit.
+    Raises: CompositionError, if there is no unit; TypeError, if the setting is neither
+    True nor False.
     """
+    require_flag("set_is_last_backward", is_last_backward)
     for state in units_of(module, "set_is_last_backward", recurse=True):
         outermost(state).is_last_backward = is_last_backward
 
@@ -100,9 +106,11 @@ def set_reduce_scatter_unused_params(
     that all ranks send the same collectives. Without it ``.grad`` stays None where
     nothing arrived, and ranks have to agree. Takes effect with the next forward.
 
-    Raises: CompositionError, if there is no unit to set it on.
+    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
+    setting is neither True nor False.
     """
     name = "set_reduce_scatter_unused_params"
+    require_flag(name, reduce_scatter_unused_params)
     for state in units_of(module, name, recurse=recurse):
         state.handle.rule.fill = reduce_scatter_unused_params
 
@@ -143,6 +151,15 @@ def register_comm_hook(
         unit.handle.rule.hook, unit.handle.rule.hook_state = hook, state
 
 
+def require_flag(name: str, value: object) -> None:
+    """Raise TypeError, in the name of function ``name``, unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{name} expects True or False, got {value!r}. Compare, if it is a number "
+            "or a text: (step + 1) % 4 == 0."
+        )
+
+
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
     """The units in the tree of ``module``; without ``recurse`` the one that it is.
 
@@ -151,8 +168,7 @@ def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]
     require_module(module, name)
     states = _get_fsdp_states(module)
     if not recurse:
-        wrapped = module._modules.get(WRAPPED_MODULE)
-        inner = module if wrapped is None else wrapped
+        inner = inside_wrappers(module)
         states = [s for s in states if any(m is inner for m in s.modules)]
     if not states:
         raise no_unit(module, name, recurse=recurse)

@@ -205,18 +205,15 @@ def _outline(module: nn.Module) -> _Outline:
 
 
 def _collect(module: nn.Module, outline: _Outline) -> None:
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            outline.append(key)
-    outline.append(None)
-    for key, buffer in module._buffers.items():
-        if buffer is not None:
-            outline.append(key)
-    outline.append(None)
-    for key, child in module._modules.items():
-        if child is not None:
-            outline.append(key)
-            _collect(child, outline)
+    for table in (module._parameters, module._buffers):
+        if table:
+            outline += [key for key, value in table.items() if value is not None]
+        outline.append(None)
+    if module._modules:
+        for key, child in module._modules.items():
+            if child is not None:
+                outline.append(key)
+                _collect(child, outline)
     outline.append(None)
 
 

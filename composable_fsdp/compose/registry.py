@@ -150,8 +150,9 @@ class OwnerMap(Generic[S]):
 # The only place that knows torch's private names; checked on torch 2.13. Classes are
 # found along the MRO by name, and torch's registry under the key that torch draws anew
 # in each process: while its contract is not loaded, it cannot have marked anything.
+TORCH_DDP: Final = "torch's DistributedDataParallel"
 _TORCH_REPLICATES: Final = {
-    "DistributedDataParallel": "torch's DistributedDataParallel",
+    "DistributedDataParallel": TORCH_DDP,
     "DDP": "torch's replicate",
     "ReplicateModule": "torch's replicate",
 }
@@ -194,16 +195,19 @@ def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
 _NO_OTHERS: Final = (None, None)
 
 
-# Weak, because torch makes a class for each class it meets.
-_classes: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+# By identity, with a weak reference that takes the entry out: torch makes a class for
+# each class it meets, and a WeakKeyDictionary takes microseconds to look one up.
+_classes: dict[int, tuple[str, weakref.ref[type]]] = {}
 
 
 def _torch_class(kind: type[nn.Module]) -> str:
     """Return the first of the class names above along the MRO, or an empty string."""
-    known = _classes.get(kind)
+    key = id(kind)
+    known = _classes.get(key)
     if known is None:
-        known = _classes[kind] = _find_torch_class(kind)
-    return known
+        gone = weakref.ref(kind, lambda _: _classes.pop(key, None))
+        known = _classes[key] = (_find_torch_class(kind), gone)
+    return known[0]
 
 
 def _find_torch_class(kind: type[nn.Module]) -> str:

@@ -38,7 +38,7 @@ from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState
-from composable_fsdp.tree.traversal import walk_states
+from composable_fsdp.tree.traversal import inside_wrappers, walk_states
 
 
 class FullyShardedDataParallel(StateMethods, nn.Module):
@@ -131,7 +131,8 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
 
     @property
     def _state(self) -> _FSDPState:
-        state = get_state(self.module, API)
+        # Not of ``module``: a wrapper of activations may have come in between.
+        state = get_state(inside_wrappers(self), API)
         assert isinstance(state, _FSDPState)
         return state
 

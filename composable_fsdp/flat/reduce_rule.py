@@ -9,6 +9,7 @@ the rest after it, so that neither the sum overflows nor small gradients vanish.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -62,9 +63,16 @@ def division(
     rule: ReduceRule, dtype: torch.dtype, device: torch.device, *, ranks: int
 ) -> Division:
     """How to divide sums of ``dtype`` over ``ranks`` ranks on ``device``."""
-    factor = float(ranks) if rule.factor is None else rule.factor
+    return _division(rule.factor, dtype, device.type, ranks)
+
+
+@lru_cache(maxsize=64)
+def _division(
+    factor: float | None, dtype: torch.dtype, device: str, ranks: int
+) -> Division:
+    whole = float(ranks) if factor is None else factor
     if dtype not in _ROOMY:
-        return Division(*split_factor(factor), by_backend=False)
-    if rule.factor is None and device.type == "cuda":
+        return Division(*split_factor(whole), by_backend=False)
+    if factor is None and device == "cuda":
         return Division(1.0, 1.0, by_backend=True)
-    return Division(1.0, factor, by_backend=False)
+    return Division(1.0, whole, by_backend=False)

@@ -12,6 +12,7 @@ tree as often as it likes. Three forms exist, and ``evaluate_policy`` takes each
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,6 +32,9 @@ from composable_fsdp.planning.dry_pass import choose_units
 Targets = dict[nn.Module, dict[str, Any]]
 """Units and the options of each."""
 
+_SHOWN = 8
+"""Classes that a message lists."""
+
 
 @runtime_checkable
 class Policy(Protocol):
@@ -49,6 +53,8 @@ class Policy(Protocol):
 class ModuleWrapPolicy:
     """Every module of the given classes becomes a unit with the root's options.
 
+    Warns, where the tree has none: the root is the only unit then.
+
     Raises: TypeError, if something in ``module_classes`` is not a module class.
 
     >>> policy = ModuleWrapPolicy({nn.Linear})
@@ -66,12 +72,24 @@ class ModuleWrapPolicy:
         ignored_modules: Set[nn.Module],
         root_kwargs: Mapping[str, Any],
     ) -> Targets:
-        return {
-            module: dict(root_kwargs)
+        found = [
+            module
             for module in walk.modules(root_module)
-            if module not in ignored_modules
-            and isinstance(module, self._module_classes)
-        }
+            if isinstance(module, self._module_classes)
+        ]
+        if not found:
+            self._warn_of_none(root_module)
+        return {m: dict(root_kwargs) for m in found if m not in ignored_modules}
+
+    def _warn_of_none(self, root: nn.Module) -> None:
+        classes = sorted({type(m).__name__ for m in walk.modules(root)})
+        more = ", ..." if len(classes) > _SHOWN else ""
+        warnings.warn(
+            f"{self!r} matches no module of this {type(root).__name__}, so all of it "
+            f"is one unit. Its modules are {', '.join(classes[:_SHOWN])}{more}; name "
+            "those that repeat.",
+            stacklevel=2,
+        )
 
     def __call__(
         self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -43,7 +44,9 @@ def arm_leaves(state: _FSDPState) -> None:
         handle.leaf_stream = torch.cuda.current_stream(handle.device)
     # Turns gradients on, too. Under inference mode a view has no node to ask. The
     # engine runs a node, and our hook with it, on the stream it was made on.
-    with torch.inference_mode(False), torch.cuda.stream(handle.leaf_stream):
+    stream = handle.leaf_stream
+    on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
+    with torch.inference_mode(False), on_stream:
         for region in handle.trainable:
             arrivals = make_arrivals(state, region)
             for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):

@@ -32,7 +32,7 @@ from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import Tape, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -87,10 +87,10 @@ def pre_forward(
         prefetch_forward(context, state)
     if not handle.is_full or handle.ready is not None:
         wait_unsharded(handle)
-    if len(state.modules) > 1 and not state.remaining:
-        state.remaining.update(map(id, state.modules))
     if not recomputing:
         handle.phase = Phase.FORWARD
+        if len(state.modules) > 1 and not state.remaining:
+            state.remaining.update(map(id, state.modules))
     elif handle.task != NO_TASK:
         # Its pre-backward has run: the hooks of the first forward serve.
         handle.calls.append(None)
@@ -181,6 +181,9 @@ def post_forward(
         if context.offload and not awaited:
             # No backward will wait before somebody changes the shards on the host.
             wait_for_copies(context)
+        for unit in context.lists:
+            if unit.remaining:
+                _leave_late(context, unit)
     if handle.calls or state.remaining:
         return replaced
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
@@ -192,6 +195,19 @@ def post_forward(
         views.use_sharded(handle)
         handle.full_since = None
     return replaced
+
+
+def _leave_late(context: RuntimeContext, state: _FSDPState) -> None:
+    """Leave a list of which a module did not run, or ran once more. Sends nothing."""
+    state.remaining.clear()
+    handle = state.handle
+    awaited = handle in context.tape.open_calls
+    handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
+    if awaited and not state.reshard_after_forward:
+        views.use_sharded(handle)
+        handle.full_since = None
+    else:
+        reshard(context, handle)
 
 
 def _is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:

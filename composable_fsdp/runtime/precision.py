@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.naming import WRAPPED_MODULE, join
+from composable_fsdp.naming import TRANSPARENT, join
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
@@ -72,14 +72,16 @@ def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
         stack: list[tuple[str, nn.Module]] = [("", root)]
         while stack:
             fqn, module = stack.pop()
-            if OWNERS.get(module) is not state:
+            # A wrapper of activations may have been put in since, and nobody owns it.
+            is_wrapper = any(name in module._modules for name in TRANSPARENT)
+            if (owner := OWNERS.get(module)) is not state and (owner or not is_wrapper):
                 continue
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield join(fqn, name), buffer
             for name, child in module._modules.items():
                 if child is not None:
-                    path = fqn if name == WRAPPED_MODULE else join(fqn, name)
+                    path = fqn if name in TRANSPARENT else join(fqn, name)
                     stack.append((path, child))
 
 

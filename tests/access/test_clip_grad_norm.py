@@ -333,3 +333,19 @@ def test_pairs_of_names_and_parameters_are_refused() -> None:
         "TypeError: clip_grad_norm_ expects a module or parameters, got an iterable "
         "with a tuple. Pass the values, not (name, parameter) pairs."
     )
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, -INF, float("nan")])
+def test_what_is_no_norm_is_refused(one_rank: World, norm_type: float) -> None:
+    """Before anything is sent or scaled; padding has no part in the others."""
+    model = fully_shard(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+
+    text = message_of(lambda: clip_grad_norm_(model, 0.1, norm_type))
+
+    assert text == (
+        "ValueError: clip_grad_norm_ expects a norm_type above 0 (2.0, 1.0, inf), got "
+        f"{float(norm_type)}. Norms below that do not grow with the gradients."
+    )
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,11 @@ from composable_fsdp import (
     fully_shard,
     set_gradient_divide_factor,
     set_is_last_backward,
+    set_reduce_scatter_unused_params,
     set_requires_all_reduce,
     set_requires_gradient_sync,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
 )
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.flat.reduce_rule import split_factor
@@ -323,3 +326,29 @@ def test_a_divide_factor_that_is_not_positive_is_refused() -> None:
     text = message_of(lambda: set_gradient_divide_factor(nn.Linear(2, 2), 0.0))
 
     assert text.startswith("ValueError: set_gradient_divide_factor expects a positive")
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        set_is_last_backward,
+        set_reduce_scatter_unused_params,
+        set_requires_all_reduce,
+        set_requires_gradient_sync,
+        set_reshard_after_backward,
+        set_reshard_after_forward,
+    ],
+)
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_switch_takes_nothing_but_true_and_false(
+    one_rank: World, switch: Callable[..., None], value: object
+) -> None:
+    """A text would count as true; nothing is set."""
+    model = fully_shard(nn.Linear(2, 2))
+
+    text = message_of(lambda: switch(model, value))
+
+    assert text == (
+        f"TypeError: {switch.__name__} expects True or False, got {value!r}. Compare, "
+        "if it is a number or a text: (step + 1) % 4 == 0."
+    )

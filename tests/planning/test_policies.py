@@ -302,6 +302,28 @@ def test_a_policy_of_the_wrong_kind_is_refused(policy: object, text: str) -> Non
         units_of(policy, layers())
 
 
+def test_a_class_policy_that_finds_nothing_says_so() -> None:
+    """With the classes it looked for, and those that are there."""
+    policy = ModuleWrapPolicy({TinyBlock, nn.Conv1d})
+
+    with pytest.warns(UserWarning, match="matches no module") as warned:
+        assert units_of(policy, layers()) == {}
+
+    assert [str(each.message) for each in warned] == [
+        "ModuleWrapPolicy({Conv1d, TinyBlock}) matches no module of this Sequential, "
+        "so all of it is one unit. Its modules are Linear, Sequential; name those that "
+        "repeat."
+    ]
+
+
+def test_a_class_policy_that_finds_what_is_left_out_is_silent() -> None:
+    """Blocks that are units already, or ignored, were not missed; nor is the root."""
+    model = TinyGPT()
+
+    for policy in (ModuleWrapPolicy({TinyBlock}), ModuleWrapPolicy({TinyGPT})):
+        assert units_of(policy, model, boundaries=set(model.blocks)) == {}
+
+
 def test_a_custom_policy_with_another_answer_is_refused_by_name() -> None:
     """None is no answer: the message names the module it was given for."""
     policy = CustomPolicy(lambda m: True if m is model else None)  # type: ignore[arg-type,return-value]  # what is tested

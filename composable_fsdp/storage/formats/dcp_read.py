@@ -1,0 +1,194 @@
+"""Directories of torch.distributed.checkpoint, read without its loader.
+
+That one runs the pickles it finds. Here ``.metadata`` goes through ``dcp_metadata.py``,
+and each saved object, a small ``torch.save`` archive somewhere in a ``.distcp`` file,
+through torch's restricted reader. Boxes of any form are put together slice by slice::
+
+    interval [3, 17) of (4, 5)     ->  boxes of rows         (planning/boxes.py)
+    each box  x  each saved chunk  ->  what the two share is copied
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.storage.formats.dcp_metadata import (
+    Entry,
+    Item,
+    PathOf,
+    read_metadata,
+)
+from composable_fsdp.storage.formats.nested import NestedSource
+from composable_fsdp.storage.formats.stored import Stored
+from composable_fsdp.storage.formats.torch_read import refusal, stored
+
+NOTES = "composable_fsdp.notes"
+"""Key of what our own converter keeps beside what DCP does, as JSON text.
+
+``aliases``, from names of tied parameters to the one each is tied to; ``empty``, the
+paths of empty dictionaries, for which DCP has no entry.
+"""
+
+
+def open_dcp(directory: Path) -> NestedSource:
+    """Open a directory that torch.distributed.checkpoint wrote.
+
+    Raises: CheckpointError, naming the file, for a directory that is damaged,
+    incomplete, or holds a pickle with more in it than tensors and plain values.
+    """
+    reader = _Items()
+    entries = read_metadata(directory)
+    tree: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    empty: list[PathOf] = []
+    for key, entry in entries.items():
+        value = _value(reader, key, entry)
+        if key == NOTES:
+            aliases, empty = _read_notes(directory, value)
+        else:
+            _place(directory, tree, entry.path, value, longest=len(entries))
+    for path in empty:
+        _place(directory, tree, path, {}, longest=len(entries) + len(empty))
+    return NestedSource(str(directory), tree, aliases)
+
+
+def _value(reader: _Items, key: str, entry: Entry) -> Any:
+    if entry.info is not None:
+
+        def read(start: int, stop: int) -> Tensor:
+            return _read_interval(reader, key, entry, start, stop)
+
+        return Stored(entry.info, read)
+    assert entry.item is not None
+    value = reader.load(key, entry.item)
+    return stored(value, f"{entry.item.file}, {key!r}")
+
+
+class _Items:
+    """Saved objects, one read after the other; the last one stays at hand.
+
+    A large chunk is asked for in many slices, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._item: Item | None = None
+        self._value: Any = None
+
+    def load(self, key: str, item: Item) -> Any:
+        """The object, read by torch's restricted reader."""
+        if item == self._item:
+            return self._value
+        self._item = self._value = None  # before the next one, so that one is held
+        try:
+            with item.file.open("rb") as file:
+                file.seek(item.offset)
+                data = io.BytesIO(file.read(item.length))
+            value = torch.load(data, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise refusal(f"{item.file}, {key!r},", error) from error
+        except Exception as error:  # torch raises what its reader met: all kinds
+            raise CheckpointError(
+                f"{item.file} is damaged where {key!r} should be: {error}. Copy the "
+                "checkpoint again."
+            ) from error
+        self._item, self._value = item, value
+        return value
+
+
+def _read_interval(
+    reader: _Items, key: str, entry: Entry, start: int, stop: int
+) -> Tensor:
+    """Elements ``[start, stop)`` of the flattened tensor."""
+    assert entry.info is not None
+    result = torch.empty(stop - start, dtype=entry.info.dtype)
+    for box in interval_boxes(entry.info.shape, start, stop):
+        target = result[box.start : box.stop].view(box.sizes)
+        for chunk in entry.chunks:
+            common = _common(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
+            if common is None:
+                continue
+            saved = reader.load(key, chunk.item)
+            if (
+                not isinstance(saved, Tensor)
+                or tuple(saved.shape) != chunk.sizes
+                or saved.dtype != entry.info.dtype
+            ):
+                raise CheckpointError(
+                    f"{chunk.item.file} holds something else than a {chunk.sizes} "
+                    f"tensor of {entry.info.dtype} where {key!r} at {chunk.offsets} "
+                    "should be. The checkpoint is damaged; take another one."
+                )
+            target[_within(common, box.offsets)] = saved[_within(common, chunk.offsets)]
+    return result
+
+
+Span = tuple[int, int]
+
+
+def _common(
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    other_offsets: Sequence[int],
+    other_sizes: Sequence[int],
+) -> list[Span] | None:
+    """What two boxes share, per dim from where to where; None if nothing."""
+    spans = [
+        (max(a, b), min(a + n, b + m))
+        for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    ]
+    return spans if all(begin < end for begin, end in spans) else None
+
+
+def _within(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(begin - offset, end - offset)
+        for (begin, end), offset in zip(spans, offsets, strict=True)
+    )
+
+
+def _place(
+    directory: Path, tree: dict[str, Any], path: PathOf, value: Any, *, longest: int
+) -> None:
+    """Put ``value`` at ``path`` of nested dicts, and lists where a part is a number.
+
+    Empty dictionaries come last, so their places in lists are None until then.
+    """
+    at: Any = tree
+    for part, following in zip(path, (*path[1:], None), strict=True):
+        here = value
+        if following is not None:
+            here = [] if isinstance(following, int) else {}
+        if isinstance(part, int) and isinstance(at, list) and 0 <= part < longest:
+            at.extend([None] * (part + 1 - len(at)))
+            if at[part] is None:
+                at[part] = here
+        elif isinstance(part, str) and isinstance(at, dict):
+            at.setdefault(part, here)
+        else:
+            raise CheckpointError(
+                f"{directory} puts something at {path}, where there is no such place. "
+                "The checkpoint is damaged."
+            )
+        at = at[part]
+
+
+def _read_notes(directory: Path, value: Any) -> tuple[dict[str, str], list[PathOf]]:
+    try:
+        notes = json.loads(value)
+        aliases = {str(name): str(kept) for name, kept in notes["aliases"].items()}
+        return aliases, [tuple(path) for path in notes["empty"]]
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(
+            f"{directory}: {NOTES!r} expected JSON with 'aliases' and 'empty'; got "
+            f"{value!r}. The checkpoint is damaged."
+        ) from error

@@ -1,0 +1,137 @@
+"""An optimizer's saved state, keyed by the names of the plain model.
+
+Three ways of saving it are told apart: nested by name, as ``optim_state_dict`` and
+torch's ``get_optimizer_state_dict`` give it; the latter's flattened form, where
+``state.<name>.<state>`` and ``param_groups.<name>.<option>`` are keys; and
+``optimizer.state_dict()``, whose ids have names only in ``param_names`` of the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.formats.stored import Stored
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Optim:
+    """State by parameter name and name of the state; groups with ``params`` by name."""
+
+    state: dict[str, dict[str, Any]]
+    groups: Sequence[Group] | None
+
+
+def named_optim(
+    where: str, tree: Mapping[str, Any] | None, names: Collection[str]
+) -> Optim:
+    """Bring ``tree``, as it was saved, into one form. ``names``: the parameters.
+
+    Raises: CheckpointError, for state by ids, of unknown parameters, or of a form that
+    is none of the three.
+    """
+    if tree is None:
+        return Optim({}, None)
+    if tree.keys() <= {"state", "param_groups"} and "param_groups" in tree:
+        state, groups = tree.get("state", {}), tree["param_groups"]
+    elif all(str(key).startswith(("state.", "param_groups.")) for key in tree):
+        state, groups = _unflatten(where, tree, names)
+    else:
+        raise CheckpointError(
+            f"{where}: the optimizer holds {sorted(map(str, tree))[:8]}; expected "
+            "'state' and 'param_groups'. Save composable_fsdp.optim_state_dict(model, "
+            "optim) with FULL_STATE_DICT set, or convert the weights alone."
+        )
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
+        raise CheckpointError(
+            f"{where}: the optimizer's 'state' is a {type(state).__name__} and its "
+            f"'param_groups' a {type(groups).__name__}; expected a dict and a list."
+        )
+    by_id = _names_of_ids(where, groups)
+    if by_id:
+        state = {by_id.get(str(key), key): values for key, values in state.items()}
+    return Optim(_checked(where, state, names), [_named(g, by_id) for g in groups])
+
+
+def _checked(
+    where: str, state: Mapping[Any, Any], names: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    for name, values in state.items():
+        if name not in names or not isinstance(values, Mapping):
+            raise CheckpointError(
+                f"{where}: the optimizer has state of {name!r}, which is no parameter "
+                "of the model in it. Convert the weights alone, or save the two again."
+            )
+        for key, value in values.items():
+            if not isinstance(value, Stored | int | float | None):
+                raise CheckpointError(
+                    f"{where}: state {key!r} of {name!r} in the optimizer is a "
+                    f"{type(value).__name__}; expected a tensor or a number. Convert "
+                    "the weights alone."
+                )
+    return {
+        name: {key: value for key, value in values.items() if value is not None}
+        for name, values in state.items()
+        if values
+    }
+
+
+def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
+    """Names of the numbers that stand in ``params``; empty if those are names."""
+    found: dict[str, str] = {}
+    for group in groups:
+        params = group.get("params", []) if isinstance(group, Mapping) else None
+        if not isinstance(params, list | tuple):
+            raise CheckpointError(
+                f"{where}: a group of the optimizer is {group!r}; expected a dict with "
+                "a list of parameters under 'params'."
+            )
+        if all(isinstance(param, str) for param in params):
+            continue
+        known = group.get("param_names", ())
+        if len(known) != len(params):
+            raise CheckpointError(
+                f"{where}: the optimizer's parameters are numbers, which say nothing "
+                "without the model's code. Save composable_fsdp.optim_state_dict("
+                "model, optim), which keys them by name, or build the optimizer from "
+                "model.named_parameters(); or convert the weights alone."
+            )
+        found.update(zip(map(str, params), known, strict=True))
+    return found
+
+
+def _named(group: Mapping[str, Any], by_id: Mapping[str, str]) -> Group:
+    options = {key: value for key, value in group.items() if key != "param_names"}
+    params = [by_id.get(str(param), param) for param in group.get("params", [])]
+    return {**options, "params": params}
+
+
+def _unflatten(
+    where: str, tree: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+    """Nested state, and groups of the parameters whose options are all equal."""
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, Group] = {}
+    for key, value in tree.items():
+        kind, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        if name not in names:
+            raise CheckpointError(
+                f"{where}: {key!r} of the optimizer belongs to no parameter of the "
+                "model in it. Convert the weights alone, or save the two again."
+            )
+        (state if kind == "state" else options).setdefault(name, {})[last] = value
+    groups: list[Group] = []
+    for name, own in options.items():
+        own = {key: value for key, value in own.items() if key != "params"}
+        for group in groups:
+            if {k: v for k, v in group.items() if k != "params"} == own:
+                group["params"].append(name)
+                break
+        else:
+            groups.append({**own, "params": [name]})
+    return state, groups

@@ -1,0 +1,155 @@
+"""Safetensors: one file, or a directory as Hugging Face libraries write it.
+
+Such a directory holds ``model.safetensors``, or several files and an index that says
+which tensor is in which. Weights only. Ties stand in a file's metadata as
+``{other name: kept name}``, where ``safetensors.torch.save_model`` puts them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.formats.files import inner_file
+from composable_fsdp.storage.source import Source, TensorInfo
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""What safetensors calls dtypes."""
+
+
+class SafetensorsSource(Source):
+    """Weights in safetensors files; no optimizer and no extra state.
+
+    The files are mapped into memory, and what is read shares the mapping.
+    Raises: CheckpointError, for a file that is missing, damaged or outside.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._maps: dict[Path, Tensor] = {}
+        self._at: dict[str, tuple[Path, int]] = {}
+        self._model: dict[str, TensorInfo] = {}
+        self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
+        self.param_groups = None
+        self.extra = None
+        told: dict[str, str] = {}
+        for file, wanted in _files(path).items():
+            told.update(self._open(file, wanted))
+        self.model = self._model
+        self.aliases = {
+            name: kept
+            for name, kept in told.items()
+            if kept in self.model and name not in self.model and name != "format"
+        }
+
+    def _open(self, file: Path, wanted: set[str] | None) -> dict[str, str]:
+        """Take up the tensors of one file, and return its metadata."""
+        header, begin = _header(file)
+        metadata: dict[str, str] = header.pop("__metadata__", {})
+        if wanted is not None and not wanted <= header.keys():
+            missing = sorted(wanted - header.keys())
+            raise CheckpointError(
+                f"{file} lacks {missing[:8]}, which {INDEX} says are in it. Copy the "
+                "checkpoint again, with all its files."
+            )
+        for name in header if wanted is None else (n for n in header if n in wanted):
+            entry = header[name]
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(
+                    f"{file}: {name!r} has the dtype {entry['dtype']}, which torch "
+                    "cannot hold."
+                )
+            self._model[name] = TensorInfo(
+                DTYPES[entry["dtype"]], tuple(entry["shape"])
+            )
+            self._at[name] = (file, begin + entry["data_offsets"][0])
+        return metadata
+
+    def read_model(self, name: str, start: int, stop: int) -> Tensor:
+        """See ``Source``."""
+        info = self.model[name]
+        file, begin = self._at[name]
+        if start == stop:
+            return torch.empty(0, dtype=info.dtype)
+        if file not in self._maps:
+            size = file.stat().st_size
+            # Private: whoever writes into what was read changes no file.
+            self._maps[file] = torch.from_file(
+                str(file), shared=False, size=size, dtype=torch.uint8
+            )
+        size = info.dtype.itemsize
+        raw = self._maps[file][begin + start * size : begin + stop * size]
+        if raw.numel() != (stop - start) * size:
+            raise CheckpointError(f"{file} ends before {name!r} does.")
+        if raw.storage_offset() % size:
+            raw = raw.clone()  # a view needs whole elements before it
+        return raw.view(info.dtype)
+
+    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
+        """There is none. Raises: KeyError."""
+        raise KeyError((name, state))
+
+    def close(self) -> None:
+        """See ``Source``."""
+        self._maps.clear()
+
+
+def _files(path: Path) -> dict[Path, set[str] | None]:
+    """The files, and the names wanted from each (None: all that it has)."""
+    if not path.is_dir():
+        return {path: None}
+    if not (path / INDEX).exists():
+        return {inner_file(path, SINGLE): None}
+    index = inner_file(path, INDEX)
+    try:
+        weights = json.loads(index.read_bytes())["weight_map"]
+        pairs = list(weights.items())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(
+            f"{index} expected JSON with a 'weight_map' from names to files; it is "
+            f"damaged: {error}."
+        ) from error
+    names: dict[object, set[str]] = {}
+    for name, file in pairs:
+        names.setdefault(file if isinstance(file, str) else repr(file), set()).add(name)
+    return {inner_file(path, file): wanted for file, wanted in names.items()}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The file's table of tensors, checked by the library, and where data begins."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass  # checks offsets, sizes and the file's length
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            return json.loads(stream.read(length)), 8 + length
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is no complete safetensors file: {error}. Copy it again."
+        ) from error

@@ -1,0 +1,122 @@
+"""``torch.save`` files, read without running what is in them.
+
+The file is unpickled by torch's restricted reader, which knows tensors and plain
+containers, and mapped into memory, so elements come from the disk when they are asked
+for. What the dictionary in it may look like stands in ``nested.py``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.state_dict.local import PLAN
+from composable_fsdp.storage.formats.nested import NestedSource
+from composable_fsdp.storage.formats.stored import Stored
+from composable_fsdp.storage.source import TensorInfo
+
+
+def open_torch(path: Path) -> NestedSource:
+    """Open a file that ``torch.save`` wrote.
+
+    Raises: CheckpointError, naming the file, for one that is damaged or holds more
+    than tensors and plain values: then nothing of it has run.
+    """
+    tree = load_safely(path)
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(tree).__name__}; expected a dictionary. Save "
+            '{"model": model.state_dict(), ...}.'
+        )
+    return NestedSource(str(path), stored(tree, str(path)))
+
+
+def load_safely(path: Path) -> Any:
+    """What the file holds, tensors mapped. Raises: CheckpointError, as above."""
+    # Files from before torch 1.6 are no archives, and cannot be mapped.
+    mapped = zipfile.is_zipfile(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise refusal(path, error) from error
+    except Exception as error:  # torch raises what its reader met: all kinds
+        raise CheckpointError(
+            f"{path} is damaged or no torch.save file: {first_line(error)} Copy it "
+            "again."
+        ) from error
+
+
+def refusal(what: object, error: Exception) -> CheckpointError:
+    """The error for a pickle that holds more than tensors and plain values."""
+    return CheckpointError(
+        f"{what} holds a pickle with more in it than tensors and plain values, or a "
+        f"damaged one, and was refused; nothing in it was run: {first_line(error)} "
+        "Save state dicts instead of objects."
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The reason alone: torch adds how to switch its protection off."""
+    asked = re.search(r"(?i:global) (?:GLOBAL )?([\w.]+\.\w+)", str(error))
+    if asked:
+        return f"it asks for {asked[1]}."
+    line = str(error).strip().partition("\n")[0].strip()
+    if not line or "weights_only" in line:
+        line = type(error).__name__
+    return line if line.endswith(".") else f"{line}."
+
+
+def stored(value: Any, where: str) -> Any:
+    """``value`` with every tensor in it as a ``Stored``.
+
+    Raises: CheckpointError, for a tensor that is only one rank's part, or is not a
+    plain one.
+    """
+    if isinstance(value, Tensor):
+        return _stored_tensor(value, where)
+    if isinstance(value, Mapping):
+        metadata = getattr(value, "_metadata", None)
+        if PLAN in value or (metadata and any(PLAN in m for m in metadata.values())):
+            raise CheckpointError(
+                f"{where} is one rank's LOCAL_STATE_DICT: its tensors are shards. Save "
+                "with FULL_STATE_DICT, or composable_fsdp.save, which keeps them all."
+            )
+        return {key: stored(each, f"{where}, {key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        items = [stored(each, where) for each in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _stored_tensor(tensor: Tensor, where: str) -> Stored:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{where} is a {type(tensor).__name__} of layout {tensor.layout}; expected "
+            "a plain dense tensor. Save a full state dict, or with "
+            "torch.distributed.checkpoint, whose directories can be read."
+        )
+    if tensor.is_meta or tensor.is_quantized:
+        raise CheckpointError(f"{where} is a meta or quantized tensor without values.")
+    tensor = tensor.detach()
+    # Views of one place are one tensor; empty ones have no place.
+    place = (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tensor.stride(),
+        tensor.shape,
+        tensor.dtype,
+    )
+
+    def read(start: int, stop: int) -> Tensor:
+        return tensor.reshape(-1)[start:stop]
+
+    info = TensorInfo(tensor.dtype, tuple(tensor.shape))
+    return Stored(info, read, place if tensor.numel() else None)

@@ -1,0 +1,112 @@
+"""Wrappers of activations that are put in after sharding, inside units or around."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    MixedPrecision,
+    apply_activation_checkpointing,
+    fully_shard,
+    register_forward_method,
+    set_modules_to_forward_prefetch,
+    set_reshard_after_forward,
+)
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.access.sharded import RankCount, both_paths
+from tests.runtime.reference import apply_units
+
+
+class Layer(nn.Module):
+    """A weight, a buffer and a second method."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.register_buffer("offset", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.offset
+
+    def twice(self, x: Tensor) -> Tensor:
+        assert self.weight.shape == (2, 2), "sharded inside the method"
+        return self(x) * 2  # type: ignore[no-any-return]
+
+
+def sharded(path: str, **options: Any) -> nn.Module:
+    """Two layers, each a unit that is wrapped after sharding."""
+    layers = nn.Sequential(Layer(), Layer())
+    model = apply_units(layers, ["0", "1"], path=path, **options)
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Layer))
+    return model
+
+
+def units(model: nn.Module) -> tuple[list[nn.Module], list[_FSDPState]]:
+    """What a user holds of the two layers, and their states."""
+    inner = getattr(model, "module", model)
+    return list(inner.children()), _get_fsdp_states(model)[1:]
+
+
+def set_options(world: World, path: str) -> None:
+    model = sharded(path)
+    held, (first, second) = units(model)
+
+    set_reshard_after_forward(held[0], False, recurse=False)
+    set_modules_to_forward_prefetch(held[0], [held[1]])
+
+    assert (first.reshard_after_forward, second.reshard_after_forward) == (False, None)
+    assert first.ahead_in_forward == (second,)
+
+
+@both_paths
+def test_settings_of_a_wrapped_unit_find_it(ranks: RankCount, path: str) -> None:
+    """By the module that stands in the tree, whichever wrapper is outside."""
+    ranks(2).run(set_options, path)
+
+
+def call_method(world: World, path: str) -> Tensor:
+    model = sharded(path)
+    layer: Any = units(model)[0][0]
+    register_forward_method(layer, "twice")
+    result: Tensor = layer.twice(torch.ones(1, 2))
+    return result.detach()
+
+
+@both_paths
+def test_methods_of_a_wrapped_unit_find_it_full(ranks: RankCount, path: str) -> None:
+    """The method is that of the module inside."""
+    for result in ranks(2).run(call_method, path):
+        assert torch.equal(result, torch.full((1, 2), 6.0))
+
+
+def state_of_a_wrapper(world: World) -> bool:
+    model = sharded("wrapper")
+    held, states = units(model)
+    return [each._state for each in held] == states
+
+
+def test_a_wrapper_of_the_other_path_keeps_its_state(ranks: RankCount) -> None:
+    """Although the module that it holds is a wrapper of activations now."""
+    assert ranks(2).run(state_of_a_wrapper) == [True, True]
+
+
+def dtypes_of_buffers(world: World) -> list[torch.dtype]:
+    low = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = fully_shard(nn.Sequential(Layer(), Layer()), mixed_precision=low)
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Layer))
+    model(torch.ones(1, 2))
+    return [buffer.dtype for buffer in model.buffers()]
+
+
+@pytest.mark.req("B-20")
+def test_buffers_inside_a_wrapper_are_cast(ranks: RankCount) -> None:
+    """The wrapper belongs to no unit, what it holds still does."""
+    assert ranks(2).run(dtypes_of_buffers) == [[torch.bfloat16] * 2] * 2

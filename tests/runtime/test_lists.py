@@ -1,0 +1,100 @@
+"""What a forward leaves of a unit that is a list of modules, whatever ran of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import ShardingStrategy, checkpoint_wrapper, fully_shard
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.access.sharded import RankCount
+from tests.runtime.reference import backward
+
+X = torch.ones(1, 2)
+IN_PARTS = ["", "a", "b", "aba"]
+"""Which of the modules run, in order: not each of them once."""
+
+
+class Chosen(nn.Module):
+    """Runs its modules ``a`` and ``b`` as often as told, then a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a: nn.Module
+        self.a, self.b, self.last = (nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        for name in order:
+            x = self._modules[name](x)  # type: ignore[misc]  # neither is None
+        y: Tensor = self.last(x)
+        return y
+
+
+def shard(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> Chosen:
+    """Make one unit of ``a`` and ``b``, and the root."""
+    model = Chosen()
+    fully_shard([model.a, model.b], strategy=strategy)
+    return fully_shard(model, strategy=strategy)
+
+
+def evaluate(world: World, order: str) -> None:
+    model = shard()
+    parameters = list(model.parameters())
+
+    with torch.no_grad():
+        model(X, order)
+
+    shown = model.parameters()
+    assert all(p is before for p, before in zip(shown, parameters, strict=True))
+    assert not any(s.handle.gathered for s in _get_fsdp_states(model))
+
+
+@pytest.mark.req("B-02")
+@pytest.mark.parametrize("order", [*IN_PARTS, "ab"])
+def test_after_an_evaluation_the_whole_list_is_sharded(
+    ranks: RankCount, order: str
+) -> None:
+    """Also if one of its modules did not run, or one ran once more."""
+    ranks(2).run(evaluate, order)
+
+
+def step(world: World, order: str) -> int:
+    """All-gathers of a step in which the loss needs ``order``."""
+    model = shard(ShardingStrategy.SHARD_GRAD_OP)
+    parameters = list(model.parameters())
+    with record() as calls:
+        loss = model(X, order).sum()
+        shown = model.parameters()
+        assert all(p is before for p, before in zip(shown, parameters, strict=True))
+        backward(loss)
+    assert not any(s.handle.gathered for s in _get_fsdp_states(model))
+    return sum(call.op == "all_gather" for call in calls)
+
+
+@pytest.mark.req("B-02")
+@pytest.mark.parametrize("order", [*IN_PARTS, "ab"])
+def test_a_list_that_is_kept_for_backward_shows_its_shards_until_then(
+    ranks: RankCount, order: str
+) -> None:
+    """Backward finds it full, and whoever asks for parameters the originals."""
+    units = 2 if order else 1
+
+    gathers = ranks(2).run(step, order)
+
+    assert gathers == [units, units]
+
+
+def recompute(world: World) -> bool:
+    model = shard()
+    # Around the unit's hooks, so they run again.
+    model.a = checkpoint_wrapper(model.a)
+    backward(model(X, "ab").sum())
+    return any(s.remaining for s in _get_fsdp_states(model))
+
+
+def test_recomputing_a_module_begins_no_round_of_its_list(ranks: RankCount) -> None:
+    """Nothing waits for the modules that are not computed again."""
+    assert ranks(2).run(recompute) == [False, False]

@@ -1,0 +1,285 @@
+"""Claims on conversion: any format to any other, and nothing lost that it can hold."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from composable_fsdp import CheckpointError, convert
+from composable_fsdp.storage.formats.detect import open_any
+from tests.storage.samples import everything, same, sample, saved
+
+WHOLE = ("torch", "dcp")
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    with open_any(path) as source:
+        return everything(source)
+
+
+@pytest.mark.req("U-06")
+@pytest.mark.parametrize("to", WHOLE)
+@pytest.mark.parametrize("through", WHOLE)
+def test_a_checkpoint_is_the_same_after_going_through_two_formats(
+    tmp_path: Path, through: str, to: str
+) -> None:
+    """Values, dtypes, shapes, ties, optimizer, groups, extra: bit by bit."""
+    first = saved(tmp_path / "first.pt")
+
+    left = convert(first, tmp_path / "second", through)
+    left += convert(tmp_path / "second", tmp_path / "third", to)
+
+    assert left == []
+    assert same(loaded(tmp_path / "third"), loaded(first))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first.pt", "second", "third"]
+
+
+@pytest.mark.req("U-06")
+@pytest.mark.parametrize("limit", [10**9, 60])
+@pytest.mark.parametrize("to", WHOLE)
+def test_weights_are_the_same_after_going_through_safetensors(
+    tmp_path: Path, to: str, limit: int
+) -> None:
+    """Also in many files; what safetensors does not hold is told."""
+    first = saved(tmp_path / "first.pt")
+
+    left = convert(first, tmp_path / "st", "safetensors", max_shard_bytes=limit)
+    convert(tmp_path / "st", tmp_path / "third", to)
+
+    assert left == ["optimizer state", "extra state"]
+    expected, got = loaded(first), loaded(tmp_path / "third")
+    assert same(got["model"], expected["model"])
+    assert list(got["model"]) == list(expected["model"])
+    assert got["aliases"] == {"head.weight": "embed.weight"}
+    assert (got["optim"], got["param_groups"], got["extra"]) == ({}, None, None)
+
+
+def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
+    """The sample itself comes out of its file, any slice of it too."""
+    expected = sample()
+
+    with open_any(saved(tmp_path / "first.pt")) as source:
+        got = everything(source)
+        part = source.read_model("across.weight", 5, 11)
+
+    tied = expected["model"].pop("head.weight")
+    assert same(got["model"], expected["model"])
+    assert torch.equal(got["model"]["embed.weight"], tied)
+    assert same(got["optim"], expected["optim"]["state"])
+    assert same(got["param_groups"], expected["optim"]["param_groups"])
+    assert same(got["extra"], expected["extra"])
+    assert torch.equal(part, expected["model"]["across.weight"].reshape(-1)[5:11])
+
+
+def zeros_like(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: zeros_like(each) for key, each in value.items()}
+    return value
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_loader_reads_what_was_converted_to_dcp(tmp_path: Path) -> None:
+    """``dcp.load`` fills a nested dictionary with the keys that users have."""
+    convert(saved(tmp_path / "first.pt"), tmp_path / "dcp", "dcp")
+    expected = sample()
+    target = zeros_like(expected)
+    target["extra"]["epoch"] = 0
+
+    dcp.load(  # type: ignore[attr-defined]  # torch lists it nowhere
+        target, checkpoint_id=str(tmp_path / "dcp"), no_dist=True
+    )
+
+    del expected["extra"]["nothing"], target["extra"]["nothing"]
+    assert same(target, expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_what_torch_saves_by_name_is_read(tmp_path: Path, flat: bool) -> None:
+    """``get_state_dict`` in both its forms, through DCP and through ``torch.save``."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    groups: list[dict[str, Any]] = [{"params": list(m.parameters())} for m in model]
+    groups[1]["lr"] = 1
+    optim = torch.optim.AdamW(groups)
+    model(torch.randn(5, 3)).sum().backward()
+    optim.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, state = get_state_dict(model, optim, options=options)
+    both = {"model": weights, "optim": state}
+    dcp.save(  # type: ignore[attr-defined]  # torch lists it nowhere
+        both, checkpoint_id=str(tmp_path / "dcp"), no_dist=True
+    )
+    torch.save(both, tmp_path / "file.pt")
+
+    for got in (loaded(tmp_path / "dcp"), loaded(tmp_path / "file.pt")):
+        assert same(got["model"], dict(model.state_dict()))
+        assert same(got["optim"], dict(zip(names(model), states(optim), strict=True)))
+        assert [group["params"] for group in got["param_groups"]] == [
+            ["0.weight", "0.bias"],
+            ["1.weight", "1.bias"],
+        ]
+        assert [group["lr"] for group in got["param_groups"]] == [0.001, 1]
+
+
+def names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def states(optim: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return list(optim.state_dict()["state"].values())
+
+
+def test_ids_are_taken_where_the_groups_know_names(tmp_path: Path) -> None:
+    """``optimizer.state_dict()`` of an optimizer that was built from names."""
+    model = nn.Linear(3, 2)
+    optim = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    both = {"model": model.state_dict(), "optimizer": optim.state_dict()}
+    torch.save(both, tmp_path / "file.pt")
+
+    got = loaded(tmp_path / "file.pt")
+
+    assert same(got["optim"], dict(zip(names(model), states(optim), strict=True)))
+    assert got["param_groups"][0]["params"] == ["weight", "bias"]
+
+
+def by_ids() -> dict[str, Any]:
+    model = nn.Linear(3, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model.state_dict(), "optimizer": optim.state_dict()}
+
+
+def test_weights_beside_an_optimizer_by_ids_can_be_had(tmp_path: Path) -> None:
+    """The optimizer is refused with the way out; the weights alone convert."""
+    torch.save(by_ids(), tmp_path / "file.pt")
+
+    with pytest.raises(CheckpointError, match=r"file.pt.*numbers.*weights alone"):
+        convert(tmp_path / "file.pt", tmp_path / "dcp", "dcp")
+    convert(tmp_path / "file.pt", tmp_path / "dcp", "dcp", weights_only=True)
+    left = convert(tmp_path / "file.pt", tmp_path / "st", "safetensors")
+
+    assert list(loaded(tmp_path / "dcp")["model"]) == ["weight", "bias"]
+    assert left == ["optimizer state"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda tree: tree.update(state_dict=tree["model"]),
+            "'model' and 'state_dict'; expected one",
+            id="two-models",
+        ),
+        pytest.param(
+            lambda tree: tree.update(net=tree.pop("model")),
+            "holds no model.*got the keys 'extra', 'net', 'optim'",
+            id="no-model",
+        ),
+        pytest.param(
+            lambda tree: tree["optim"].update(more=1), "holds .*more", id="optimizer"
+        ),
+        pytest.param(
+            lambda tree: tree["optim"]["state"].update(other={"x": torch.ones(1)}),
+            "state of 'other', which is no parameter",
+            id="unknown-parameter",
+        ),
+        pytest.param(
+            lambda tree: tree["extra"].update(list=[{1: 2}]),
+            r"extra.list.0 has the key 1; expected text",
+            id="extra",
+        ),
+        pytest.param(
+            lambda tree: tree["model"].update(_composable_fsdp_plan={}),
+            "one rank's LOCAL_STATE_DICT",
+            id="shards",
+        ),
+    ],
+)
+def test_what_cannot_be_understood_is_named(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    """Each message names the file and what is wrong in it; nothing is written."""
+    tree = sample()
+    change(tree)
+    torch.save(tree, tmp_path / "file.pt")
+
+    with pytest.raises(CheckpointError, match=f"file.pt.*{message}"):
+        convert(tmp_path / "file.pt", tmp_path / "out", "dcp")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
+def test_nothing_is_overwritten(tmp_path: Path, to: str) -> None:
+    """An existing destination stays as it is, and the message names it."""
+    (tmp_path / "out").write_text("mine")
+
+    with pytest.raises(CheckpointError, match="out exists already"):
+        convert(saved(tmp_path / "first.pt"), tmp_path / "out", to)
+
+    assert (tmp_path / "out").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
+def test_an_error_on_the_way_leaves_nothing(tmp_path: Path, to: str) -> None:
+    """The working directory is removed, and the destination does not exist."""
+
+    def fail(read: int) -> None:
+        raise CheckpointError("stop")
+
+    with pytest.raises(CheckpointError, match="stop"):
+        convert(saved(tmp_path / "first.pt"), tmp_path / "out", to, progress=fail)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["first.pt"]
+
+
+def test_an_index_counts_bytes_and_names_each_tensor_once(tmp_path: Path) -> None:
+    """The index has Hugging Face's form, and files stay below the limit."""
+    first = saved(tmp_path / "first.pt")
+    convert(first, tmp_path / "st", "safetensors", max_shard_bytes=60)
+
+    index = json.loads((tmp_path / "st" / "model.safetensors.index.json").read_text())
+
+    files = sorted(set(index["weight_map"].values()))
+    weights = loaded(first)["model"]
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    assert {p.name for p in (tmp_path / "st").glob("*.safetensors")} == set(files)
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
+    """What the callback is told adds up to the tensors' bytes."""
+    seen: list[int] = []
+
+    convert(saved(tmp_path / "a.pt"), tmp_path / "b", "dcp", progress=seen.append)
+
+    tree = loaded(tmp_path / "b")
+    model = sum(t.nbytes for t in tree["model"].values())
+    tied = tree["model"]["embed.weight"].nbytes  # DCP holds both names
+    optim = sum(t.nbytes for s in tree["optim"].values() for t in s.values())
+    assert sum(seen) == model + tied + optim
+
+
+def test_files_from_before_archives_are_read(tmp_path: Path) -> None:
+    """torch's format of old, which cannot be mapped."""
+    path = tmp_path / "old.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(sample(), path, _use_new_zipfile_serialization=False)
+
+    assert same(loaded(path), loaded(saved(tmp_path / "new.pt")))

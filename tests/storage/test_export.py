@@ -1,0 +1,204 @@
+"""Claims on export: a sharded model becomes files that others load, however cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+
+from composable_fsdp import Block, CheckpointError, export_safetensors, fully_shard
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.planning.boxes import interval_boxes
+from composable_fsdp.testing.models import TinyGPT, tiny_mlp
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.access.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    one_to_three_ranks,
+)
+from tests.storage.samples import same
+
+
+class Parts(nn.Module):
+    """Shapes that cut badly: many dims, scalars, nothing, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator))
+
+        self.cube = draw(3, 5, 7)
+        self.tall = draw(7, 5)
+        self.low = nn.Parameter(torch.randn(5, generator=generator).bfloat16())
+        self.scalar = draw()
+        self.none = draw(0, 4)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+
+def check_layouts(world: World, folder: str, limit: int) -> int:
+    plain, sharded = Parts(), Parts()
+    fully_shard(sharded, block=Block.ELEMENT)
+    boxes = _boxes_on_this_rank(sharded)
+    path = Path(folder) / f"out-{world.world_size}"
+
+    export_safetensors(path, sharded, max_shard_bytes=limit)
+
+    found: dict[str, Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found.update(load_file(file))
+    assert same(found, dict(plain.state_dict()))
+    assert same(dict(sharded.state_dict()), dict(plain.state_dict()))
+    return boxes
+
+
+def _boxes_on_this_rank(model: nn.Module) -> int:
+    """The most boxes that this rank holds of one parameter."""
+    return max(
+        len(interval_boxes(slot.shape, *region.layout.interval(slot, region.rank)))
+        for handle in _get_fsdp_handles(model)
+        for region in handle.regions
+        for slot in region.layout.parameters
+    )
+
+
+@pytest.mark.req("D-17", "U-06")
+@pytest.mark.parametrize("limit", [10**9, 200], ids=["one-file", "many-files"])
+@one_to_three_ranks
+def test_a_parameter_in_several_boxes_on_a_rank_is_exported_whole(
+    ranks: RankCount, tmp_path: Path, world_size: int, limit: int
+) -> None:
+    """Element blocks cut through rows, so a rank holds boxes: none is lost."""
+    boxes = ranks(world_size).run(check_layouts, str(tmp_path), limit)
+
+    assert world_size == 1 or max(boxes) > 1
+
+
+def check_gpt(world: World, path: str, folder: str) -> None:
+    model = gpt(path, tied_head=True)
+    out = Path(folder) / "out.safetensors"
+
+    with record() as calls:
+        export_safetensors(out, model)
+
+    other = TinyGPT(tied_head=True, seed=5)
+    missing, unexpected = load_model(other, out)
+    assert (list(missing), list(unexpected)) == ([], [])
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    kinds = {call.op for call in calls}
+    assert kinds <= {"gather", "all_gather_object"}
+    assert "head.weight" not in load_file(out)
+
+
+@pytest.mark.req("U-06")
+@one_to_three_ranks
+@both_paths
+def test_a_tied_model_is_exported_with_the_plain_names(
+    ranks: RankCount, tmp_path: Path, path: str, world_size: int
+) -> None:
+    """safetensors' own loader takes it strictly; the tie is stored once, and told."""
+    ranks(world_size).run(check_gpt, path, str(tmp_path))
+
+
+def check_failure(world: World, folder: str) -> list[Any]:
+    model = gpt("composable")
+    taken = message_of(lambda: export_safetensors(Path(folder), model))
+    if world.rank == 0:
+        torch.save({}, Path(folder) / "full")
+    nowhere = Path(folder) / "full" / "out"
+    missing = message_of(lambda: export_safetensors(nowhere, model))
+    return [taken, missing, sorted(p.name for p in Path(folder).iterdir())]
+
+
+def test_all_ranks_have_the_outcome_of_the_one_that_writes(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """An existing path and one that cannot be made: every rank raises, none hangs."""
+    results = ranks(2).run(check_failure, str(tmp_path))
+
+    for taken, missing, left in results:
+        assert "exists already, and nothing is overwritten" in taken
+        assert "is not a directory" in missing
+        assert left == ["full"]
+    assert results[1][0].startswith("CheckpointError: Another rank failed: ")
+
+
+def hugging_face() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2
+    )
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def check_hugging_face(world: World, folder: str) -> None:
+    model = hugging_face()
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+
+    export_safetensors(Path(folder) / "out", model, max_shard_bytes=2000)
+
+
+@pytest.mark.req("U-06")
+def test_from_pretrained_loads_what_was_exported(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """A tied GPT-2 in many files, from two ranks: no weight missing, outputs equal."""
+    ranks(2).run(check_hugging_face, str(tmp_path))
+    out, model = tmp_path / "out", hugging_face()
+    model.config.save_pretrained(out)
+
+    loaded, report = transformers.GPT2LMHeadModel.from_pretrained(
+        out, output_loading_info=True
+    )
+
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert "lm_head.weight" not in index["weight_map"]
+
+
+def test_a_plain_module_is_exported_without_a_group(tmp_path: Path) -> None:
+    """Also one with buffers; a name that ends in .safetensors is one file."""
+    model = nn.Sequential(tiny_mlp(), nn.BatchNorm1d(8))
+
+    export_safetensors(tmp_path / "out.safetensors", model)
+
+    found = load_file(tmp_path / "out.safetensors")
+    assert same(found, dict(model.state_dict()))
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Extra(2, 2), "'_extra_state' in the state dict is a dict"),
+        (nn.Linear(2, 2, device="meta"), "'weight' is on meta and has no values"),
+    ],
+)
+def test_what_safetensors_cannot_hold_is_named(
+    tmp_path: Path, model: nn.Module, message: str
+) -> None:
+    """And nothing is written."""
+    with pytest.raises(CheckpointError, match=message):
+        export_safetensors(tmp_path / "out", model)
+
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,293 @@
+"""Claims on checkpoints from strangers: nothing in them runs, nothing outside is read.
+
+Each payload would make a directory if it ran; ``armed`` shows that it would.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from composable_fsdp import CheckpointError, convert
+from composable_fsdp.storage.convert import check_readable
+from composable_fsdp.storage.formats.detect import open_any
+from tests.storage.samples import sample, saved
+
+
+class Payload:
+    """Makes the directory ``trace`` when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return tmp_path / "it-ran"
+
+
+@pytest.fixture
+def dcp(tmp_path: Path) -> Path:
+    """A good DCP directory."""
+    convert(saved(tmp_path / "good.pt"), tmp_path / "dcp", "dcp")
+    return tmp_path / "dcp"
+
+
+def read_all(path: Path) -> None:
+    with open_any(path) as source:
+        check_readable(source)
+
+
+def refusal(path: Path) -> str:
+    """What reading all of ``path`` says; it must refuse."""
+    with pytest.raises(CheckpointError) as caught:
+        read_all(path)
+    return str(caught.value)
+
+
+def armed(data: bytes, trace: Path) -> bool:
+    """Whether an ordinary unpickler would run the payload in ``data``."""
+    pickle.loads(data)
+    ran = trace.exists()
+    trace.rmdir()
+    return ran
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize("place", ["model", "extra", "whole"])
+def test_a_hostile_torch_file_is_refused_and_not_run(
+    tmp_path: Path, trace: Path, place: str
+) -> None:
+    """Whatever part of the file the payload is in; the message names the file."""
+    tree: Any = {**sample(), place: Payload(trace)}
+    torch.save(Payload(trace) if place == "whole" else tree, tmp_path / "bad.pt")
+    assert armed(pickle.dumps(Payload(trace)), trace)
+
+    message = refusal(tmp_path / "bad.pt")
+
+    assert "bad.pt" in message
+    assert "nothing in it was run: it asks for posix.mkdir." in message
+    assert "weights_only" not in message  # no advice to switch the protection off
+    assert not trace.exists()
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize("place", ["whole", "planner_data", "key"])
+def test_hostile_dcp_metadata_is_refused_and_not_run(
+    dcp: Path, trace: Path, place: str
+) -> None:
+    """A payload instead of the metadata, or anywhere in it."""
+    metadata: Any = FileSystemReader(dcp).read_metadata()
+    payload = Payload(trace)
+    if place == "planner_data":
+        metadata.planner_data = payload
+    elif place == "key":
+        metadata.state_dict_metadata["model.scale"] = payload
+    data = pickle.dumps(payload if place == "whole" else metadata)
+    (dcp / ".metadata").write_bytes(data)
+    assert armed(data, trace)
+
+    message = refusal(dcp)
+
+    assert f"{dcp / '.metadata'} holds a pickle with more in it" in message
+    assert "posix.mkdir is no part of DCP's metadata" in message
+    assert not trace.exists()
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize(
+    "name",
+    ["os.system", "builtins.eval", "torch.load", "torch.hub.load", "functools.partial"],
+)
+def test_only_the_names_of_dcps_metadata_are_known(dcp: Path, name: str) -> None:
+    """Other names are refused when they are met, also torch's own."""
+    module, _, attribute = name.rpartition(".")
+    (dcp / ".metadata").write_bytes(f"c{module}\n{attribute}\n(tR.".encode())
+
+    assert f"{name} is no part of DCP's metadata" in refusal(dcp)
+
+
+@pytest.mark.req("X-21")
+def test_a_hostile_dcp_entry_is_refused_and_not_run(dcp: Path, trace: Path) -> None:
+    """A saved object, such as a learning rate, that is a pickle of something else."""
+    metadata: Any = FileSystemReader(dcp).read_metadata()
+    data = io.BytesIO()
+    torch.save(Payload(trace), data)
+    (dcp / "__0_1.distcp").write_bytes(data.getvalue())
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "optim.param_groups.0.lr":
+            place.relative_path, place.offset = "__0_1.distcp", 0
+            place.length = len(data.getvalue())
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    message = refusal(dcp)
+
+    assert "__0_1.distcp, 'optim.param_groups.0.lr', holds a pickle" in message
+    assert not trace.exists()
+
+
+def redirect(dcp: Path, name: str) -> None:
+    """Make the metadata name another file for everything."""
+    metadata: Any = FileSystemReader(dcp).read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = name
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "sub/../../outside", ""])
+def test_a_dcp_directory_opens_no_file_outside(dcp: Path, name: str) -> None:
+    """A name that leaves the directory is refused, though the file is good."""
+    shutil.copy(dcp / "__0_0.distcp", dcp.parent / "outside")
+    redirect(dcp, name)
+
+    assert f"names the file {name!r}; expected the plain name" in refusal(dcp)
+
+
+def to_index(directory: Path, file: str) -> None:
+    index = {"metadata": {}, "weight_map": {"scale": file}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors"])
+def test_a_safetensors_index_opens_no_file_outside(tmp_path: Path, name: str) -> None:
+    """The same for the index of a Hugging Face directory."""
+    first = saved(tmp_path / "good.pt")
+    convert(first, tmp_path / "outside.safetensors", "safetensors")
+    (tmp_path / "st").mkdir()
+    to_index(tmp_path / "st", name)
+
+    assert f"names the file {name!r}; expected the plain name" in refusal(
+        tmp_path / "st"
+    )
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_link_out_of_a_dcp_directory_is_refused(dcp: Path, name: str) -> None:
+    """The linked file is a good one, and is not read."""
+    (dcp / name).rename(dcp.parent / "moved")
+    (dcp / name).symlink_to("../moved")
+
+    assert f"{dcp / name} is a symbolic link that leads out" in refusal(dcp)
+
+
+def test_the_links_of_a_download_cache_are_followed(tmp_path: Path) -> None:
+    """``snapshots/<revision>`` links into ``blobs``; any other place is refused."""
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.parent.mkdir()
+    convert(saved(tmp_path / "good.pt"), snapshot, "safetensors")
+    (tmp_path / "blobs").mkdir()
+    (snapshot / "model.safetensors").rename(tmp_path / "blobs" / "1f")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/1f")
+
+    read_all(snapshot)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, to: str) -> None:
+    """Half a file is not read as a whole one, nor as zeros."""
+    name = "out.safetensors"
+    convert(saved(tmp_path / "good.pt"), tmp_path / name, to)
+    cut(tmp_path / name)
+
+    assert name in refusal(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("__0_0.distcp", r"has \d+ bytes; expected"), (".metadata", "damaged one")],
+)
+def test_a_truncated_dcp_file_is_refused_by_name(
+    dcp: Path, name: str, message: str
+) -> None:
+    """Both files that hold data."""
+    cut(dcp / name)
+
+    with pytest.raises(CheckpointError, match=f"{name}.*{message}"):
+        read_all(dcp)
+
+
+@pytest.mark.parametrize("name", ["model-00002", "model-00001"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    """The index names it, and it is not there."""
+    first = saved(tmp_path / "good.pt")
+    convert(first, tmp_path / "st", "safetensors", max_shard_bytes=100)
+    for path in (tmp_path / "st").glob(f"{name}*"):
+        path.unlink()
+
+    assert re.search(f"'{name}.*' *, which cannot be opened", refusal(tmp_path / "st"))
+
+
+Change = Callable[[Any], object]
+
+
+def drop_box(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.scale"].chunks.clear()  # type: ignore[union-attr]  # a tensor's
+
+
+def double_box(metadata: Metadata) -> None:
+    chunks = metadata.state_dict_metadata["model.scale"].chunks  # type: ignore[union-attr]  # a tensor's
+    chunks.append(chunks[0])
+
+
+def larger(metadata: Metadata) -> None:
+    tensor: Any = metadata.state_dict_metadata["model.half.weight"]
+    tensor.size = torch.Size([8, 3])
+
+
+def far_box(metadata: Metadata) -> None:
+    tensor: Any = metadata.state_dict_metadata["model.half.weight"]
+    tensor.chunks[0].sizes = torch.Size([3, 7])
+
+
+def other_item(metadata: Metadata) -> None:
+    tensor: Any = metadata.state_dict_metadata["model.half.weight"]
+    tensor.properties.dtype = torch.float32
+
+
+def text(metadata: Metadata) -> None:
+    metadata.storage_data = "text"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_box, "'model.scale' has 1 elements, its boxes hold 0"),
+        (double_box, r"boxes hold 2 and overlap at \(\)"),
+        (larger, "'model.half.weight' has 24 elements, its boxes hold 21"),
+        (far_box, "a box of 'model.half.weight' reaches beyond its shape"),
+        (other_item, r"something else than a \(7, 3\) tensor of torch.float32"),
+        (text, "a str in place of a dict"),
+    ],
+)
+def test_metadata_that_does_not_fit_the_data_is_refused(
+    dcp: Path, change: Change, message: str
+) -> None:
+    """A gap would be read as whatever memory held; a wrong box as wrong values."""
+    metadata = FileSystemReader(dcp).read_metadata()
+    change(metadata)
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    with pytest.raises(CheckpointError, match=message):
+        read_all(dcp)
