@@ -29,17 +29,21 @@ from composable_fsdp import (
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, gpt, step
-from tests.runtime.reference import PATHS, adamw
+from tests.access.sharded import UNITS, RankCount, step
+from tests.runtime.reference import PATHS, adamw, apply_units
 
 KINDS = ("plain", "fsdp2", *PATHS)
 FULL = StateDictOptions(full_state_dict=True)
 
 
-def make(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = gpt(kind, seed=seed) if kind in PATHS else TinyGPT(seed=seed)
+def make(
+    kind: str, seed: int, units: tuple[str, ...] = UNITS
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: Any = TinyGPT(seed=seed)
+    if kind in PATHS:
+        model = apply_units(model, units, path=kind)
     if kind == "fsdp2":
-        for block in [*model.blocks, model]:  # type: ignore[misc]  # a ModuleList
+        for block in [*model.blocks, model]:
             torch_fsdp.fully_shard(block)
     return model, adamw(model.parameters())
 
@@ -85,7 +89,7 @@ def save(world: World, kind: str, folder: Path) -> None:
 
 
 def load(world: World, kind: str, folder: Path) -> None:
-    model, optimizer = make(kind, 7)
+    model, optimizer = make(kind, 7, ("blocks.0.up", "blocks.1"))  # another policy
     weights, state = get_state_dict(model, optimizer)
     found: dict[str, Any] = {"model": weights, "optim": state}
     dcp_load(found, checkpoint_id=folder)
