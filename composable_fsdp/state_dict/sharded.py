@@ -185,7 +185,15 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         given = to if isinstance(to, ShardedValue) else source
-        raise TypeError(_refusal(func, given))
+        text = _refusal(func, given)
+        if not given.shape:
+            # One number, and only one rank has it: no other could save it instead.
+            text += (
+                " If this is async_save with a storage_writer, pass checkpoint_id "
+                "instead: the writer's own stager makes a plain tensor of a parameter "
+                "without dimensions."
+            )
+        raise TypeError(text)
     if not to.is_part_like(source):
         raise TypeError(
             f"{func} expects another ShardedValue with {describe(to)} of shape "
