@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +30,23 @@ from composable_fsdp import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    fully_shard,
     optim_state_dict,
     optim_state_dict_to_load,
     set_state_dict_type,
+    state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.testing.models import tiny_mlp
+from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
 from tests.access.sharded import (
     RankCount,
     both_paths,
     gpt,
+    message_of,
     one_to_three_ranks,
     several_ranks,
     step,
@@ -280,3 +286,91 @@ def test_the_optimizers_own_state_dict_goes_through_a_file_and_back(
 ) -> None:
     """Into itself, into an optimizer that we never met, and as plain parts."""
     ranks(world_size).run(check_own_dict, path)
+
+
+def misfits(world: World, path: str) -> list[str]:
+    model, optimizer = trained(world, path)
+    set_state_dict_type(model, SHARDED)
+    state = optim_state_dict(model, optimizer)
+    raw = optimizer.state_dict()
+    other = apply_units(TinyGPT(), ["blocks.0"], path=path)
+    new = adamw(other.parameters())
+    step(other, new, world.rank, 0)
+    before = copy.deepcopy(local_state_dict(new))
+    texts = [
+        message_of(lambda: optim_state_dict_to_load(other, new, state)),
+        message_of(lambda: new.load_state_dict(raw)),
+    ]
+    on_first = FullOptimStateDictConfig(rank0_only=True)
+    with state_dict_type(model, FULL, None, on_first):
+        mine: Any = None if world.rank else state
+        load = partial(optim_state_dict_to_load, model, optimizer, mine)
+        texts.append(message_of(load))
+    new.state[next(iter(new.state))]["odd"] = torch.ones(3)
+    texts.append(message_of(new.state_dict))
+    del new.state[next(iter(new.state))]["odd"]
+    assert _same(local_state_dict(new), before)
+    return texts
+
+
+@pytest.mark.req("U-02")
+@both_paths
+def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(
+    ranks: RankCount, path: str
+) -> None:
+    """Parts of another plan, parts where the first rank gives to all, other shapes."""
+    for plan, raw, on_first, odd in ranks(2).run(misfits, path):
+        for text in (plan, raw):
+            assert text.startswith("CheckpointError: Optimizer state 'exp_avg' of '")
+            assert "cut at multiples of" in text
+            assert "load that into this model's own state_dict()" in text
+        assert "expected a whole tensor on the first rank, which gives it" in on_first
+        assert "optim.state_dict() was called with state 'odd' of 'tokens.we" in odd
+
+
+def newer_torchs(act: Callable[[], object]) -> Callable[[], object]:
+    """``act`` called from torch's module by a function that tells no options."""
+
+    def get(act: Callable[[], object]) -> object:
+        return act()
+
+    module = {"__name__": "torch.distributed.checkpoint.state_dict"}
+    return partial(types.FunctionType(get.__code__, module), act)
+
+
+def check_newer_torch(world: World) -> list[str]:
+    model, optimizer = trained(world, "composable")
+    return [
+        message_of(newer_torchs(model.state_dict)),
+        message_of(newer_torchs(optimizer.state_dict)),
+    ]
+
+
+@pytest.mark.req("D-19")
+def test_options_that_cannot_be_read_are_refused(ranks: RankCount) -> None:
+    """A torch that calls us in another way gets an error, not one rank's part."""
+    for texts in ranks(2).run(check_newer_torch):
+        for text in texts:
+            assert text.startswith("CheckpointError: torch.distributed.checkpoint.")
+            assert "Use module.state_dict() under state_dict_type(...)" in text
+
+
+def check_never_met(world: World) -> str:
+    optim = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    before = len(optim._optimizer_state_dict_post_hooks)
+    fully_shard(tiny_mlp())
+    optim.step()
+    assert len(optim._optimizer_state_dict_post_hooks) == before
+    model = gpt("composable")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for at in range(3):
+        step(model, optimizer, world.rank, at)
+    assert len(optimizer._optimizer_state_dict_post_hooks) == 1
+    return "done"
+
+
+def test_only_optimizers_of_sharded_parameters_get_hooks_and_get_them_once(
+    ranks: RankCount,
+) -> None:
+    """Others in the process are left as they are."""
+    assert ranks(2).run(check_never_met) == ["done"] * 2

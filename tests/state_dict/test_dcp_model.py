@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     Block,
@@ -385,3 +386,25 @@ def test_a_model_on_meta_is_filled_from_a_checkpoint(
 ) -> None:
     """No rank ever has more than its part in memory."""
     ranks(world_size).run(check_meta, "composable", tmp_path)
+
+
+def save_hybrid(world: World, path: str, folder: Path) -> int:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model = gpt(path, seed=3, strategy=strategy, device_mesh=mesh)
+    metadata = dcp_save({"model": sharded(model)}, checkpoint_id=folder)
+    saved: Any = metadata.state_dict_metadata.values()
+    return sum(chunk.sizes.numel() for each in saved for chunk in each.chunks)
+
+
+@pytest.mark.req("S1-32")
+@both_paths
+def test_of_several_replicas_each_part_is_saved_once(
+    ranks: RankCount, path: str, tmp_path: Path
+) -> None:
+    """Four ranks in two replicas write every element once, and others load it."""
+    written = ranks(4).run(save_hybrid, path, tmp_path)[0]
+
+    assert written == sum(p.numel() for p in TinyGPT().parameters())
+    for after in (1, 2):
+        ranks(after).run(load, tmp_path, ShardingStrategy.FULL_SHARD)
