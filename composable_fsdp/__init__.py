@@ -91,6 +91,7 @@ from composable_fsdp.state_dict.settings import (
     set_state_dict_type,
     state_dict_type,
 )
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
@@ -131,6 +132,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
+    "ShardedValue",
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
