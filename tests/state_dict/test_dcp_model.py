@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
 )
@@ -34,6 +36,7 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.place import _same
@@ -180,6 +183,13 @@ def load_corners(world: World, block: Block, folder: Path, expected: Any) -> Non
         assert _same(dict(model.state_dict()), expected[0])
         state = optim_state_dict(model, optimizer)["state"]
         assert _same(state, expected[1])
+        whole = StateDictOptions(full_state_dict=True)
+        full = get_optimizer_state_dict(model, optimizer, options=whole)
+        new = torch.optim.AdamW(model.parameters(), lr=0.1)
+        set_optimizer_state_dict(model, new, full, options=whole)
+        assert _same(
+            local_state_dict(new)["state"], local_state_dict(optimizer)["state"]
+        )
 
 
 @pytest.mark.req("X-28")
