@@ -99,6 +99,7 @@ from composable_fsdp.state_dict.settings import (
     state_dict_type,
 )
 from composable_fsdp.storage.async_save import async_save
+from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
@@ -139,6 +140,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
+    "ShardedValue",
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import FullStateDictConfig, StateDictType
-from composable_fsdp.errors import PhaseError
+from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, shown, strip_wrapper
@@ -35,6 +35,7 @@ from composable_fsdp.state_dict.local import (
 from composable_fsdp.state_dict.sharded import ShardedValue, sharded_values, unfit
 from composable_fsdp.state_dict.unit_keys import Reach, keys_of, names_below, reaches
 from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
 
 
 def install_state_dict_hooks(state: _FSDPState) -> None:
@@ -59,11 +60,14 @@ def _save(
     Collective: one all-gather over the shard group (with ``rank0_only`` one gather per
     region); all its ranks must call ``state_dict()``. None for sharded values and local
     shards, and none inside ``unshard_params``.
-    Raises: PhaseError, inside forward or backward.
+    Raises: PhaseError, inside forward or backward; CompositionError, if units below
+    are set to another type.
     """
     keys = keys_of(state, module, reach, state_dict, prefix)
     settings = settings_in_force(state)
     kind, config = settings.state_dict_type, settings.state_dict_config
+    if settings is state.state_dict_settings:
+        _require_one_type(module, kind)
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     values: dict[int, Tensor] = {}
     if keys or not reach.is_split:
@@ -90,6 +94,19 @@ def _save(
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
+
+
+def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
+    """Refuse one state dict of two types. Raises: CompositionError, naming a unit."""
+    for fqn, _, below in walk_states(module):
+        other = below.state_dict_settings.state_dict_type
+        if other is not kind:
+            raise CompositionError(
+                f"state_dict expects one type for all units; {shown(fqn)} is set to "
+                f"{other.name}, the unit it is in to {kind.name}. Call "
+                "set_state_dict_type on the whole model, or state_dict on each unit "
+                "alone."
+            )
 
 
 def _values(
