@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
@@ -133,14 +134,15 @@ def _is_there(part: Callable[[], object]) -> bool:
         return True
 
 
-def check_readable(source: Source, progress: Progress | None = None) -> int:
+def check_readable(
+    source: Source, *, weights_only: bool = False, progress: Progress | None = None
+) -> int:
     """Read every element of model, optimizer and extra state; return the bytes.
 
     Raises: CheckpointError, for what is damaged or missing.
     """
     total = 0
-    watched = _Watched(source, progress, weights_only=False)
-    assert watched.extra is source.extra  # reads it
+    watched = _Watched(source, progress, weights_only=weights_only)
     for name, info, read in tensors_of(watched):
         for start, stop in pieces(info):
             got = read(start, stop)
@@ -149,8 +151,15 @@ def check_readable(source: Source, progress: Progress | None = None) -> int:
                     f"{name} gave {got.numel()} elements of {got.dtype}; expected "
                     f"{stop - start} of {info.dtype}."
                 )
+            _touch(got)
         total += info.nbytes
     return total
+
+
+def _touch(values: Tensor) -> None:
+    """Read every byte: of a mapped file that is when the disk is read."""
+    if values.numel():
+        values.view(torch.uint8).max()
 
 
 class _Watched(Source):
