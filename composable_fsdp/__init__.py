@@ -93,6 +93,13 @@ from composable_fsdp.state_dict.settings import (
 )
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.export import export_safetensors
+from composable_fsdp.storage.directory import remove_stale, stale_directories
+from composable_fsdp.storage.fit import LoadReport
+from composable_fsdp.storage.load import load
+from composable_fsdp.storage.opening import open_source
+from composable_fsdp.storage.save import save
+from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.verify import Verification, verify
 
 __all__ = [
     "BackwardPrefetch",
@@ -110,6 +117,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LoadReport",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "LowPrecisionState",
@@ -126,10 +134,13 @@ __all__ = [
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
+    "Source",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "TensorInfo",
     "UnshardHandle",
+    "Verification",
     "allreduce_hook",
     "always_wrap_policy",
     "apply_activation_checkpointing",
@@ -145,8 +156,10 @@ __all__ = [
     "get_state_dict_type",
     "is_sharded",
     "lambda_auto_wrap_policy",
+    "load",
     "no_sync",
     "offload_wrapper",
+    "open_source",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
@@ -155,8 +168,10 @@ __all__ = [
     "register_forward_method",
     "register_fsdp_forward_method",
     "rekey_optim_state_dict",
+    "remove_stale",
     "replicate",
     "reshard",
+    "save",
     "set_gradient_divide_factor",
     "set_is_last_backward",
     "set_modules_to_backward_prefetch",
@@ -168,8 +183,10 @@ __all__ = [
     "set_reshard_after_forward",
     "set_state_dict_type",
     "size_based_auto_wrap_policy",
+    "stale_directories",
     "state_dict_type",
     "transformer_auto_wrap_policy",
     "unshard",
     "unshard_params",
+    "verify",
 ]

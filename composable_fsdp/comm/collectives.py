@@ -247,6 +247,23 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
+def gather_object(
+    value: object, group: dist.ProcessGroup, *, rank: int = 0
+) -> list[Any] | None:
+    """Return every rank's picklable ``value`` on group rank ``rank``, None elsewhere.
+
+    Collective: a gather of sizes and one of bytes over ``group``; not for the steady
+    state.
+    """
+    if _recorder is not None:
+        _recorder.append(CallRecord("gather_object", (), (), group.size()))
+    values: list[Any] | None = [None] * group.size() if group.rank() == rank else None
+    dist.gather_object(
+        value, values, dst=dist.get_global_rank(group, rank), group=group
+    )
+    return values
+
+
 def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:
     if async_op:
         return work

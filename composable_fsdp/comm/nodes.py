@@ -1,4 +1,6 @@
-"""The groups of a run whose hybrid units shard within a node and replicate across.
+"""Groups that are made here: those of nodes, and private ones of host memory.
+
+Hybrid units that were given no groups shard within a node and replicate across.
 
 ::
 
@@ -88,12 +90,44 @@ def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
 def _known(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     made = _made.get(ranks)
     group = made() if made is not None else None
-    if group is None:
-        return None
+    return group if group is not None and _is_known(group) else None
+
+
+def _is_known(group: dist.ProcessGroup) -> bool:
     try:
         # Something else may keep a destroyed group alive on this rank and not on
         # another; whether torch.distributed knows it is the same on all.
         dist.get_global_rank(group, 0)
     except ValueError:
+        return False
+    return True
+
+
+_private: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
+"""Groups made by ``private_group``, by global ranks and purpose."""
+
+
+def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+    """A gloo group of these global ranks for one purpose; None for a single rank.
+
+    Nothing else is sent on it, so it may be used beside whatever training sends, and
+    by another thread if that has a purpose of its own.
+
+    Collective: makes the group at the first call; none later. All of ``ranks`` must
+    call, and nobody else has to.
+    """
+    if len(ranks) == 1:
         return None
+    made = _private.get((ranks, purpose))
+    group = made() if made is not None else None
+    if group is None or not _is_known(group):
+        group = dist.new_group(
+            list(ranks),
+            backend="gloo",
+            # The other ranks do not come here, if there are any.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            group_desc=f"composable_fsdp {purpose}",
+        )
+        assert group is not None
+        _private[ranks, purpose] = weakref.ref(group)
     return group

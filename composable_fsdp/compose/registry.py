@@ -150,8 +150,9 @@ class OwnerMap(Generic[S]):
 # The only place that knows torch's private names; checked on torch 2.13. Classes are
 # found along the MRO by name, and torch's registry under the key that torch draws anew
 # in each process: while its contract is not loaded, it cannot have marked anything.
+TORCH_DDP: Final = "torch's DistributedDataParallel"
 _TORCH_REPLICATES: Final = {
-    "DistributedDataParallel": "torch's DistributedDataParallel",
+    "DistributedDataParallel": TORCH_DDP,
     "DDP": "torch's replicate",
     "ReplicateModule": "torch's replicate",
 }

@@ -177,6 +177,12 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield strip_wrapper(name), buffer
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For torch's state dict functions: these names are behind our component."""
+        inner = self.module
+        names = (*inner._modules, *inner._parameters, *inner._buffers)
+        return dict.fromkeys(names, WRAPPED_MODULE)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

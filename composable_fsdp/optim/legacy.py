@@ -15,6 +15,7 @@ from torch import nn
 
 from composable_fsdp.optim.load import state_to_load
 from composable_fsdp.optim.names import groups_of
+from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
 
 
@@ -30,7 +31,7 @@ def full_optim_state_dict(
     ``optim_input`` and ``group`` are not needed. Collective, Raises: as
     ``optim_state_dict``.
     """
-    given = optim.state_dict()
+    given = local_state_dict(optim)
     return full_state(model, optim, given, first_only=rank0_only, to_cpu=True)
 
 
@@ -79,7 +80,7 @@ def sharded_optim_state_dict(
 
     ``group`` is not needed. Collective, Raises: as ``optim_state_dict``.
     """
-    return sharded_state(model, optim, optim.state_dict(), to_cpu=False)
+    return sharded_state(model, optim, local_state_dict(optim), to_cpu=False)
 
 
 def flatten_sharded_optim_state_dict(

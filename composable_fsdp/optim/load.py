@@ -16,9 +16,12 @@ from composable_fsdp.config import (
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.first import Described, hops, share_structure, share_tensor
+from composable_fsdp.optim.guard import require_elementwise, whole_reason
+from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_part, require_plans
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
 from composable_fsdp.optim.sharded import require_own_parts
+from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -44,10 +47,11 @@ def optim_state_dict_to_load(
         model: the sharded model, or a module that holds it.
         optim: the optimizer that will load the result.
         optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a
-            plain model's state under its parameter names; full on every rank, unless
-            ``set_state_dict_type`` says ``rank0_only`` (then the first rank's is sent
-            to all) or local (then this rank's own). Sharded values are taken wherever
-            full tensors are, if they are of this plan.
+            plain model's state, by names or by numbers (positions in the groups of
+            ``optim``); full on every rank, unless ``set_state_dict_type`` says
+            ``rank0_only`` (then the first rank's is sent to all) or local (then this
+            rank's own). Sharded values are taken wherever full tensors are, if they
+            are of this plan.
         is_named_optimizer: keep names as keys instead of the optimizer's ids.
         load_directly: also call ``optim.load_state_dict`` with the result.
         group: the ranks that the first one sends to, if not the model's.
@@ -55,9 +59,11 @@ def optim_state_dict_to_load(
     Collective: none; with ``rank0_only`` one broadcast of the structure and one per
     tensor.
     Raises: CheckpointError, listing names that are missing, left over, or of another
-    shape; nothing has been loaded then.
+    shape; CompositionError, as ``optim_state_dict``; nothing has been loaded then.
     """
     require_pair(model, optim, "optim_state_dict_to_load")
+    require_elementwise(optim)
+    meet(optim)
     units = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
@@ -66,6 +72,7 @@ def optim_state_dict_to_load(
         optim.param_groups,
         optim_state_dict,
         named=is_named_optimizer,
+        elementwise=not whole_reason(optim),
         local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
         from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         group=group,
@@ -81,6 +88,7 @@ def state_to_load(
     saved: Any,
     *,
     named: bool = False,
+    elementwise: bool = True,
     local: bool = False,
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -92,11 +100,13 @@ def state_to_load(
     members = [each for group_members in groups for each in group_members]
     senders = hops(model, group) if from_first else ()
     saved = share_structure(saved, senders)
-    _require_same_names(members, saved)
+    saved = state_by_name(
+        saved, model, groups, param_groups, "optim_state_dict_to_load"
+    )
     if local:
         require_plans(model, saved)
     else:
-        _require_shapes(members, saved)
+        _require_shapes(members, saved, elementwise=elementwise)
         require_own_parts(members, saved, from_first=bool(senders))
     state_of: dict[Any, dict[str, Any]] = {}
     for i, each in enumerate(members):
@@ -109,40 +119,24 @@ def state_to_load(
             else _part(each, name, value, senders)
             for name, value in values.items()
         }
-    options = _param_groups(groups, saved, param_groups, named=named)
+    options = aligned_groups(groups, saved, param_groups)
+    if not named:
+        number = {each.fqn: i for i, each in enumerate(members)}
+        for group_options in options:
+            group_options["params"] = [number[k] for k in group_options["params"]]
     return {"state": state_of, "param_groups": options}
 
 
-def _require_same_names(members: list[Named], saved: dict[str, Any]) -> None:
-    wanted = ("state", "param_groups")
-    if not isinstance(saved, dict) or any(key not in saved for key in wanted):
-        got = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
-        raise CheckpointError(
-            "optim_state_dict_to_load expects a dict with the keys 'state' and "
-            f"'param_groups', got {got}. Pass what optim_state_dict(model, optim) "
-            "returned."
-        )
-    ours = [named.fqn for named in members]
-    theirs = [name for group in saved["param_groups"] for name in group["params"]]
-    if any(not isinstance(name, str) for name in [*theirs, *saved["state"]]):
-        raise CheckpointError(
-            "optim_state_dict_to_load expects parameters by name, got ids "
-            f"({[n for n in theirs if not isinstance(n, str)][:3]}). Save with "
-            "optim_state_dict(model, optim), or rename the keys to parameter names."
-        )
-    missing = sorted(set(ours) - set(theirs))
-    extra = sorted((set(theirs) | set(saved["state"])) - set(ours))
-    if missing or extra:
-        raise CheckpointError(
-            f"The optimizer state is of another model: missing {missing or 'nothing'}, "
-            f"left over {extra or 'nothing'}. Load it into an optimizer over the same "
-            "parameters."
-        )
+def _require_shapes(
+    members: list[Named], saved: dict[str, Any], *, elementwise: bool
+) -> None:
+    """Refuse what is no scalar and not of a parameter's shape, on all ranks alike.
 
-
-def _require_shapes(members: list[Named], saved: dict[str, Any]) -> None:
-    """Refuse what is no scalar and not of a parameter's shape, on all ranks alike."""
+    Not for an optimizer that has other state, of parameters that are whole here.
+    """
     for named in members:
+        if not elementwise and not named.is_cut:
+            continue
         for name, value in saved["state"].get(named.fqn, {}).items():
             if not isinstance(value, (Tensor, Described)):
                 continue
@@ -151,7 +145,8 @@ def _require_shapes(members: list[Named], saved: dict[str, Any]) -> None:
                 raise CheckpointError(
                     f"Optimizer state {name!r} of {shown(named.fqn)} has shape "
                     f"{shape}; expected a scalar or the parameter's full shape "
-                    f"{named.shape}."
+                    f"{named.shape}. Pass what optim_state_dict(model, optim) "
+                    "returned; optim.state_dict() of a sharded model is one rank's."
                 )
 
 
@@ -168,46 +163,10 @@ def _part(
     assert isinstance(value, Tensor)
     if value.ndim == 0 and (named.shape != () or name in SCALARS):
         return value.clone()
-    if named.region is None or named.slot is None:
+    if not named.is_cut or named.region is None or named.slot is None:
         return value.clone()
     return part_of(named.region, named.slot, value, like=named.parameter).clone()
 
 
 def _device(named: Named) -> torch.device:
     return named.parameter.device if named.handle is None else named.handle.device
-
-
-def _param_groups(
-    groups: list[list[Named]],
-    saved: dict[str, Any],
-    own: list[Group],
-    *,
-    named: bool,
-) -> list[dict[str, Any]]:
-    """The saved options of each of the optimizer's groups, found by parameter names.
-
-    A group without parameters keeps the optimizer's own.
-    """
-    home = {
-        name: i
-        for i, group in enumerate(saved["param_groups"])
-        for name in group["params"]
-    }
-    result, start = [], 0
-    for g, members in enumerate(groups):
-        origins = {home[m.fqn] for m in members}
-        if len(origins) > 1:
-            raise CheckpointError(
-                f"The optimizer's group {g} holds parameters of several saved groups "
-                f"({sorted(origins)}), whose options differ. Build the groups as they "
-                "were saved."
-            )
-        keys: list[Any] = [m.fqn for m in members]
-        if not named:
-            keys = list(range(start, start + len(members)))
-        start += len(members)
-        options = own[g]
-        if origins:
-            options = saved["param_groups"][origins.pop()]
-        result.append({**options, "params": keys})
-    return result

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.names import Named, name_parameters, named_groups
+from composable_fsdp.optim.keys import aligned_groups, state_by_name
+from composable_fsdp.optim.names import Named, name_parameters
+from composable_fsdp.optim.parts import unwrapped
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.local import PLAN, plans_of, require_plan
 from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
@@ -29,18 +31,20 @@ def local_state(
     for state in _get_fsdp_states(model):
         settle(state, "optim_state_dict")
     groups = name_parameters(model, optim.param_groups)
-    members = [named for group_members in groups for named in group_members]
+    given = state_by_name(given, model, groups, optim.param_groups, "optim_state_dict")
+    given = unwrapped(given)
     result = {
         named.fqn: {
             key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
-            for key, value in given["state"][i].items()
+            for key, value in given["state"][named.fqn].items()
         }
-        for i, named in enumerate(members)
-        if i in given["state"]
+        for members in groups
+        for named in members
+        if named.fqn in given["state"]
     }
     return {
         "state": result,
-        "param_groups": named_groups(given, groups),
+        "param_groups": aligned_groups(groups, given, optim.param_groups),
         PLAN: plans_of(model),
     }
 

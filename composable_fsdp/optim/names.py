@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import shown, strip_wrapper
+from composable_fsdp.naming import TRANSPARENT, join, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.planning.walk import edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class Named:
     def shape(self) -> tuple[int, ...]:
         """Shape in the plain model."""
         return self.slot.shape if self.slot else tuple(self.parameter.shape)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold parts of it."""
+        return self.handle is not None and self.handle.groups.shard is not None
 
 
 def require_pair(model: object, optim: object, what: str) -> None:
@@ -74,8 +81,9 @@ def name_parameters(
     Units must be sharded. Only reads.
 
     Raises: CheckpointError, for a parameter that is not in ``model``.
+    Warns: if ``model`` calls a parameter otherwise than its modules do.
     """
-    names = {id(p): strip_wrapper(name) for name, p in model.named_parameters()}
+    names = names_of(model)
     groups = []
     for g, group in enumerate(param_groups):
         members = []
@@ -93,22 +101,60 @@ def name_parameters(
     return groups
 
 
-def named_groups(given: dict[str, Any], groups: list[list[Named]]) -> list[Group]:
-    """The saved groups with all their options, parameters by name."""
-    return [
-        {**saved, "params": [named.fqn for named in members]}
-        for saved, members in zip(given["param_groups"], groups, strict=True)
-    ]
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter in the tree of ``model`` by ``id``, the first it has.
+
+    That is what ``model.named_parameters()`` says, without wrappers: a class may
+    override it, to show what it wraps as its own. What it leaves out has the name of
+    its place. Only reads.
+
+    Warns: if a name is that of no place.
+    """
+    places: dict[int, list[str]] = {}
+    for name, parameter in _places(model):
+        places.setdefault(id(parameter), []).append(name)
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(id(parameter), strip_wrapper(name))
+    moved = [key for key, name in names.items() if name not in places.get(key, [name])]
+    if moved:
+        warnings.warn(
+            f"{type(model).__name__}.named_parameters() gives {names[moved[0]]!r} for "
+            f"the parameter at {places[moved[0]][0]!r}"
+            f"{f' (and so on, {len(moved)} in all)' if len(moved) > 1 else ''}: some "
+            "module overrides named_parameters or named_modules. Optimizer states are "
+            "keyed by the names that it gives.",
+            stacklevel=2,
+        )
+    return {**{key: found[0] for key, found in places.items()}, **names}
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every place of every parameter, by the plain model's names."""
+    stack = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield join(path, name), parameter
+        for edge in reversed(list(edges(module))):
+            inside = path if edge.name in TRANSPARENT else join(path, edge.name)
+            stack.append((inside, edge.child))
 
 
 def _named(fqn: str, parameter: torch.Tensor) -> Named:
     found = find_leaf(parameter)
     if found is None:
         return Named(fqn, parameter, None, None, None)
-    handle, index = found
+    return Named(fqn, parameter, found[0], *place_of(*found))
+
+
+def place_of(
+    handle: FlatParamHandle, index: int
+) -> tuple[FlatParameter, ParameterSlot]:
+    """Region and slot of the unit's leaf number ``index``."""
     for region in handle.regions:
         if index < len(region.leaves):
-            slot = region.layout.parameters[index]
-            return Named(fqn, parameter, handle, region, slot)
+            return region, region.layout.parameters[index]
         index -= len(region.leaves)
-    raise AssertionError(f"leaf {shown(fqn)} is not in its own handle")
+    raise AssertionError(f"unit {handle.name} has no leaf {index}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.comm import collectives
@@ -20,13 +22,11 @@ from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
+from composable_fsdp.optim.guard import require_elementwise
+from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_state
-from composable_fsdp.optim.names import (
-    Named,
-    name_parameters,
-    named_groups,
-    require_pair,
-)
+from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
+from composable_fsdp.optim.parts import local_state_dict, unwrapped
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -50,20 +50,23 @@ def optim_state_dict(
     Args:
         model: the sharded model, or a module that holds it.
         optim: an element-wise optimizer over its parameters.
-        optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now.
+        optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now; by
+            numbers or by names.
         group: ignored; each unit knows its ranks. Here because FSDP1 has it.
 
     Collective: per unit and state one all-gather over the shard group (one gather per
     region with ``rank0_only``), and one exchange of state names per group before; all
     ranks must call. For sharded values that exchange alone; none for local shards.
-    Raises: CheckpointError, for state that is not element-wise or a foreign parameter;
+    Raises: CompositionError, for an optimizer that needs whole parameters;
+    CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
     require_pair(model, optim, "optim_state_dict")
+    require_elementwise(optim)
     states = _get_fsdp_states(model)
     settings = get_state_dict_type(model) if states else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    given = local_state_dict(optim) if optim_state_dict is None else optim_state_dict
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return sharded_state(model, optim, given, to_cpu=config.offload_to_cpu)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -84,7 +87,7 @@ def full_state(
 ) -> dict[str, Any]:
     """Return full state whatever type is set; see ``optim_state_dict``."""
     units = _get_fsdp_states(model)
-    groups, members, states, by_handle = _agreed(model, optim, given)
+    members, options, states, by_handle = _agreed(model, optim, given)
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
         if values:
@@ -93,7 +96,7 @@ def full_state(
         _gather(members, states, indices, result, first_only, to_cpu)
     if first_only and units and not units[0].handle.groups.is_first:
         return {}
-    return {"state": result, "param_groups": named_groups(given, groups)}
+    return {"state": result, "param_groups": options}
 
 
 def sharded_state(
@@ -107,24 +110,22 @@ def sharded_state(
 
     They share the optimizer's memory unless they are moved. No tensor is sent.
     """
-    groups, members, states, _ = _agreed(model, optim, given)
+    members, options, states, _ = _agreed(model, optim, given)
     result = {
         named.fqn: {
-            key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
-            for key, value in (
-                (key, as_sharded(named, value)) for key, value in values.items()
-            )
+            key: _moved(as_sharded(named, value), to_cpu)
+            for key, value in values.items()
         }
         for named, values in zip(members, states, strict=True)
         if values
     }
-    return {"state": result, "param_groups": named_groups(given, groups)}
+    return {"state": result, "param_groups": options}
 
 
 def _agreed(
     model: nn.Module, optim: torch.optim.Optimizer, given: dict[str, Any]
-) -> tuple[list[list[Named]], list[Named], list[dict[str, Any]], dict[int, list[int]]]:
-    """Parameters by group and in a row, their states, and which a unit cuts.
+) -> tuple[list[Named], list[Group], list[dict[str, Any]], dict[int, list[int]]]:
+    """The parameters, their groups, their states, and which of them a unit cuts.
 
     Refuses on all ranks alike what one of them cannot put together.
     """
@@ -132,18 +133,26 @@ def _agreed(
         settle(state, "optim_state_dict")
     groups = name_parameters(model, optim.param_groups)
     members = [named for group_members in groups for named in group_members]
-    states: list[dict[str, Any]] = [
-        given["state"].get(i, {}) for i in range(len(members))
-    ]
+    given = state_by_name(given, model, groups, optim.param_groups, "optim_state_dict")
+    given = unwrapped(given)
+    states: list[dict[str, Any]] = [given["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
-        if named.handle is not None and named.handle.groups.shard is not None:
+        if named.is_cut:
             by_handle.setdefault(id(named.handle), []).append(i)
     _require_same_state(members, states, by_handle)
-    return groups, members, states, by_handle
+    options = aligned_groups(groups, given, optim.param_groups)
+    return members, options, states, by_handle
+
+
+def _moved(value: Any, to_cpu: bool) -> Any:
+    return _pytree.tree_map_only(Tensor, Tensor.cpu, value) if to_cpu else value
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
+    """A copy of a tensor, or of the tensors in lists and dicts, as LBFGS has them."""
+    if isinstance(value, (list, dict)):
+        return _pytree.tree_map(partial(_copy, to_cpu=to_cpu), value)
     if not isinstance(value, Tensor):
         return value
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
@@ -154,7 +163,9 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _misfit(named: Named, values: dict[str, Any]) -> str:
-    """Say which state is not element-wise; empty if all of it is."""
+    """Say which state is not element-wise; empty if all is, or nothing is cut."""
+    if not named.is_cut:
+        return ""
     for key, value in values.items():
         if not _is_scalar(value) and value.shape != named.parameter.shape:
             return (

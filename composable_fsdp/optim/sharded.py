@@ -9,6 +9,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.names import Named
+from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.sharded import ShardedValue, sharded_value, unfit
 
 
@@ -48,3 +49,24 @@ def _unfit(named: Named, value: ShardedValue) -> str:
     if named.handle is None or named.region is None or named.slot is None:
         return "expected a whole tensor, because the parameter is not sharded."
     return unfit(named.handle, named.region, named.slot, value)
+
+
+def part_for(named: Named, key: str, value: Any) -> Any:
+    """This rank's part of ``value``: sharded, full, or the part itself.
+
+    Raises: CheckpointError, for a sharded value of another plan.
+    """
+    if isinstance(value, ShardedValue):
+        problem = _unfit(named, value)
+        if problem:
+            raise CheckpointError(
+                f"Optimizer state {key!r} of {shown(named.fqn)}: {problem}"
+            )
+        return value.local
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    if value.shape == named.parameter.shape or tuple(value.shape) != named.shape:
+        return value
+    assert named.region is not None
+    assert named.slot is not None
+    return part_of(named.region, named.slot, value, like=named.parameter)

@@ -42,6 +42,8 @@ def catch_up(context: RuntimeContext, tape: Tape, index: int) -> None:
     schedule = tape.schedule
     assert schedule is not None
     if tape not in context.filling:
+        for younger in tuple(context.filling):
+            _end_younger(context, younger)
         context.filling.append(tape)
         schedule.next = len(schedule.uses)
         schedule.waiting = dict(schedule.begins)
@@ -60,6 +62,17 @@ def catch_up(context: RuntimeContext, tape: Tape, index: int) -> None:
                 depart_in_backward(context, log, handle, tape.mode)
         if at > index:
             _gather_in_turn(context, tape, at)
+
+
+def _end_younger(context: RuntimeContext, tape: Tape) -> None:
+    """End the part of ``tape``: this backward has come to a forward before it.
+
+    Which units of it are full still is not equal on all ranks, so none stays full.
+    """
+    assert tape.schedule is not None
+    catch_up(context, tape, -1)
+    for state in tape.schedule.begins:
+        _give_up(context, state)
 
 
 def finish_filling(context: RuntimeContext) -> None:
@@ -95,10 +108,15 @@ def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:
         prepare_reduce(context, handle)
         reduce_gradients(context, handle)
     if handle.task == NO_TASK:
-        # Backward did not come by, so nothing else takes the weights away, or keeps
-        # them as the other ranks do.
-        if state.reshard_after_backward:
-            reshard(context, handle)
-        elif handle.gathered:
-            wait_unsharded(handle)
-            keep_full(context, handle)
+        # Backward did not come by, so nothing else takes the weights away.
+        _give_up(context, state)
+
+
+def _give_up(context: RuntimeContext, state: _FSDPState) -> None:
+    """Reshard, or keep the weights for the next forward, as the other ranks do."""
+    handle = state.handle
+    if state.reshard_after_backward:
+        reshard(context, handle)
+    elif handle.gathered:
+        wait_unsharded(handle)
+        keep_full(context, handle)

@@ -24,6 +24,7 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import gather_unit, part_of
+from composable_fsdp.state_dict.in_force import settings_in_force
 from composable_fsdp.state_dict.local import (
     PLAN,
     local_values,
@@ -91,10 +92,11 @@ def _save(
     shards, and none inside ``unshard_params``.
     Raises: PhaseError, inside forward or backward.
     """
-    config = state.state_dict_settings.state_dict_config
+    settings = settings_in_force(state)
+    kind, config = settings.state_dict_type, settings.state_dict_config
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    values = _values(state, first_only=first_only, to_cpu=config.offload_to_cpu)
-    if state.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+    values = _values(state, kind, first_only=first_only, to_cpu=config.offload_to_cpu)
+    if kind is StateDictType.LOCAL_STATE_DICT:
         local_metadata[PLAN] = plans_of(module)
     for slot in _slots(state, module):
         # Names of one tied parameter share one tensor, as in the plain state dict.
@@ -121,10 +123,11 @@ def _save(
                 state_dict[key] = state_dict[key].cpu()
 
 
-def _values(state: _FSDPState, *, first_only: bool, to_cpu: bool) -> dict[int, Tensor]:
+def _values(
+    state: _FSDPState, kind: StateDictType, *, first_only: bool, to_cpu: bool
+) -> dict[int, Tensor]:
     """The unit's parameters by slot index: full ones, or this rank's shards."""
     handle, context = state.handle, state.context
-    kind = state.state_dict_settings.state_dict_type
     if kind is StateDictType.SHARDED_STATE_DICT:
         settle(state, "state_dict")
         return sharded_values(handle)
@@ -186,7 +189,7 @@ class _Load:
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
         settle(self.state, "load_state_dict")
-        kind = self.state.state_dict_settings.state_dict_type
+        kind = settings_in_force(self.state).state_dict_type
         local = kind is StateDictType.LOCAL_STATE_DICT
         if local:
             require_plan(handle, plan)

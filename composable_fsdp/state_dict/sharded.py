@@ -263,3 +263,7 @@ def unfit(
         "save them with torch.distributed.checkpoint and load that into this model's "
         "own state_dict(), or save under FULL_STATE_DICT."
     )
+
+
+# To rebuild one is to make a tensor: ``torch.load(weights_only=True)`` may.
+torch.serialization.add_safe_globals([ShardedValue])

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class Source(ABC):
     """Options of the optimizer's groups, ``params`` by name; None without optimizer."""
     extra: Any
     """What the user added: nested dicts and lists of JSON scalars and tensors."""
+    optim_values: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """Optimizer state that is no tensor, or a number in one, as it was saved.
+
+    By parameter name, then by the name of the state; none of it stands in ``optim``.
+    """
 
     @abstractmethod
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
@@ -71,6 +76,23 @@ class Source(ABC):
     @abstractmethod
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """The same of one state of parameter ``name``; scalars have one element."""
+
+    def check_model(self, name: str, start: int, stop: int) -> None:
+        """Verify what ``read_model`` would give, before anything is changed by it.
+
+        Here by reading it; a format with checksums may do less.
+
+        Raises: CheckpointError, as ``read_model``.
+        """
+        self.read_model(name, start, stop)
+
+    def check_optim(self, name: str, state: str, start: int, stop: int) -> None:
+        """The same of ``read_optim``."""
+        self.read_optim(name, state, start, stop)
+
+    def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
+        """The random state that ``rank`` of ``world_size`` goes on from, if any."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

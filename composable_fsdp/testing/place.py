@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.state_dict.sharded import ShardedValue
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -92,6 +94,8 @@ class Answer:
 def _same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
+    if isinstance(left, ShardedValue):
+        return left.is_part_like(right) and _same(left.local, right.local)
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and _bits_equal(left, right)
     if isinstance(left, dict):

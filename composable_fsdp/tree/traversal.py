@@ -1,9 +1,9 @@
 """Finding states and handles in a module tree: pure functions, in ``.modules()`` order.
 
 Left to right, depth first, iterative, each module once. Subtrees of incompatible APIs
-(``replicate``, DDP) are not entered from above; asked of a module that ``replicate``
-manages, its tree is walked. Nothing here initialises, changes or sends
-anything.
+(``replicate``, DDP) are not entered from above; asked of a module that our
+``replicate`` manages, or of a DDP itself, its tree is walked. Nothing here initialises,
+changes or sends anything.
 
 Idioms, for any ``module``:
 
@@ -18,7 +18,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from composable_fsdp.compose.registry import get_state, incompatible_api
+from composable_fsdp.compose.registry import (
+    TORCH_DDP,
+    get_state,
+    incompatible_api,
+)
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import TRANSPARENT, join
@@ -65,11 +69,13 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
             continue
         seen_modules.add(id(current))
         state = get_state(current, API)
-        if incompatible_api(current) is not None:
+        api = incompatible_api(current)
+        if api is not None:
             state = get_state(current, REPLICATE)
             if not isinstance(state, _FSDPState):
-                continue
-            if current is not module and state.parent is None:
+                if current is not module or api != TORCH_DDP:
+                    continue
+            elif current is not module and state.parent is None:
                 continue  # the top of another tree
         if isinstance(state, _FSDPState) and id(state) not in seen_states:
             seen_states.add(id(state))

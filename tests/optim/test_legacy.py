@@ -21,6 +21,7 @@ from composable_fsdp import (
     set_state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
@@ -54,7 +55,7 @@ def check_full(world: World, path: str) -> None:
 
     on_first = FSDP.full_optim_state_dict(model, optimizer)
     everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    mine = optimizer.state_dict()
+    mine = local_state_dict(optimizer)
     with record() as calls:
         parts = [
             FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer),

@@ -358,7 +358,11 @@ def check_refusals(world: World, path: str) -> dict[str, str]:
         "names": names,
         "shape": shape,
         "groups": groups,
-        "numbers": optimizer.state_dict(),
+        "mixed": {
+            "state": {"norm.weight": {}, 0: {}, 1: {}},
+            "param_groups": good["param_groups"],
+        },
+        "numbers": {"state": {}, "param_groups": [{"params": [0, 1]}]},
         "empty": {},
     }
     texts = {"foreign": message_of(lambda: optim_state_dict(model, foreign))}
@@ -390,13 +394,16 @@ def test_a_state_that_does_not_fit_is_refused_by_name(
         )
         assert texts["shape"] == (
             "CheckpointError: Optimizer state 'exp_avg' of 'norm.weight' has shape "
-            "(3,); expected a scalar or the parameter's full shape (8,)."
+            "(3,); expected a scalar or the parameter's full shape (8,). Pass what "
+            "optim_state_dict(model, optim) returned; optim.state_dict() of a sharded "
+            "model is one rank's."
         )
         assert (
             "group 1 holds parameters of several saved groups ([0, 1])"
             in texts["groups"]
         )
-        assert "expects parameters by name, got ids ([0, 1, 2])" in texts["numbers"]
+        assert "by names or by numbers; got both: ['norm.w" in texts["mixed"]
+        assert "groups of [2]; the optimizer's groups have [" in texts["numbers"]
         assert (
             "expects a dict with the keys 'state' and 'param_groups'" in texts["empty"]
         )

@@ -174,6 +174,38 @@ def test_a_retained_graph_is_filled_each_time(ranks: RankCount) -> None:
     ranks(3).run(check_twice)
 
 
+def check_joint(
+    world: World, first: str, second: str, strategy: ShardingStrategy
+) -> None:
+    """One backward through two forwards that reach different parts on each rank."""
+    one, two = CHOICES[first], CHOICES[second]
+    model, plain = shard(strategy, BackwardPrefetch.BACKWARD_PRE)
+
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(batch(0, world.rank), one[world.rank])
+        loss = loss + model(batch(1, world.rank), two[world.rank])
+        with record() as calls:
+            backward(loss)
+
+        once = averages(plain, one, world.world_size, [0])
+        again = averages(plain, two, world.world_size, [1])
+        assert_filled(model, {name: once[name] + again[name] for name in once})
+        assert world.all_equal([(c.op, c.numel) for c in calls])
+    assert not any(s.handle.gathered for s in _get_fsdp_states(model))
+
+
+@pytest.mark.req("B-17")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("second", ["some", "none on one", "none"])
+@pytest.mark.parametrize("first", ["some", "none on one"])
+def test_forwards_of_one_backward_are_filled_one_after_the_other(
+    ranks: RankCount, first: str, second: str, strategy: str
+) -> None:
+    """The younger one ends on every rank before the older one begins."""
+    ranks(3).run(check_joint, first, second, ShardingStrategy[strategy])
+
+
 def check_inside_a_unit(world: World, choices: list[int], ask: bool) -> list[bool]:
     model = Experts()
     fully_shard(model)

@@ -1,0 +1,152 @@
+"""Optimizers whose step on a shard is not their step on the whole parameter.
+
+An element-wise optimizer may step on any part of a parameter. One that looks at a whole
+matrix, at norms, or at all parameters at once may not, and would differ without a word.
+It is refused at its first step, before it changes anything, and where its state is
+asked for. Parameters that every rank holds whole (``NO_SHARD``, ``replicate``, ignored
+ones, one rank) are nobody's part, and any optimizer trains them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.naming import join, shown
+from composable_fsdp.optim.names import place_of
+
+_REASONS: Final = {
+    "Muon": "orthogonalises whole matrices",
+    "Adafactor": "scales by means over rows, columns and whole parameters",
+    "LBFGS": "takes inner products over all parameters together",
+    "SparseAdam": "takes sparse gradients, and reduced ones are dense",
+    "Lamb": "scales by norms of whole parameters",
+    "LAMB": "scales by norms of whole parameters",
+    "LARS": "scales by norms of whole parameters",
+    "Shampoo": "preconditions whole matrices",
+    "SOAP": "preconditions whole matrices",
+}
+"""By class name, because most of them are not torch's; subclasses count as well."""
+
+_CHECKED_STEPS = 2
+"""The first step sees state that was there before, the second what the first made."""
+
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Per optimizer: how many applications there had been, and steps looked at since."""
+_applications = 0
+
+
+def watch_optimizers() -> None:
+    """Have every optimizer looked at in its next steps; called when a module is cut.
+
+    Those that have stepped already, too: their parameters may just have become parts.
+    """
+    global _applications
+    if not _applications:
+        register_optimizer_step_pre_hook(_before_step)
+    _applications += 1
+
+
+def whole_reason(optim: object) -> str:
+    """Why ``optim`` cannot step on parts; empty if nothing speaks against it.
+
+    A class that was made for shards says ``works_on_shards = True``.
+    """
+    if getattr(optim, "works_on_shards", False):
+        return ""
+    names = (kind.__name__ for kind in type(optim).__mro__)
+    return next((_REASONS[name] for name in names if name in _REASONS), "")
+
+
+def require_elementwise(optim: object) -> None:
+    """Refuse an optimizer that needs whole parameters and holds parts of some.
+
+    Sends nothing. Raises: CompositionError, on all ranks alike.
+    """
+    reason = whole_reason(optim)
+    if not reason:
+        return
+    groups: Iterable[dict[str, Any]] = getattr(optim, "param_groups", ())
+    for parameter in (p for group in groups for p in group["params"]):
+        found = cut_leaf(parameter)
+        if found is not None:
+            raise CompositionError(
+                f"{type(optim).__name__} {reason}, and of {leaf_name(*found)} each "
+                "rank holds a part only: its step would not be that of the whole "
+                "model. Use an element-wise optimizer (SGD, Adam, AdamW, ...) for it, "
+                "or keep it whole: replicate(module), "
+                "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
+            )
+
+
+def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
+    """The unit of a parameter that is cut over ranks, and its place; None if whole."""
+    found = find_leaf(parameter)
+    return found if found is not None and found[0].groups.shard is not None else None
+
+
+def leaf_name(handle: FlatParamHandle, index: int) -> str:
+    """How messages call a leaf of ``handle``."""
+    return shown(join(handle.full_fqn, handle._fqns[index]))
+
+
+def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook of all optimizers: a dictionary look-up, after the first two steps."""
+    if torch.compiler.is_compiling():
+        return
+    applications, steps = _checked.get(optim, (0, 0))
+    if applications == _applications and steps == _CHECKED_STEPS:
+        return
+    require_elementwise(optim)
+    _require_own_state(optim)
+    _checked[optim] = (
+        _applications,
+        steps + 1 if applications == _applications else 1,
+    )
+
+
+def _require_own_state(optim: torch.optim.Optimizer) -> None:
+    """Refuse state that is not of the shards, as far as shapes tell.
+
+    Raises: CompositionError.
+    """
+    for parameter, values in optim.state.items():
+        found = cut_leaf(parameter)
+        if found is None or not isinstance(values, dict):
+            continue
+        whole = place_of(*found)[1].shape
+        for key, value in values.items():
+            # One element is a counter; for those it cannot be said.
+            if (
+                not isinstance(value, Tensor)
+                or value.numel() == 1
+                or value.shape == parameter.shape
+            ):
+                continue
+            who = f"{type(optim).__name__}'s state {key!r} of {leaf_name(*found)}"
+            if tuple(value.shape) == whole:
+                raise CompositionError(
+                    f"{who} has the full shape {whole}; expected this rank's shard, "
+                    f"{tuple(parameter.shape)}. It was made before fully_shard, or "
+                    "loaded from a plain model. Bring it along: take "
+                    "state = optim_state_dict(model, optim) while the model is still "
+                    "plain, and after fully_shard call optim_state_dict_to_load("
+                    "model, optim, state, load_directly=True); or make the optimizer "
+                    "after fully_shard."
+                )
+            raise CompositionError(
+                f"{who} has shape {tuple(value.shape)}; expected a scalar or this "
+                f"rank's shard, {tuple(parameter.shape)}. State that is not "
+                "element-wise is another one on each rank. Use an element-wise "
+                "optimizer, or keep the parameter whole: replicate(module), "
+                "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
+            )

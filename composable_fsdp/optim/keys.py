@@ -1,0 +1,183 @@
+"""Keys of an optimizer's state: numbers, names, and names that somebody else gave.
+
+A state may be keyed by numbers (what ``optim.state_dict()`` gives), by the plain
+model's names, or by the names with which an optimizer was made (``param_names``, which
+torch keeps when it is given ``named_parameters()``). All become the plain model's
+names, if that can be done in one way only; else nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import strip_wrapper
+from composable_fsdp.optim.names import Group, Named
+
+Table = dict[Any, str]
+"""From a key as it was given to the plain model's name."""
+
+
+def state_by_name(
+    saved: Any, model: nn.Module, groups: list[list[Named]], own: list[Group], what: str
+) -> dict[str, Any]:
+    """Return ``saved`` with the plain model's names as keys; new dicts, same values.
+
+    ``groups`` and ``own``: the optimizer's groups, named and as they are. Numbers are
+    positions in them, unless ``saved`` says ``param_names``. Sends nothing.
+
+    Raises: CheckpointError in the name of ``what``, listing what is missing, left over,
+    or named twice.
+    """
+    _require_form(saved, what)
+    keys = [*saved["state"], *(k for g in saved["param_groups"] for k in g["params"])]
+    if all(isinstance(key, int) for key in keys):
+        table = _of_numbers(saved, model, groups, own, what)
+    elif all(isinstance(key, str) for key in keys):
+        table = _of_names(keys, model, groups, own)
+    else:
+        raise CheckpointError(
+            f"{what} expects a state keyed by names or by numbers; got both: "
+            f"{[k for k in keys if isinstance(k, str)][:3]} and "
+            f"{[k for k in keys if not isinstance(k, str)][:3]}. Pass what "
+            "optim_state_dict(model, optim) or optim.state_dict() returned."
+        )
+    named = {
+        **saved,
+        "state": {table.get(key, key): v for key, v in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [table.get(key, key) for key in group["params"]]}
+            for group in saved["param_groups"]
+        ],
+    }
+    _require_once(table, saved, what)
+    _require_same_names(groups, named)
+    return named
+
+
+def _require_form(saved: Any, what: str) -> None:
+    wanted = ("state", "param_groups")
+    if not isinstance(saved, dict) or any(key not in saved for key in wanted):
+        got = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved)
+        raise CheckpointError(
+            f"{what} expects a dict with the keys 'state' and 'param_groups', got "
+            f"{got if isinstance(got, list) else got.__name__}. Pass what "
+            "optim_state_dict(model, optim) returned."
+        )
+
+
+def _of_numbers(
+    saved: dict[str, Any],
+    model: nn.Module,
+    groups: list[list[Named]],
+    own: list[Group],
+    what: str,
+) -> Table:
+    """Numbers by the names beside them, else by their place in the groups."""
+    theirs = saved["param_groups"]
+    names = [name for group in theirs for name in group.get("param_names", ())]
+    numbers = [number for group in theirs for number in group["params"]]
+    if len(names) == len(numbers) > 0:
+        known = _of_names(names, model, groups, own)
+        if len({known.get(name) for name in names} - {None}) == len(names):
+            return {i: known[name] for i, name in zip(numbers, names, strict=True)}
+    sizes = [len(members) for members in groups]
+    if [len(group["params"]) for group in theirs] != sizes:
+        raise CheckpointError(
+            f"{what} got a state keyed by numbers, which count the parameters of "
+            f"groups of {[len(group['params']) for group in theirs]}; the optimizer's "
+            f"groups have {sizes}, so the numbers mean other parameters. Save with "
+            "optim_state_dict(model, optim), which gives names."
+        )
+    fqns = [named.fqn for members in groups for named in members]
+    return dict(zip(numbers, fqns, strict=True))
+
+
+def _of_names(
+    keys: list[str], model: nn.Module, groups: list[list[Named]], own: list[Group]
+) -> Table:
+    """The model's names; if not all are, those that the optimizer was made with."""
+    members = [named for group_members in groups for named in group_members]
+    known: Table = {named.fqn: named.fqn for named in members}
+    mine = {id(named.parameter): named.fqn for named in members}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in mine:
+            # A tied parameter under another of its names.
+            known.setdefault(strip_wrapper(name), mine[id(parameter)])
+    given = [name for group in own for name in group.get("param_names", ())]
+    made_with: Table = {}
+    if len(given) == len(members):
+        made_with = dict(zip(given, (m.fqn for m in members), strict=True))
+    lookups: list[Callable[[str], str | None]] = [
+        lambda key: known.get(strip_wrapper(key)),
+        made_with.get,
+    ]
+    found = [{key: lookup(key) for key in keys} for lookup in lookups]
+    whole = next((table for table in found if None not in table.values()), found[0])
+    return {key: name for key, name in whole.items() if name is not None}
+
+
+def _require_once(table: Table, saved: dict[str, Any], what: str) -> None:
+    """Refuse two keys for one parameter: which of the two is meant, nobody can say."""
+    for keys in (
+        list(saved["state"]),
+        [key for group in saved["param_groups"] for key in group["params"]],
+    ):
+        first: dict[str, Any] = {}
+        for key in keys:
+            name = table.get(key, key)
+            if name in first:
+                raise CheckpointError(
+                    f"{what} got two keys for parameter {name!r}: {first[name]!r} and "
+                    f"{key!r}. Leave one of them out."
+                )
+            first[name] = key
+
+
+def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> None:
+    ours = {named.fqn for members in groups for named in members}
+    theirs = {name for group in saved["param_groups"] for name in group["params"]}
+    missing = sorted(ours - theirs)
+    extra = sorted((theirs | set(saved["state"])) - ours)
+    if missing or extra:
+        raise CheckpointError(
+            f"The optimizer state is of another model: missing {missing or 'nothing'}, "
+            f"left over {extra or 'nothing'}. Load it into an optimizer over the same "
+            "parameters."
+        )
+
+
+def aligned_groups(
+    groups: list[list[Named]], saved: dict[str, Any], own: list[Group]
+) -> list[Group]:
+    """The saved options of each of the optimizer's groups, found by parameter names.
+
+    ``params`` are the names, in the optimizer's order. A group without parameters keeps
+    the optimizer's own options.
+
+    Raises: CheckpointError, for a group whose parameters were in several.
+    """
+    home = {
+        name: i
+        for i, group in enumerate(saved["param_groups"])
+        for name in group["params"]
+    }
+    result = []
+    for g, members in enumerate(groups):
+        origins = {home[named.fqn] for named in members}
+        if len(origins) > 1:
+            raise CheckpointError(
+                f"The optimizer's group {g} holds parameters of several saved groups "
+                f"({sorted(origins)}), whose options differ. Build the groups as they "
+                "were saved."
+            )
+        options = dict(saved["param_groups"][origins.pop()] if origins else own[g])
+        # They go with the order of the parameters, which is the optimizer's.
+        options.pop("param_names", None)
+        if "param_names" in own[g]:
+            options["param_names"] = own[g]["param_names"]
+        result.append({**options, "params": [named.fqn for named in members]})
+    return result

@@ -1,0 +1,167 @@
+"""``optim.state_dict()`` of sharded parameters says that it is one rank's part.
+
+torch.distributed.checkpoint takes a plain tensor for one that every rank holds whole:
+it would keep one rank's part and give it to all. An optimizer over sharded parameters
+therefore gets two hooks when it is first met: its state dict holds ``ShardedValue``,
+and ``load_state_dict`` takes those, full tensors and plain parts. It is met at its
+first step, before which it has no state, or when a function of ours is given a state
+for it. All that a step pays is one look into a dict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import join
+from composable_fsdp.optim.guard import cut_leaf
+from composable_fsdp.optim.names import Named, place_of
+from composable_fsdp.optim.parts import unwrapped, wants_parts
+from composable_fsdp.optim.save import full_state
+from composable_fsdp.optim.sharded import as_sharded, part_for
+from composable_fsdp.state_dict.in_force import rank_0_is_first
+from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.state_dict.torch_asks import Asked, asked_by_torch
+
+_MET = "_composable_fsdp_met"
+"""Attribute of an optimizer: how many applications there had been when it was met."""
+
+_applications = 0
+
+
+def meet_optimizers() -> None:
+    """Meet every optimizer at its next step; called when a module is sharded."""
+    global _applications
+    if not _applications:
+        register_optimizer_step_pre_hook(_before_step)
+    _applications += 1
+
+
+def _before_step(optim: Any, args: object, kwargs: object) -> None:
+    if optim.__dict__.get(_MET) != _applications and not torch.compiler.is_compiling():
+        meet(optim)
+
+
+def meet(optim: object) -> None:
+    """Give ``optim`` its hooks, if it is torch's and holds parts of parameters."""
+    if not isinstance(optim, torch.optim.Optimizer):
+        return
+    vars(optim)[_MET] = _applications
+    parameters = [p for group in optim.param_groups for p in group["params"]]
+    if _give in optim._optimizer_state_dict_post_hooks.values():
+        return
+    if not any(cut_leaf(parameter) is not None for parameter in parameters):
+        return
+    optim.register_state_dict_post_hook(_give)
+    optim.register_load_state_dict_pre_hook(_take)
+    # Loaded before we met, from a state dict that another optimizer gave.
+    for parameter, values in optim.state.items():
+        named = _named(parameter)
+        if named is not None:
+            for key, value in values.items():
+                if isinstance(value, ShardedValue):
+                    values[key] = part_for(named, key, value)
+
+
+def _named(parameter: Any) -> Named | None:
+    """The parameter as a sharded leaf that others share; ``None`` if it is whole."""
+    found = cut_leaf(parameter)
+    if found is None:
+        return None
+    region, slot = place_of(*found)
+    fqn = join(found[0].full_fqn, slot.fqn)
+    return Named(fqn, parameter, found[0], region, slot)
+
+
+def _members(optim: torch.optim.Optimizer, groups: Any) -> dict[Any, Named]:
+    """The sharded parameters by the keys that the state dict's ``groups`` use."""
+    pairs = zip(groups, optim.param_groups, strict=False)
+    return {
+        key: named
+        for saved, own in pairs
+        for key, parameter in zip(saved["params"], own["params"], strict=False)
+        if (named := _named(parameter)) is not None
+    }
+
+
+def _give(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
+    """What ``state_dict()`` returns: sharded values, or what torch's functions ask.
+
+    Collective: none; as ``optim_state_dict`` for ``full_state_dict=True`` of
+    ``torch.distributed.checkpoint.state_dict``.
+    Raises: CheckpointError, for state that is not element-wise.
+    """
+    if wants_parts.get():
+        return None
+    asked = asked_by_torch()
+    if asked is not None and asked.full:
+        return _full(optim, state_dict, asked)
+    members = _members(optim, state_dict["param_groups"])
+    state = dict(state_dict["state"])
+    for key, named in members.items():
+        if key in state:
+            state[key] = {
+                name: _shown(named, name, value) for name, value in state[key].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def _shown(named: Named, name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.shape == named.parameter.shape:
+        return as_sharded(named, value)
+    tensors = [v for v in _pytree.tree_leaves(value) if isinstance(v, Tensor)]
+    if not any(tensor.ndim for tensor in tensors):
+        return value
+    raise CheckpointError(
+        f"optim.state_dict() was called with state {name!r} of {named.fqn!r}; expected "
+        f"scalars and tensors of this rank's shard, {tuple(named.parameter.shape)}, "
+        f"got {[tuple(tensor.shape) for tensor in tensors]}. State that is not "
+        "element-wise cannot be put together from shards: use an element-wise "
+        "optimizer, and make it hold state only after fully_shard."
+    )
+
+
+def _full(
+    optim: torch.optim.Optimizer, given: dict[str, Any], asked: Asked
+) -> dict[str, Any]:
+    """Full state under the optimizer's own keys; on other ranks maybe no state."""
+    handles = [
+        named.handle for named in _members(optim, given["param_groups"]).values()
+    ]
+    first_only = asked.to_cpu and all(h and rank_0_is_first(h.groups) for h in handles)
+    full = full_state(
+        asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu
+    )
+    if not full:
+        return {"state": {}, "param_groups": given["param_groups"]}
+    keys = {
+        name: key
+        for named, own in zip(full["param_groups"], given["param_groups"], strict=True)
+        for name, key in zip(named["params"], own["params"], strict=True)
+    }
+    return {
+        "state": {keys[name]: values for name, values in full["state"].items()},
+        "param_groups": given["param_groups"],
+    }
+
+
+def _take(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
+    """What ``load_state_dict()`` loads: this rank's part of whatever was passed.
+
+    Raises: CheckpointError, for sharded values of another plan; nothing was loaded.
+    """
+    members = _members(optim, state_dict["param_groups"])
+    state = {
+        key: {
+            name: part_for(members[key], name, value) for name, value in values.items()
+        }
+        if key in members
+        else values
+        for key, values in state_dict["state"].items()
+    }
+    return unwrapped({**state_dict, "state": state})

@@ -1,0 +1,221 @@
+"""What a module holds, by the plain model's names: regions of units, and other tensors.
+
+Both saving and loading start here. Names come from the places where modules hold
+tensors, so they are those of the plain model's state dict on both paths, whichever form
+a unit shows; wrappers, ours and DistributedDataParallel, leave no trace in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.compose.registry import incompatible_api
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.naming import TRANSPARENT, join, shown
+from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.runtime.recover import require_idle, settle
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import _get_unit_state
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRegion:
+    """One region of a unit, and the names of its parameters in slot order.
+
+    ``unit`` and ``index`` tell it from other regions, alike on every rank.
+    """
+
+    unit: str
+    index: int
+    handle: FlatParamHandle
+    region: FlatParameter
+    names: tuple[tuple[str, ...], ...]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Unit and index."""
+        return self.unit, self.index
+
+    def part(self, slot: ParameterSlot) -> tuple[int, int, int]:
+        """Elements ``[start, stop)`` of the parameter here, and where in the shard."""
+        layout, rank = self.region.layout, self.region.rank
+        return *layout.interval(slot, rank), layout.shard_offset(slot, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A buffer, or a parameter that no unit holds; the same on every rank.
+
+    ``dtype`` is what is saved: buffers may be cast for compute.
+    """
+
+    names: tuple[str, ...]
+    tensor: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything in a module that a checkpoint holds. Made by ``contents_of``."""
+
+    states: tuple[_FSDPState, ...]
+    regions: tuple[HeldRegion, ...]
+    tensors: tuple[HeldTensor, ...]
+
+    def slots(self) -> Iterator[tuple[HeldRegion, int]]:
+        """Every parameter in a unit: its region, and its index there."""
+        for held in self.regions:
+            for i in range(len(held.names)):
+                yield held, i
+
+
+def contents_of(module: nn.Module, what: str) -> Contents:
+    """Find what ``module`` holds; ``what`` is the caller in messages.
+
+    The units are sharded and idle afterwards. Sends nothing.
+
+    Raises: PhaseError, inside a step; CheckpointError, if a unit is only partly in
+    ``module`` or has no values yet.
+    """
+    states = _settled_states(module, what)
+    slot_of = {
+        (id(info.module), info.name): (state, info.slot_index)
+        for state in states.values()
+        for info in state.handle.infos
+    }
+    in_units: dict[tuple[int, int], list[str]] = {}
+    others: dict[int, tuple[Tensor, list[str]]] = {}
+    for path, each in places(module):
+        for key, tensor in _tensors(each):
+            name = join(path, key)
+            found = slot_of.get((id(each), key))
+            if found is not None:
+                in_units.setdefault((id(found[0]), found[1]), []).append(name)
+                continue
+            if find_leaf(tensor) is not None:
+                raise _partly(module, name, what)
+            others.setdefault(id(tensor), (tensor, []))[1].append(name)
+    regions = tuple(
+        HeldRegion(path, i, state.handle, region, _names(module, region, names, what))
+        for path, state in states.items()
+        for names in [
+            {index: tuple(n) for (s, index), n in in_units.items() if s == id(state)}
+        ]
+        for i, region in enumerate(state.handle.regions)
+    )
+    original = _original_dtypes(states)
+    tensors = tuple(
+        HeldTensor(tuple(names), tensor, original.get(names[0], tensor.dtype))
+        for tensor, names in others.values()
+    )
+    _require_values(regions, tensors, what)
+    return Contents(tuple(states.values()), regions, tensors)
+
+
+def places(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``module`` at every path, in the order of ``.modules()``."""
+    stack = [("", module)]
+    while stack:
+        path, current = stack.pop()
+        yield path, current
+        ddp = incompatible_api(current) == "torch's DistributedDataParallel"
+        for name, child in reversed(current._modules.items()):
+            if child is not None:
+                hidden = name in TRANSPARENT or (ddp and name == "module")
+                stack.append((path if hidden else join(path, name), child))
+
+
+def units_in(module: nn.Module) -> list[_FSDPState]:
+    """Every unit in ``module``, those below other APIs included. Only reads."""
+    return list(_states(module).values())
+
+
+def _states(module: nn.Module) -> dict[str, _FSDPState]:
+    found: dict[str, _FSDPState] = {}
+    seen: set[int] = set()
+    for path, each in places(module):
+        state = _get_unit_state(each)
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            found[path] = state
+    return found
+
+
+def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
+    """The units in ``module`` by path, those below other APIs included."""
+    found = _states(module)
+    for state in found.values():
+        settle(state, what)
+        if state.context is not None:
+            # Units that were left full on purpose give that up: their shards are read
+            # or written now.
+            require_idle(state, what)
+    return found
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield key, parameter
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield key, buffer
+
+
+def _names(
+    module: nn.Module,
+    region: FlatParameter,
+    found: dict[int, tuple[str, ...]],
+    what: str,
+) -> tuple[tuple[str, ...], ...]:
+    for slot in region.layout.parameters:
+        if slot.index not in found:
+            raise _partly(module, slot.fqn, what)
+    return tuple([found[slot.index] for slot in region.layout.parameters])
+
+
+def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} was called on a {type(module).__name__} that holds only a part of the "
+        f"fully sharded module to which {shown(name)} belongs. Pass the module that "
+        "fully_shard was applied to, or the whole model."
+    )
+
+
+def _original_dtypes(states: dict[str, _FSDPState]) -> dict[str, torch.dtype]:
+    """Buffers that mixed precision has cast, and their dtypes before."""
+    return {
+        join(path, name): dtype
+        for path, state in states.items()
+        if state.precision is not None
+        for name, dtype in state.precision.buffer_dtypes.items()
+    }
+
+
+def _require_values(
+    regions: tuple[HeldRegion, ...], tensors: tuple[HeldTensor, ...], what: str
+) -> None:
+    meta = [n[0] for r in regions if r.region.shard.is_meta for n in r.names]
+    meta += [held.names[0] for held in tensors if held.tensor.is_meta]
+    if meta:
+        raise CheckpointError(
+            f"{what} expects values, and {', '.join(map(shown, meta[:8]))}"
+            f"{' ..' if meta[8:] else ''} are on meta. Call model.to_empty(device=...) "
+            "first; load then fills it."
+        )
+
+
+def named(contents: Contents) -> dict[int, tuple[HeldRegion, int] | HeldTensor]:
+    """What each of an optimizer's parameters is, by identity."""
+    found: dict[int, tuple[HeldRegion, int] | HeldTensor] = {}
+    for held, i in contents.slots():
+        found[id(held.region.leaves[i])] = (held, i)
+    for tensor in contents.tensors:
+        found[id(tensor.tensor)] = tensor
+    return found

@@ -1,0 +1,168 @@
+"""What of a checkpoint goes where in a model: compared first, verified, then copied."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
+from composable_fsdp.storage.contents import Contents
+from composable_fsdp.storage.source import Source, TensorInfo
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What did not fit, by name; ``load`` fills it. All empty: everything fitted.
+
+    ``misshaped`` and ``dtypes`` say what was expected and what the checkpoint has.
+    ``optimizer`` holds the same of the optimizer's parameters and states.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    optimizer: list[str] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        """Whether everything fitted."""
+        return not self._lines()
+
+    def _lines(self) -> list[str]:
+        parts = {
+            "missing in the checkpoint": self.missing,
+            "not in the model": self.unexpected,
+            "of another shape": self.misshaped,
+            "of another dtype": self.dtypes,
+            "of the optimizer": self.optimizer,
+        }
+        return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
+
+    def require_empty(self, source: Source) -> None:
+        """Raise CheckpointError, listing what did not fit."""
+        if self.is_empty():
+            return
+        way_out = "load(..., strict=False) loads what fits"
+        if self.dtypes:
+            way_out = f"load(..., cast=True) converts dtypes, {way_out}"
+        raise CheckpointError(
+            f"The checkpoint{_path(source)} does not fit the model; nothing was "
+            f"loaded. {'; '.join(self._lines())}. Load it into the model that was "
+            f"saved; {way_out}."
+        )
+
+    def warn(self) -> None:
+        """Tell what was left out, if anything was."""
+        if not self.is_empty():
+            warnings.warn(
+                f"load left out what does not fit. {'; '.join(self._lines())}.",
+                stacklevel=3,
+            )
+
+
+def _path(source: Source) -> str:
+    path = getattr(source, "path", None)
+    return f" {path}" if path else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Elements ``[start, stop)`` of a saved tensor, and where they go."""
+
+    name: str
+    start: int
+    stop: int
+    into: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What this rank reads of the model."""
+
+    source: Source
+    targets: list[Target]
+
+    def check(self) -> None:
+        """Verify what ``copy`` will read. Raises: CheckpointError."""
+        for each in self.targets:
+            self.source.check_model(each.name, each.start, each.stop)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Write this rank's shards and whole tensors, one slice at a time."""
+        for each in self.targets:
+            value = self.source.read_model(each.name, each.start, each.stop)
+            each.into.copy_(value.view(each.into.shape))
+
+
+def find(source: Source, names: tuple[str, ...]) -> str | None:
+    """Under which of its names the checkpoint has a tensor, tied ones included."""
+    for name in names:
+        if name in source.model:
+            return name
+        if name in source.aliases:
+            return source.aliases[name]
+    return None
+
+
+def fit_model(
+    source: Source, contents: Contents, report: LoadReport, *, cast: bool
+) -> Fit:
+    """Compare names, shapes and dtypes; what does not fit goes to ``report``.
+
+    Reads no tensor, changes nothing.
+    """
+    targets: list[Target] = []
+    used: set[str] = set()
+
+    def fits(
+        names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> str | None:
+        found = find(source, names)
+        if found is None:
+            report.missing.append(shown(names[0]))
+            return None
+        used.update((found, *names))
+        ok = _is_fitting(names[0], shape, dtype, source.model[found], report, cast)
+        return found if ok else None
+
+    for held, i in contents.slots():
+        slot = held.region.layout.parameters[i]
+        dtype = held.region.layout.dtype
+        found = fits(held.names[i], slot.shape, dtype)
+        start, stop, at = held.part(slot)
+        if found is not None and stop > start:
+            into = held.region.shard[at : at + stop - start]
+            targets.append(Target(found, start, stop, into))
+    for tensor in contents.tensors:
+        found = fits(tensor.names, tuple(tensor.tensor.shape), tensor.dtype)
+        if found is not None:
+            numel = tensor.tensor.numel()
+            targets.append(Target(found, 0, numel, tensor.tensor.detach()))
+    report.unexpected += [shown(name) for name in source.model if name not in used]
+    return Fit(source, targets)
+
+
+def _is_fitting(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    info: TensorInfo,
+    report: LoadReport,
+    cast: bool,
+) -> bool:
+    if info.shape != shape:
+        report.misshaped.append(
+            f"{shown(name)} (expected {shape}, the checkpoint has {info.shape})"
+        )
+        return False
+    if info.dtype != dtype and not cast:
+        report.dtypes.append(
+            f"{shown(name)} (expected {dtype}, the checkpoint has {info.dtype})"
+        )
+        return False
+    return True

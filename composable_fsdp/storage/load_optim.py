@@ -1,0 +1,192 @@
+"""Reading an optimizer's state by the names of its parameters, this rank's part alone.
+
+What the optimizer has already is written over in place, so its memory does not double;
+what it lacks, before its first step, is made. Both go through its own
+``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.load import SCALARS
+from composable_fsdp.storage.contents import Contents, HeldTensor, named
+from composable_fsdp.storage.fit import LoadReport, find
+from composable_fsdp.storage.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of the optimizer: its name in the checkpoint, and its part here."""
+
+    parameter: Tensor
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    """In the plain model."""
+    is_cut: bool
+
+
+class OptimizerLoad:
+    """What this rank reads of the optimizer; compared when it is made."""
+
+    def __init__(
+        self,
+        source: Source,
+        contents: Contents,
+        optim: torch.optim.Optimizer,
+        report: LoadReport,
+        *,
+        cast: bool,
+    ) -> None:
+        self.source, self.optim, self.report, self.cast = source, optim, report, cast
+        if source.param_groups is None:
+            report.optimizer.append("the checkpoint was saved without an optimizer")
+        self.home = {
+            name: g
+            for g, group in enumerate(source.param_groups or ())
+            for name in group["params"]
+        }
+        self.groups = self._members(contents)
+        left = set(self.home) - {m.name for g in self.groups for m in g if m}
+        report.optimizer += [f"{shown(name)} is not in it" for name in sorted(left)]
+        for members in self.groups:
+            for member in members:
+                if member is not None:
+                    self._compare(member)
+
+    def _members(self, contents: Contents) -> list[list[Member | None]]:
+        known = named(contents)
+        groups: list[list[Member | None]] = []
+        for g, group in enumerate(self.optim.param_groups):
+            members: list[Member | None] = []
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise CheckpointError(
+                        f"Parameter {i} of the optimizer's group {g}, of shape "
+                        f"{tuple(parameter.shape)}, is not a parameter of the module "
+                        "that is loaded. Pass the model that the optimizer trains."
+                    )
+                members.append(self._member(parameter, known[id(parameter)]))
+            groups.append(members)
+        return groups
+
+    def _member(self, parameter: Tensor, held: Any) -> Member | None:
+        if isinstance(held, HeldTensor):
+            names, shape = held.names, tuple(held.tensor.shape)
+            start, stop = 0, held.tensor.numel()
+        else:
+            region, i = held
+            slot = region.region.layout.parameters[i]
+            names, shape = region.names[i], slot.shape
+            start, stop, _ = region.part(slot)
+        found = find(self.source, names)
+        if found is None or found not in self.home:
+            if self.source.param_groups is not None:
+                self.report.optimizer.append(f"{shown(names[0])} is missing")
+            return None
+        is_cut = not isinstance(held, HeldTensor)
+        return Member(parameter, found, start, stop, shape, is_cut)
+
+    def _compare(self, member: Member) -> None:
+        for state, info in self.source.optim.get(member.name, {}).items():
+            if info.shape == member.shape or (not info.shape and state in SCALARS):
+                continue
+            if info.shape and member.is_cut:
+                self.report.optimizer.append(
+                    f"state {state!r} of {shown(member.name)} (expected "
+                    f"{member.shape}, the checkpoint has {info.shape})"
+                )
+
+    def _is_elementwise(self, member: Member, state: str) -> bool:
+        info = self.source.optim[member.name][state]
+        if not info.shape and (member.shape or state in SCALARS):
+            return False
+        return info.shape == member.shape
+
+    def _range(self, member: Member, state: str) -> tuple[int, int] | None:
+        """Which elements of a state this rank reads; None if it does not fit."""
+        if self._is_elementwise(member, state):
+            return member.start, member.stop
+        info = self.source.optim[member.name][state]
+        if info.shape and member.is_cut:
+            return None
+        return 0, info.numel
+
+    def check(self) -> None:
+        """Verify what ``copy`` will read.
+
+        Raises: CheckpointError; also if a group of the optimizer has its parameters
+        from several saved groups.
+        """
+        self._origins()
+        for members in self.groups:
+            for member in filter(None, members):
+                for state in self.source.optim.get(member.name, {}):
+                    span = self._range(member, state)
+                    if span is not None:
+                        self.source.check_optim(member.name, state, *span)
+
+    def _origins(self) -> list[int | None]:
+        """The saved group that each of the optimizer's groups gets its options from."""
+        found: list[int | None] = []
+        for g, members in enumerate(self.groups):
+            origins = {self.home[member.name] for member in members if member}
+            if len(origins) > 1:
+                raise CheckpointError(
+                    f"The optimizer's group {g} holds parameters of several saved "
+                    f"groups ({sorted(origins)}), whose options differ. Build the "
+                    "groups as they were saved."
+                )
+            found.append(origins.pop() if origins else None)
+        return found
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Give the optimizer its options and this rank's part of the state."""
+        states: dict[int, dict[str, Any]] = {}
+        options: list[dict[str, Any]] = []
+        index = 0
+        for g, origin in enumerate(self._origins()):
+            own = self.optim.param_groups[g]
+            saved = self.source.param_groups or ()
+            chosen = own if origin is None else saved[origin]
+            ids = range(index, index + len(self.groups[g]))
+            options.append({**chosen, "params": list(ids)})
+            for i, member, parameter in zip(
+                ids, self.groups[g], own["params"], strict=True
+            ):
+                state = self.optim.state.get(parameter, {})
+                if member is not None:
+                    state = self._state(member, state)
+                if state:
+                    states[i] = state
+            index += len(ids)
+        self.optim.load_state_dict({"state": states, "param_groups": options})
+
+    def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
+        source = self.source
+        state: dict[str, Any] = {}
+        for name in source.optim.get(member.name, {}):
+            span = self._range(member, name)
+            if span is None:
+                continue
+            value = source.read_optim(member.name, name, *span)
+            if self._is_elementwise(member, name):
+                value = value.view(member.parameter.shape)
+                there = present.get(name)
+                if isinstance(there, Tensor) and there.shape == value.shape:
+                    state[name] = there.copy_(value)
+                else:
+                    state[name] = value.to(member.parameter.device)
+            else:
+                state[name] = value.view(source.optim[member.name][name].shape)
+        state.update(source.optim_values.get(member.name, {}))
+        return state

@@ -1,0 +1,270 @@
+"""One rank's part of a checkpoint: the entries of its file, and what they are.
+
+A shard is written by the first replica that holds it, a tensor that is not cut by rank
+0 of the save. Each region is described by the first rank of its unit; rank 0 of the
+save puts the descriptions and the places of the entries together (``merge``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.load import SCALARS
+from composable_fsdp.storage.contents import (
+    Contents,
+    HeldRegion,
+    HeldTensor,
+    named,
+)
+from composable_fsdp.storage.dtypes import require_storable
+from composable_fsdp.storage.manifest import Json, Slot
+from composable_fsdp.storage.rng import rng_state
+from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
+
+StateKey = tuple[str, str]
+"""Name and dtype of an optimizer state."""
+
+
+@dataclass(slots=True)
+class RegionPart:
+    """What this rank writes of one region; ``slots`` is None unless it describes it."""
+
+    unit: str
+    index: int
+    shard: int
+    shards: int
+    dtype: torch.dtype
+    shard_numel: int
+    first: str
+    """A parameter of it, for messages."""
+    key: str
+    states: dict[StateKey, tuple[torch.dtype, tuple[int, ...], str]]
+    """Slots that have it, and the entry's key."""
+    slots: tuple[Slot, ...] | None = None
+
+
+@dataclass(slots=True)
+class SinglePart:
+    """A tensor that is not cut, with its optimizer state; values are entries' keys."""
+
+    names: tuple[str, ...]
+    key: str
+    states: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Part:
+    """Everything this rank tells rank 0, but for the tensors."""
+
+    regions: list[RegionPart] = field(default_factory=list)
+    singles: list[SinglePart] = field(default_factory=list)
+    loose: list[str] = field(default_factory=list)
+    """Entries that JSON values refer to by their index here."""
+    param_groups: list[Json] | None = None
+    extra: Json = None
+    rng: Json = None
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(
+        default_factory=dict
+    )
+    """Dtype and shape of every entry."""
+
+
+class PartMaker:
+    """Collects the pieces and the description of one rank."""
+
+    def __init__(self, contents: Contents, *, is_first: bool) -> None:
+        self.contents, self.is_first = contents, is_first
+        self.pieces: list[Piece] = []
+        self.part = Part()
+
+    def make(
+        self, optim: torch.optim.Optimizer | None, extra: Any
+    ) -> tuple[Part, list[Piece]]:
+        """Describe and list everything. Reads no tensor yet; sends nothing.
+
+        Raises: TypeError, for what ``extra`` or the optimizer may not hold;
+        CheckpointError, for tensors that cannot be stored.
+        """
+        states = {} if optim is None else self._optimizer_states(optim)
+        encoded = encode(extra, "extra", self._put)
+        for held in self.contents.regions:
+            if held.handle.groups.in_first_replica:
+                self._region(held, states)
+        if self.is_first:
+            self.part.extra = encoded
+            for tensor in self.contents.tensors:
+                self._single(tensor, states)
+            if optim is not None:
+                self.part.param_groups = self._param_groups(optim)
+        self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
+        for piece in self.pieces:
+            self.part.tensors[piece.key] = (piece.dtype, piece.shape)
+        return self.part, self.pieces
+
+    def _optimizer_states(
+        self, optim: torch.optim.Optimizer
+    ) -> dict[int, dict[str, Any]]:
+        """The state of each parameter, by the identity of what holds it."""
+        known = named(self.contents)
+        found: dict[int, dict[str, Any]] = {}
+        for g, group in enumerate(optim.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise CheckpointError(
+                        f"Parameter {i} of the optimizer's group {g}, of shape "
+                        f"{tuple(parameter.shape)}, is not a parameter of the module "
+                        "that is saved. Pass the model that the optimizer trains."
+                    )
+                state = optim.state.get(parameter, {})
+                if state:
+                    found[id(parameter)] = state
+        return found
+
+    def _param_groups(self, optim: torch.optim.Optimizer) -> list[Json]:
+        known = named(self.contents)
+        groups = []
+        for g, group in enumerate(optim.param_groups):
+            options = {k: v for k, v in group.items() if k != "params"}
+            encoded = encode(
+                options, f"param_groups[{g}]", self._put, of_optimizer=True
+            )
+            members = [_first_name(known[id(p)]) for p in group["params"]]
+            if "$dict" in encoded:
+                raise TypeError(
+                    f"param_groups[{g}] has an option whose name starts with '$'; "
+                    "rename it."
+                )
+            groups.append({**encoded, "params": members})
+        return groups
+
+    def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
+        """Take a loose tensor. Only rank 0's are kept, but for what all ranks have."""
+        require_storable(tensor.dtype, where)
+        if self.is_first or keep:
+            key = f"loose.{len(self.part.loose)}"
+            self.part.loose.append(key)
+            self.pieces.append(of_tensor(key, tensor))
+        return len(self.part.loose) - 1
+
+    def _region(self, held: HeldRegion, states: dict[int, dict[str, Any]]) -> None:
+        layout, region = held.region.layout, held.region
+        require_storable(layout.dtype, shown(held.names[0][0] if held.names else ""))
+        key = f"region.{held.unit}.{held.index}"
+        numel = (layout.shard_numel,)
+        self.pieces.append(Piece(key, layout.dtype, numel, lambda: [region.shard]))
+        part = RegionPart(
+            held.unit,
+            held.index,
+            region.rank,
+            layout.world_size,
+            layout.dtype,
+            layout.shard_numel,
+            held.names[0][0] if held.names else "",
+            key,
+            {},
+        )
+        self.part.regions.append(part)
+        values: list[dict[str, Json]] = []
+        members: dict[StateKey, list[tuple[int, int, Tensor]]] = {}
+        for i, leaf in enumerate(region.leaves):
+            at = held.part(layout.parameters[i])[2]
+            mine = states.get(id(leaf), {})
+            values.append({})
+            for name, value in mine.items():
+                if _is_elementwise(name, value, leaf, held.names[i][0]):
+                    state = (name, str(value.dtype))
+                    members.setdefault(state, []).append((i, at, value))
+                elif held.handle.groups.is_first:
+                    values[i][name] = self._value(name, value, held.names[i][0])
+        for (name, _), found in members.items():
+            dtype = found[0][2].dtype
+            require_storable(dtype, f"optimizer state {name!r} of {part.first!r}")
+            entry = (
+                f"{key}.{name}"
+                if len({k for k in members if k[0] == name}) == 1
+                else f"{key}.{name}.{dtype}"
+            )
+            part.states[name, str(dtype)] = (
+                dtype,
+                tuple(i for i, _, _ in found),
+                entry,
+            )
+            self.pieces.append(
+                Piece(
+                    entry, dtype, numel, partial(_state_pieces, found, numel[0], dtype)
+                )
+            )
+        if held.handle.groups.is_first:
+            part.slots = tuple(
+                Slot(names, slot.shape, slot.offset, value)
+                for names, slot, value in zip(
+                    held.names, layout.parameters, values, strict=True
+                )
+            )
+
+    def _value(self, name: str, value: Any, fqn: str) -> Json:
+        where = f"optimizer state {name!r} of {shown(fqn)}"
+        return encode(value, where, partial(self._put, keep=True), of_optimizer=True)
+
+    def _single(self, held: HeldTensor, states: dict[int, dict[str, Any]]) -> None:
+        name = held.names[0]
+        require_storable(held.dtype, shown(name))
+        part = SinglePart(held.names, f"tensor.{name}")
+        self.pieces.append(of_tensor(part.key, held.tensor, held.dtype))
+        for key, value in states.get(id(held.tensor), {}).items():
+            if isinstance(value, Tensor) and (value.ndim or not _is_number(key, held)):
+                require_storable(value.dtype, f"optimizer state {key!r} of {name!r}")
+                part.states[key] = f"tensor.{name}.{key}"
+                self.pieces.append(of_tensor(part.states[key], value))
+            else:
+                part.values[key] = self._value(key, value, name)
+        self.part.singles.append(part)
+
+
+def _is_number(name: str, held: HeldTensor) -> bool:
+    """Whether a 0-d state is one number, and not a 0-d parameter's elements."""
+    return held.tensor.ndim > 0 or name in SCALARS
+
+
+def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
+    """Whether ``value`` is cut as the parameter is; else it is one value on all ranks.
+
+    Raises: CheckpointError, for a tensor that is neither.
+    """
+    if not isinstance(value, Tensor):
+        return False
+    if value.ndim == 0 and (leaf.ndim > 0 or name in SCALARS):
+        return False
+    if value.shape == leaf.shape:
+        return True
+    raise CheckpointError(
+        f"Optimizer state {name!r} of {shown(fqn)} has shape {tuple(value.shape)}; "
+        f"expected a number or the shape of this rank's shard, {tuple(leaf.shape)}. "
+        "State that is not element-wise, or was made before fully_shard, cannot be "
+        "saved in shards: use an element-wise optimizer, and make it hold state only "
+        "after fully_shard."
+    )
+
+
+def _state_pieces(
+    found: list[tuple[int, int, Tensor]], shard_numel: int, dtype: torch.dtype
+) -> Iterator[Tensor | int]:
+    parts = ((at, value) for _, at, value in found)
+    return shard_pieces(parts, shard_numel, dtype.itemsize)
+
+
+def _first_name(held: tuple[HeldRegion, int] | HeldTensor) -> str:
+    if isinstance(held, HeldTensor):
+        return held.names[0]
+    region, i = held
+    return region.names[i][0]

@@ -1,0 +1,62 @@
+"""The random generators of a rank, as tensors and JSON, and back.
+
+torch's on the CPU, torch's on each CUDA device if CUDA is in use, Python's, and numpy's
+global one if numpy is imported. No generator is made for the sake of saving it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+
+
+def rng_state() -> dict[str, Any]:
+    """This rank's generators: ``torch``, ``cuda`` and ``others``, of ``uint8``."""
+    others: dict[str, Any] = {"python": random.getstate()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        if kind == "MT19937":
+            others["numpy"] = [kind, keys.tolist(), *rest]
+    cuda: list[Tensor] = []
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type
+        cuda = torch.cuda.get_rng_state_all()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "others": torch.tensor(list(json.dumps(others).encode()), dtype=torch.uint8),
+    }
+
+
+def set_rng_state(state: dict[str, Any], where: str) -> None:
+    """Make this rank's generators go on from ``state``.
+
+    A generator that is not there now (numpy not imported, another number of CUDA
+    devices) is left out, one that was not there then is left as it is.
+
+    Raises: CheckpointError, naming ``where``, for a state that no generator takes.
+    """
+    try:
+        others = json.loads(bytes(state["others"].tolist()))
+        version, keys, gauss = others["python"]
+        numpy: Any = sys.modules.get("numpy")
+        random.setstate((version, tuple(keys), gauss))
+        if numpy is not None and "numpy" in others:
+            numpy.random.set_state(tuple(others["numpy"]))
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] and torch.cuda.is_available():
+            count = min(len(state["cuda"]), torch.cuda.device_count())
+            for device in range(count):
+                torch.cuda.set_rng_state(state["cuda"][device], device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{where}: a random state is of another kind than this version of Python "
+            f"and torch takes ({error}). Pass rng=False to leave the generators alone."
+        ) from error

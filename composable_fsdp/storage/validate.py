@@ -1,0 +1,271 @@
+"""What a manifest's fields must mean together, before a byte of payload is read.
+
+Names are unique. A region's slots lie in it one after the other, its shards cover it.
+The entries of a file fill its payload from end to end: no overlap, no gap, nothing
+outside. File names are plain names, so nothing outside the directory is ever opened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
+from composable_fsdp.storage.manifest import (
+    BLOCK,
+    Json,
+    Manifest,
+    Place,
+    Region,
+    RegionState,
+)
+from composable_fsdp.storage.parse import parse_fields
+from composable_fsdp.storage.values import decode
+
+RNG_KEYS = ("torch", "cuda", "others")
+
+
+class Entry(NamedTuple):
+    """A tensor's bytes, ``[begin, end)`` of its file's payload.
+
+    ``what`` names it in messages; ``region`` and ``shard`` tell whose shard it is.
+    """
+
+    begin: int
+    end: int
+    itemsize: int
+    what: str
+    region: Region | None = None
+    shard: int = 0
+    state: RegionState | None = None
+
+
+def parse(document: Json, file: str) -> Manifest:
+    """The manifest in ``document``, if all of it makes sense.
+
+    ``file`` is how messages call it. Sends nothing, opens nothing; memory and time are
+    bounded by the document's own size.
+
+    Raises: CheckpointError, naming the file, and the parameter if there is one.
+    """
+    try:
+        manifest = parse_fields(document, file)
+        _check_files(manifest, file)
+        _check_names(manifest, file)
+        for region in manifest.regions:
+            _check_region(region, file)
+        entries_by_file(manifest, file)
+        _check_values(manifest, file)
+    except RecursionError:
+        raise CheckpointError(
+            f"{file} is nested deeper than any checkpoint is. It is damaged or was "
+            "edited; use another checkpoint."
+        ) from None
+    return manifest
+
+
+def _refuse(file: str, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: {problem}. The manifest is damaged or was edited; use another "
+        "checkpoint."
+    )
+
+
+def _check_files(manifest: Manifest, file: str) -> None:
+    names = [each.name for each in manifest.files]
+    for each in manifest.files:
+        if not _is_plain(each.name):
+            raise _refuse(
+                file,
+                f"file name {each.name[:80]!r} is no plain name inside the directory",
+            )
+        blocks = -(-each.payload_nbytes // BLOCK)
+        if len(each.blocks) != blocks:
+            raise _refuse(
+                file,
+                f"{each.name} has {len(each.blocks)} checksums for "
+                f"{each.payload_nbytes} bytes of payload, expected {blocks}",
+            )
+    if len(set(names)) != len(names):
+        raise _refuse(file, f"a file stands twice in {names[:8]}")
+    if len(names) != manifest.world_size:
+        raise _refuse(
+            file,
+            f"there are {len(names)} files of {manifest.world_size} ranks, expected "
+            "one each",
+        )
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it names a file in the directory itself, on any system."""
+    allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
+    return 0 < len(name) <= 255 and allowed and not name.startswith(".")
+
+
+def _check_names(manifest: Manifest, file: str) -> None:
+    names = [n for r in manifest.regions for slot in r.slots for n in slot.fqns]
+    names += [name for single in manifest.singles for name in single.fqns]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise _refuse(file, f"{', '.join(map(shown, repeated[:8]))} stand there twice")
+
+
+def _check_region(region: Region, file: str) -> None:
+    where = f"region of unit {shown(region.unit)}"
+    ranks = len(region.shards)
+    if not ranks or region.shard_numel * ranks != region.padded_numel:
+        raise _refuse(
+            file,
+            f"the {where} has padded_numel {region.padded_numel} in {ranks} shards of "
+            f"{region.shard_numel}, which do not cover it",
+        )
+    end, last = 0, ""
+    for slot in region.slots:
+        if slot.offset < end:
+            raise _refuse(
+                file,
+                f"{shown(slot.fqns[0])} begins at element {slot.offset} of the "
+                f"{where}, where {shown(last)} has not ended ({end})",
+            )
+        end, last = slot.offset + slot.numel, slot.fqns[0]
+        if end > region.padded_numel:
+            raise _refuse(
+                file,
+                f"{shown(last)} of shape {slot.shape} ends at element {end} of the "
+                f"{where}, which has {region.padded_numel}",
+            )
+    seen: set[tuple[str, int]] = set()
+    for state in region.states:
+        _check_state(region, state, where, file)
+        mine = {(state.name, index) for index in state.slots}
+        if seen & mine:
+            raise _refuse(
+                file, f"state {state.name!r} of the {where} stands there twice"
+            )
+        seen |= mine
+    for index, slot in enumerate(region.slots):
+        if double := [name for name in slot.values if (name, index) in seen]:
+            raise _refuse(
+                file, f"state {double[0]!r} of {shown(slot.fqns[0])} stands there twice"
+            )
+
+
+def _check_state(region: Region, state: RegionState, where: str, file: str) -> None:
+    indices = state.slots
+    ordered = all(a < b for a, b in pairwise(indices))
+    if not indices or not ordered or indices[-1] >= len(region.slots):
+        raise _refuse(
+            file,
+            f"state {state.name!r} of the {where} is of parameters {indices[:8]}, "
+            f"expected some of 0 to {len(region.slots) - 1} in order",
+        )
+    if len(state.shards) != len(region.shards):
+        raise _refuse(
+            file,
+            f"state {state.name!r} of the {where} has {len(state.shards)} shards, "
+            f"expected {len(region.shards)} "
+            f"({shown(region.slots[indices[0]].fqns[0])})",
+        )
+
+
+def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
+    """Every tensor's bytes and where they lie."""
+    for region in manifest.regions:
+        count = region.shard_numel
+        first = shown(region.slots[0].fqns[0]) if region.slots else "nothing"
+        of = f"unit {shown(region.unit)} ({first} ..)"
+        for r, at in enumerate(region.shards):
+            size = region.dtype.itemsize
+            end = at.begin + count * size
+            what = f"shard {r} of {of}"
+            yield at, Entry(at.begin, end, size, what, region, r)
+        for state in region.states:
+            size = state.dtype.itemsize
+            for r, at in enumerate(state.shards):
+                end = at.begin + count * size
+                what = f"shard {r} of state {state.name!r} of {of}"
+                yield at, Entry(at.begin, end, size, what, region, r, state)
+    whole = [(shown(s.fqns[0]), s.tensor) for s in manifest.singles]
+    for single in manifest.singles:
+        name = shown(single.fqns[0])
+        whole += [(f"state {k!r} of {name}", v) for k, v in single.states.items()]
+    whole += [(f"loose tensor {i}", each) for i, each in enumerate(manifest.loose)]
+    for what, stored in whole:
+        size, at = stored.dtype.itemsize, stored.at
+        yield at, Entry(at.begin, at.begin + stored.numel * size, size, what)
+
+
+def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
+    """The entries of each file in order, which fill its payload from end to end."""
+    found: list[list[Entry]] = [[] for _ in manifest.files]
+    for place, entry in all_entries(manifest):
+        if place.file >= len(found):
+            raise _refuse(
+                file, f"{entry.what} lies in file {place.file} of {len(found)}"
+            )
+        found[place.file].append(entry)
+    for each, entries in zip(manifest.files, found, strict=True):
+        entries.sort(key=lambda entry: (entry.begin, entry.end))
+        end, last = 0, "the header"
+        for entry in entries:
+            if entry.begin != end or (each.header_nbytes + end) % entry.itemsize:
+                raise _refuse(
+                    file,
+                    f"in {each.name}, {entry.what} begins at byte {entry.begin}, "
+                    f"expected {end}, where {last} ends",
+                )
+            end, last = entry.end, entry.what
+        if end != each.payload_nbytes:
+            raise _refuse(
+                file,
+                f"in {each.name}, {last} ends at byte {end} of "
+                f"{each.payload_nbytes} bytes of payload",
+            )
+    return found
+
+
+def _check_values(manifest: Manifest, file: str) -> None:
+    """Every JSON value can be decoded, and each loose tensor belongs to one of them."""
+    used: Counter[int] = Counter()
+
+    def note(index: int) -> None:
+        if not 0 <= index < len(manifest.loose):
+            raise _refuse(
+                file, f"loose tensor {index} is asked for and there is none such"
+            )
+        used[index] += 1
+
+    def check(value: Json, where: str) -> None:
+        decode(value, f"{file}: {where}", note)
+
+    check(manifest.extra, "extra")
+    names = {n for r in manifest.regions for slot in r.slots for n in slot.fqns}
+    names |= {name for single in manifest.singles for name in single.fqns}
+    for g, group in enumerate(manifest.param_groups or []):
+        members = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(members, list) or not all(
+            isinstance(m, str) and m in names for m in members
+        ):
+            raise _refuse(file, f"param_groups[{g}] does not list parameters by name")
+        check(group, f"param_groups[{g}]")
+    held: list[tuple[str, dict[str, Any]]] = [
+        (slot.fqns[0], slot.values) for r in manifest.regions for slot in r.slots
+    ]
+    held += [(single.fqns[0], single.values) for single in manifest.singles]
+    for name, values in held:
+        for key, value in values.items():
+            check(value, f"state {key!r} of {shown(name)}")
+    if len(manifest.rng) not in (0, manifest.world_size):
+        raise _refuse(
+            file,
+            f"rng has {len(manifest.rng)} states for {manifest.world_size} ranks",
+        )
+    for r, state in enumerate(manifest.rng):
+        if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
+            raise _refuse(file, f"rng[{r}] holds something else than {RNG_KEYS}")
+        check(state, f"rng[{r}]")
+    if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
+        raise _refuse(file, "loose tensors are not referred to once each")

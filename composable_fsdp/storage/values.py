@@ -1,0 +1,180 @@
+"""Nested values as strict JSON: what a user adds, and an optimizer's numbers.
+
+JSON has no tensors, tuples or infinities, so these are written as a dict of one key
+that starts with ``$``; a user's own dict with such a key is written as pairs::
+
+    tensor    {"$tensor": 3}                  the manifest's third loose tensor
+    number    {"$number": ["float32", 1.0]}   a 0-d tensor, where they are asked for
+    float     {"$float": "nan"}
+    tuple     {"$tuple": [..]}                where they are asked for
+    dict      {"$dict": [["$key", ..], ..]}
+
+Decoding accepts exactly what encoding writes, so nothing in a manifest is ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.dtypes import DTYPES, dtype_name
+
+Put = Callable[[Tensor, str], int]
+"""Takes a tensor and its path; gives the number by which it is found again."""
+Get = Callable[[int], Any]
+"""The tensor of a number."""
+
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MAX_DEPTH = 100
+
+
+def encode(value: Any, where: str, put: Put, *, of_optimizer: bool = False) -> Any:
+    """``value`` as JSON; tensors go to ``put``.
+
+    ``of_optimizer`` also takes tuples, and writes 0-d tensors as numbers.
+
+    Raises: TypeError, naming the path (``extra['a'][2]``), for anything else.
+    """
+    return _Encoder(put, of_optimizer).encode(value, where, 0)
+
+
+class _Encoder:
+    def __init__(self, put: Put, of_optimizer: bool) -> None:
+        self.put, self.of_optimizer = put, of_optimizer
+
+    def encode(self, value: Any, where: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise TypeError(
+                f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, or "
+                "holds itself. Save something flatter."
+            )
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return _float(float(value))
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, list) or (self.of_optimizer and isinstance(value, tuple)):
+            items = [
+                self.encode(item, f"{where}[{i}]", depth + 1)
+                for i, item in enumerate(value)
+            ]
+            return items if isinstance(value, list) else {"$tuple": items}
+        if isinstance(value, dict):
+            return self._dict(value, where, depth)
+        raise _refused(value, where)
+
+    def _dict(self, value: dict[Any, Any], where: str, depth: int) -> Any:
+        pairs = []
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"{where} has the key {key!r} of type {type(key).__name__}; a "
+                    "checkpoint holds dicts whose keys are strings. Rename it."
+                )
+            path = f"{where}[{key!r}]"
+            pairs.append([str(key), self.encode(item, path, depth + 1)])
+        if any(key.startswith("$") for key, _ in pairs):
+            return {"$dict": pairs}
+        return dict(pairs)
+
+    def _tensor(self, value: Tensor, where: str) -> Any:
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise _refused(value, where)
+        if self.of_optimizer and value.ndim == 0 and not value.is_complex():
+            number = value.item()
+            if isinstance(number, float):
+                number = _float(number)
+            return {"$number": [dtype_name(value.dtype), number]}
+        return {"$tensor": self.put(value, where)}
+
+
+def _refused(value: Any, where: str) -> TypeError:
+    kind = type(value)
+    return TypeError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds "
+        "nested dicts and lists of strings, numbers, booleans, None and plain tensors, "
+        "and no pickled objects. Convert it, or save its state_dict()."
+    )
+
+
+def _float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+
+
+def decode(value: Any, where: str, get: Get) -> Any:
+    """What ``encode`` was given. Raises: CheckpointError, for anything it never wrote.
+
+    ``where`` is the start of the message: the file, and the place in it.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _damaged(where, value)
+        return value
+    if isinstance(value, list):
+        return [decode(v, f"{where}[{i}]", get) for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        if len(value) == 1 and next(iter(value)).startswith("$"):
+            return _decode_marked(*next(iter(value.items())), where, get)
+        if not any(key.startswith("$") for key in value):
+            return {k: decode(v, f"{where}[{k!r}]", get) for k, v in value.items()}
+    raise _damaged(where, value)
+
+
+def _decode_marked(mark: str, value: Any, where: str, get: Get) -> Any:
+    if mark == "$tensor" and type(value) is int:
+        return get(value)
+    if mark == "$float" and isinstance(value, str) and value in _SPECIAL:
+        return _SPECIAL[value]
+    if mark == "$tuple" and isinstance(value, list):
+        return tuple(decode(value, where, get))
+    if mark == "$number":
+        return _number(value, where)
+    if mark == "$dict" and isinstance(value, list):
+        keys = [pair[0] for pair in value if isinstance(pair, list) and len(pair) == 2]
+        texts = {key for key in keys if isinstance(key, str)}
+        if len(texts) == len(value) and any(key.startswith("$") for key in texts):
+            return {key: decode(v, f"{where}[{key!r}]", get) for key, v in value}
+    raise _damaged(where, {mark: value})
+
+
+def _number(value: Any, where: str) -> Tensor:
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
+        dtype, number = DTYPES.get(value[0]), value[1]
+        if isinstance(number, dict):
+            number = decode(number, where, lambda _: None)
+        if dtype is not None and type(number) is _python_type(dtype):
+            try:
+                made = torch.tensor(number, dtype=dtype)
+            except (RuntimeError, OverflowError, ValueError):
+                raise _damaged(where, value) from None
+            back = made.item()
+            if back == number or back != back:
+                return made
+    raise _damaged(where, value)
+
+
+def _python_type(dtype: torch.dtype) -> type:
+    if dtype is torch.bool:
+        return bool
+    return float if dtype.is_floating_point else int
+
+
+def _damaged(where: str, value: Any) -> CheckpointError:
+    text = repr(value)
+    text = text if len(text) <= 80 else f"{text[:80]}..."
+    return CheckpointError(
+        f"{where}: {text} is nothing that a checkpoint writes. The file is damaged or "
+        "was edited; use another checkpoint."
+    )

@@ -1,0 +1,311 @@
+"""Claims on checkpoints: what was saved is loaded, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from torch import nn
+
+from composable_fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    fully_shard,
+    load,
+    save,
+    verify,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, both_paths, message_of
+from tests.runtime.reference import STRATEGIES
+from tests.storage.training import State, everything, make, optimizer_of, same, step
+
+UNIT = "gpt.blocks.0"
+EXTRA: dict[str, Any] = {
+    "epoch": 3,
+    "loss": float("inf"),
+    "$odd": [None, True, {"order": torch.arange(5)}],
+    "empty": torch.empty(0, 2),
+}
+
+
+def save_trained(
+    world: World, folder: Path, path: str, options: State
+) -> tuple[State, float]:
+    model = make(path, **options)
+    optimizer = optimizer_of(model)
+    for at in range(2):
+        step(model, optimizer, at)
+    save(folder / "step-2", model, optimizer, EXTRA)
+    saved = everything(model, optimizer)
+    return saved, step(model, optimizer, 2)
+
+
+def load_and_go_on(
+    world: World, folder: Path, path: str, options: State
+) -> tuple[State, float, bool]:
+    model = make(path, seed=7, **options)
+    optimizer = optimizer_of(model)
+    leaves = list(model.parameters())
+    extra = load(folder, model, optimizer)
+    kept = all(a is b for a, b in zip(model.parameters(), leaves, strict=True))
+    loaded = everything(model, optimizer)
+    return loaded, step(model, optimizer, 2), kept and same(extra, EXTRA)
+
+
+def plain_world(folder: Path) -> tuple[State, float, bool]:
+    return load_and_go_on(None, folder, "plain", {})  # type: ignore[arg-type]  # unused
+
+
+@pytest.mark.req("X-24", "S3-06")
+@both_paths
+def test_a_checkpoint_of_two_ranks_resumes_on_any_number(
+    ranks: RankCount, path: str, tmp_path: Path
+) -> None:
+    """Weights, optimizer state and ``extra`` bit by bit; the next loss is equal."""
+    (saved, loss), _ = ranks(2).run(save_trained, tmp_path, path, {})
+    other = {"composable": "wrapper", "wrapper": "composable"}[path]
+
+    results = [plain_world(tmp_path)]
+    for world_size in (1, 2, 3, 4):
+        results += ranks(world_size).run(load_and_go_on, tmp_path, other, {})
+
+    assert verify(tmp_path)
+    for loaded, next_loss, rest in results:
+        assert same(loaded, saved)
+        assert next_loss == pytest.approx(loss, rel=1e-6)
+        assert rest
+
+
+OPTIONS: dict[str, State] = {
+    **{strategy.name: {"strategy": strategy} for strategy in STRATEGIES},
+    "offloaded": {"cpu_offload": CPUOffload(True)},
+    "mixed": {
+        "mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    },
+}
+
+
+@pytest.mark.req("S3-06")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_strategy_saves_what_the_plain_model_loads(
+    ranks: RankCount, name: str, tmp_path: Path
+) -> None:
+    """Shards in the parameters' own dtype; replicas write once."""
+    saved, _ = ranks(2).run(save_trained, tmp_path, "composable", OPTIONS[name])[0]
+
+    again = ranks(2).run(load_and_go_on, tmp_path, "wrapper", OPTIONS[name])
+
+    for loaded, _, rest in [*again, plain_world(tmp_path)]:
+        assert same(loaded, saved)
+        assert rest
+    sizes = [file.stat().st_size for file in tmp_path.glob("step-2/*.safetensors")]
+    assert (max(sizes) > 2 * min(sizes)) == (name == "NO_SHARD")
+
+
+def save_hybrid(world: World, folder: Path) -> State:
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
+    )
+    return save_trained(world, folder, "composable", {"device_mesh": mesh})[0]
+
+
+@pytest.mark.req("S3-06")
+def test_with_replicas_the_first_one_writes(ranks: RankCount, tmp_path: Path) -> None:
+    """Of 2 x 2 ranks, two write shards and all write their random state."""
+    saved = ranks(4).run(save_hybrid, tmp_path)[0]
+
+    source = NativeSource(tmp_path / "step-2")
+
+    writers = {p.file for region in source.manifest.regions for p in region.shards}
+    assert writers == {0, 1}
+    assert len(source.manifest.rng) == 4
+    assert verify(source.path)
+    assert same(plain_world(tmp_path)[0], saved)
+
+
+def check_few_elements(world: World, folder: Path) -> bool:
+    def tiny(seed: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2))
+        nn.init.constant_(model.get_parameter("0.weight"), seed)
+        fully_shard(model[0])
+        return fully_shard(model)
+
+    model = tiny(3.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    save(folder / "tiny", model, optimizer)
+    again = tiny(5.0)
+    adam = torch.optim.Adam(again.parameters())
+    load(folder / "tiny", again, adam)
+    return same(everything(model, optimizer), everything(again, adam))
+
+
+@pytest.mark.req("X-24")
+def test_more_ranks_than_elements_save_and_load(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Ranks without an element of a parameter take part all the same."""
+    assert ranks(4).run(check_few_elements, tmp_path) == [True] * 4
+
+
+def test_a_plain_model_saves_without_a_process_group(tmp_path: Path) -> None:
+    """One file, and any model of the same names loads it."""
+    model = make("plain")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    save(tmp_path / "deep" / "run", model, optimizer, EXTRA)
+
+    loaded, _, rest = plain_world(tmp_path / "deep")
+
+    assert same(loaded, everything(model, optimizer))
+    assert rest
+    assert sorted(os.listdir(tmp_path / "deep" / "run")) == [
+        "manifest.json",
+        "rank00000.safetensors",
+    ]
+
+
+def load_sharded(world: World, folder: Path, path: str) -> tuple[State, float, bool]:
+    return load_and_go_on(world, folder, path, {})
+
+
+@pytest.mark.req("S3-06")
+@both_paths
+def test_a_sharded_model_loads_what_a_plain_one_saved(
+    ranks: RankCount, path: str, tmp_path: Path
+) -> None:
+    """The fourth of plain and sharded into plain and sharded."""
+    model = make("plain")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    save(tmp_path / "run", model, optimizer, EXTRA)
+
+    for loaded, _, rest in ranks(2).run(load_sharded, tmp_path, path):
+        assert same(loaded, everything(model, optimizer))
+        assert rest
+
+
+def test_the_files_open_with_the_safetensors_library(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Each rank's shard of each region is a tensor there."""
+    ranks(2).run(save_trained, tmp_path, "composable", {})
+    shards = []
+    for rank in range(2):
+        file = tmp_path / "step-2" / f"rank{rank:05d}.safetensors"
+        with safetensors.safe_open(file, "pt") as found:
+            shards.append(found.get_tensor(f"region.{UNIT}.0.exp_avg"))
+
+    with NativeSource(tmp_path / "step-2") as source:
+        (region,) = (r for r in source.manifest.regions if r.unit == UNIT)
+        for slot in region.slots:
+            part = source.read_optim(slot.fqns[0], "exp_avg", 0, slot.numel)
+
+            stop = slot.offset + slot.numel
+            assert torch.equal(torch.cat(shards)[slot.offset : stop], part)
+
+
+def check_traffic(world: World, folder: Path) -> None:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    with record() as calls:
+        save(folder / "run", model, optimizer)
+        load(folder / "run", model, optimizer)
+
+    assert [call.op for call in calls] == [
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object",
+        "all_gather_object",
+    ]
+    assert sum(call.nbytes for call in calls) == 0
+
+
+def test_saving_and_loading_send_no_tensor(ranks: RankCount, tmp_path: Path) -> None:
+    """Four exchanges of small objects, none in the path of a shard."""
+    ranks(2).run(check_traffic, tmp_path)
+
+
+def check_untrained(world: World, folder: Path) -> bool:
+    model = make("wrapper")
+    optimizer = optimizer_of(model)
+    save(folder / "fresh", model, optimizer)
+    trained = make("wrapper", seed=2)
+    other = optimizer_of(trained)
+    step(trained, other, 0)
+    load(folder / "fresh", trained, other)
+    return same(everything(trained, other), everything(model, optimizer))
+
+
+def test_an_optimizer_that_never_stepped_is_saved_and_loaded_so(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Loading takes away what the optimizer had gathered."""
+    assert ranks(2).run(check_untrained, tmp_path) == [True, True]
+
+
+def check_memory_is_reused(world: World, folder: Path) -> bool:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    save(folder / "run", model, optimizer)
+    where = [s["exp_avg"].data_ptr() for s in optimizer.state.values()]
+    load(folder / "run", model, optimizer)
+    return where == [s["exp_avg"].data_ptr() for s in optimizer.state.values()]
+
+
+def test_an_optimizer_with_state_is_written_over_in_place(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Its memory does not double while it is loaded."""
+    assert ranks(2).run(check_memory_is_reused, tmp_path) == [True, True]
+
+
+def check_random(world: World, folder: Path, fresh: bool) -> list[float]:
+    import random
+
+    model = make("composable")
+    if fresh:
+        torch.manual_seed(10 + world.rank)
+        random.seed(20 + world.rank)
+        save(folder / "run", model)
+    else:
+        load(folder / "run", model)
+    return [torch.rand(()).item(), random.random()]
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """At another world size those of the rank of the same number."""
+    expected = ranks(2).run(check_random, tmp_path, True)
+
+    assert expected[0] != expected[1]
+    assert ranks(2).run(check_random, tmp_path, False) == expected
+    assert ranks(3).run(check_random, tmp_path, False)[:2] == expected
+
+
+def test_what_extra_may_not_hold_is_named_by_its_path(tmp_path: Path) -> None:
+    """TypeError with the path to it; nothing is written."""
+    bad: list[tuple[Any, str]] = [
+        ({"a": [1, 2, object()]}, r"extra['a'][2] is a builtins.object;"),
+        ({"a": {"b": (1, 2)}}, r"extra['a']['b'] is a builtins.tuple;"),
+        ({1: 2}, "extra has the key 1 of type int;"),
+    ]
+    for extra, text in bad:
+        act = partial(save, tmp_path / "x", make("plain"), extra=extra)
+        found = message_of(act)
+
+        assert found.startswith("TypeError: ")
+        assert text in found
+    assert os.listdir(tmp_path) == []
