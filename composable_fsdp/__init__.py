@@ -92,8 +92,8 @@ from composable_fsdp.state_dict.settings import (
     state_dict_type,
 )
 from composable_fsdp.storage.convert import convert
-from composable_fsdp.storage.export import export_safetensors
 from composable_fsdp.storage.directory import remove_stale, stale_directories
+from composable_fsdp.storage.export import export_safetensors
 from composable_fsdp.storage.fit import LoadReport
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source

@@ -16,17 +16,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from composable_fsdp.errors import FSDPError
+from composable_fsdp.errors import CheckpointError, FSDPError
 from composable_fsdp.inspection.progress import progress
-from composable_fsdp.storage.convert import MAX_SHARD_BYTES, check_readable, convert
-from composable_fsdp.storage.formats.detect import (
+from composable_fsdp.storage.convert import (
+    MAX_SHARD_BYTES,
+    check_readable,
+    convert,
+    open_whole,
+)
+from composable_fsdp.storage.opening import (
     DCP,
     FORMATS,
+    NATIVE,
     SAFETENSORS,
-    format_of,
-    open_any,
+    find_checkpoint,
+    open_source,
 )
 from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.verify import verify
 
 BAD = 1
 INTERRUPTED = 130
@@ -36,7 +43,7 @@ formats, told apart by what lies at the path:
   native       a directory that composable_fsdp.save wrote
   dcp          a directory of torch.distributed.checkpoint
   safetensors  a file, or a directory with Hugging Face's names; weights only
-  torch        a file that torch.save wrote: a state dict, or {"model": ..., "optim": ...}
+  torch        a file that torch.save wrote: a state dict, or {"model": ..}
 
 exit status: 0 good, 1 bad checkpoint or nothing written, 2 wrong usage
 """
@@ -161,21 +168,40 @@ def _size(text: str) -> int:
 
 
 def _verify(given: argparse.Namespace) -> dict[str, Any]:
+    path, kind = find_checkpoint(given.path)
     begin = time.monotonic()
-    kind = format_of(given.path)
-    with open_any(given.path) as source:
-        total = _nbytes(source, weights_only=given.weights_only)
-        with progress("reading", total, wanted=not given.json) as advance:
-            read = check_readable(
-                source, weights_only=given.weights_only, progress=advance
-            )
+    read = _verify_native(path, given) if kind == NATIVE else 0
+    with open_source(path) if kind == NATIVE else open_whole(path) as source:
+        if kind != NATIVE:
+            total = _nbytes(source, weights_only=given.weights_only)
+            with progress("reading", total, wanted=not given.json) as advance:
+                read = check_readable(
+                    source, weights_only=given.weights_only, progress=advance
+                )
         return {
-            "path": str(given.path),
+            "path": path,
             "format": kind,
             **_summary(source, weights_only=given.weights_only),
             "bytes_read": read,
             "seconds": round(time.monotonic() - begin, 2),
         }
+
+
+def _verify_native(path: str, given: argparse.Namespace) -> int:
+    """Check every checksum; return the bytes. Raises: CheckpointError, for damage."""
+    total = sum(file.stat().st_size for file in Path(path).iterdir())
+    with progress("reading", total, wanted=not given.json) as advance:
+        before = 0
+
+        def tell(done: int, _: int) -> None:
+            nonlocal before
+            advance(done - before)
+            before = done
+
+        found = verify(path, progress=tell)
+    if not found:
+        raise CheckpointError("\n".join(found.problems))
+    return found.nbytes
 
 
 def _convert(given: argparse.Namespace) -> dict[str, Any]:
@@ -187,7 +213,7 @@ def _export(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(given: argparse.Namespace, to: str, *, weights_only: bool) -> dict[str, Any]:
-    with open_any(given.source) as source:
+    with open_whole(given.source) as source:
         weights = weights_only or to == SAFETENSORS
         total = _nbytes(source, weights_only=weights)
         if to == DCP:  # writes every name of a tied parameter
@@ -243,7 +269,7 @@ def _text(found: dict[str, Any]) -> str:
     """The same for people."""
     model, optim = found["model"], found.get("optimizer")
     is_check = "bytes_read" in found
-    end = "is good" if is_check else "written"
+    end = "good" if is_check else "written"
     lines = [f"{found['path']}: {found['format']} checkpoint, {end}"]
     tied = f", {_count(model['tied'], 'tied name')}" if model["tied"] else ""
     size = _bytes(model["bytes"])
@@ -258,10 +284,7 @@ def _text(found: dict[str, Any]) -> str:
     if is_check:
         lines.append(f"  read       {_bytes(found['bytes_read'])}, every byte")
     if found.get("left_out"):
-        lines.append(
-            f"  left out   {' and '.join(found['left_out'])}: {found['format']} holds "
-            "weights only"
-        )
+        lines.append(f"  left out   {', '.join(found['left_out'])}")
     return "\n".join(lines)
 
 
