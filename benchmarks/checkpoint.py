@@ -1,0 +1,291 @@
+"""Saving and loading on two ranks: ours beside torch's DCP on FSDP2 and FSDP1.
+
+Run from the repository's root; ``benchmarks/README.md`` says how to read the tables:
+
+    python -m benchmarks.checkpoint                  # about 50 M parameters
+    python -m benchmarks.checkpoint --many 500 5000  # and how many small ones scale
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import composable_fsdp as ours
+from benchmarks.host_overhead import _say, _table
+from composable_fsdp.testing.pool import RankPool
+from composable_fsdp.testing.world import World
+
+NAMES = ("fsdp1 dcp", "fsdp2 dcp", "ours dcp", "ours native")
+WIDTH = 1024
+
+
+class Block(nn.Module):
+    """Two linear layers and a norm: six parameters, ``4 * width ** 2`` elements."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, width)`` to the same."""
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU and wall seconds of this rank, and bytes of tensors that collectives sent."""
+
+    cpu: float
+    wall: float
+    sent: int
+
+
+class _Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Counts the bytes of floating point that collectives of c10d take.
+
+    What ranks tell each other beside that are pickled objects: integers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [
+                each
+                for each in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(each, Tensor) and each.is_floating_point()
+            ]
+            self.nbytes += sum(each.nbytes for each in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def _shard(name: str, model: nn.Sequential, world: World) -> nn.Module:
+    if name == "fsdp1 dcp":
+        return FSDP1(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+    if name == "fsdp2 dcp":
+        mesh = init_device_mesh("cpu", (world.world_size,))
+        for block in model:
+            fsdp2_fully_shard(block, mesh=mesh)
+        fsdp2_fully_shard(model, mesh=mesh)
+        return model
+    for block in model:
+        ours.fully_shard(block)
+    ours.fully_shard(model)
+    return model
+
+
+def _dcp_save(path: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    state, optim_state = get_state_dict(model, optim)
+    state_dict_saver.save({"model": state, "optim": optim_state}, checkpoint_id=path)
+
+
+def _dcp_load(path: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    state, optim_state = get_state_dict(model, optim)
+    state_dict_loader.load({"model": state, "optim": optim_state}, checkpoint_id=path)
+    set_state_dict(model, optim, model_state_dict=state, optim_state_dict=optim_state)
+
+
+def _ours_dcp(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    with ours.state_dict_type(model, ours.StateDictType.SHARDED_STATE_DICT):
+        return {
+            "model": model.state_dict(),
+            "optim": ours.optim_state_dict(model, optim),
+        }
+
+
+def _ours_dcp_save(path: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    state_dict_saver.save(_ours_dcp(model, optim), checkpoint_id=path)
+
+
+def _ours_dcp_load(path: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    state = _ours_dcp(model, optim)
+    state_dict_loader.load(state, checkpoint_id=path)
+    with ours.state_dict_type(model, ours.StateDictType.SHARDED_STATE_DICT):
+        model.load_state_dict(state["model"])
+        ours.optim_state_dict_to_load(model, optim, state["optim"], load_directly=True)
+
+
+Way = Callable[[str, nn.Module, torch.optim.Optimizer], object]
+WAYS: dict[str, tuple[Way, Way]] = {
+    "fsdp1 dcp": (_dcp_save, _dcp_load),
+    "fsdp2 dcp": (_dcp_save, _dcp_load),
+    "ours dcp": (_ours_dcp_save, _ours_dcp_load),
+    "ours native": (ours.save, ours.load),
+}
+
+
+@contextmanager
+def _measured(costs: list[Cost], *, count: bool) -> Iterator[None]:
+    """Add what the block costs this rank. Counting slows, so it has its own rounds."""
+    dist.barrier()
+    gc.collect()
+    sent = _Sent()
+    cpu, wall = time.process_time(), time.perf_counter()
+    if count:
+        with sent:
+            yield
+    else:
+        yield
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    costs.append(Cost(cpu, wall, sent.nbytes))
+    dist.barrier()
+
+
+def measure(
+    world: World, name: str, blocks: int, width: int, folder: str, rounds: int
+) -> tuple[list[Cost], list[Cost], bool]:
+    """Costs of each save and load on this rank, and whether the values came back.
+
+    The last round counts bytes and is not timed.
+    """
+    torch.manual_seed(0)
+    model = _shard(name, nn.Sequential(*(Block(width) for _ in range(blocks))), world)
+    optim = torch.optim.AdamW(model.parameters(), foreach=True)
+    model(torch.randn(2, width)).sum().backward()
+    optim.step()
+    optim.zero_grad()
+    save, load = WAYS[name]
+    saves: list[Cost] = []
+    loads: list[Cost] = []
+    expected = [_local(p).clone() for p in model.parameters()]
+    for turn in range(rounds + 1):
+        path = f"{folder}/{name.replace(' ', '-')}-{turn}"
+        with _measured(saves, count=turn == rounds):
+            save(path, model, optim)
+        with torch.no_grad():
+            for p in model.parameters():
+                _local(p).zero_()
+        with _measured(loads, count=turn == rounds):
+            load(path, model, optim)
+        if world.rank == 0:
+            shutil.rmtree(path)
+    found = [_local(p) for p in model.parameters()]
+    same = all(map(torch.equal, found, expected))
+    return saves, loads, same
+
+
+def _local(parameter: Tensor) -> Tensor:
+    local: Tensor = getattr(parameter.detach(), "_local_tensor", parameter.detach())
+    return local
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print tables, write the JSON file."""
+    parser = argparse.ArgumentParser(prog="benchmarks.checkpoint")
+    add = parser.add_argument
+    add("--blocks", type=int, default=12, help="blocks of 4.2 M parameters (12)")
+    add("--many", type=int, nargs="*", default=[], help="numbers of small parameters")
+    add("--rounds", type=int, default=5, help="saves and loads of each (5)")
+    add("--only", nargs="+", choices=NAMES, default=NAMES)
+    add("--folder", type=Path, help="where to write (the temporary directory)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures here")
+    options = parser.parse_args(arguments)
+    _say(f"torch {torch.__version__}, Python {platform.python_version()}, 2 ranks")
+    results: dict[str, object] = {}
+    sizes = [("large", options.blocks, WIDTH)]
+    sizes += [(str(n), n // 6, 16) for n in options.many]
+    with RankPool(2, "gloo") as pool:
+        for label, blocks, width in sizes:
+            results[label] = _compare(pool, blocks, width, options)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+def _compare(
+    pool: RankPool, blocks: int, width: int, options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """One table: each way's median, the ways taking turns round by round."""
+    saves: dict[str, list[list[Cost]]] = {name: [] for name in options.only}
+    loads: dict[str, list[list[Cost]]] = {name: [] for name in options.only}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for _ in range(options.rounds):
+            for name in options.only:
+                # A round of its own each, so that the machine's moods fall on all.
+                found = pool.run(
+                    measure, name, blocks, width, folder, 1, timeout=600, patience=60
+                )
+                if not all(same for _, _, same in found):
+                    raise SystemExit(f"{name} did not load what it saved")
+                saves[name].append([s[0] for s, _, _ in found] + [found[0][0][1]])
+                loads[name].append([c[0] for _, c, _ in found] + [found[0][1][1]])
+    parameters = 6 * blocks
+    rows = {
+        name: {**_row("save", saves[name]), **_row("load", loads[name])}
+        for name in options.only
+    }
+    numel = blocks * (4 * width * width + 5 * width)
+    _table(
+        f"{parameters} parameters, {numel / 1e6:.1f} M elements, AdamW, on 2 ranks: "
+        f"seconds (CPU of both ranks), bytes sent, median of {options.rounds}",
+        ("", *next(iter(rows.values()))),
+        [
+            (name, *(f"{v:.0f}" if "sent" in k else f"{v:.3f}" for k, v in row.items()))
+            for name, row in rows.items()
+        ],
+    )
+    if "ours native" in rows:
+        for peer in ("fsdp1 dcp", "fsdp2 dcp"):
+            if peer in rows:
+                _say(f"  {_ratio(peer, rows)}")
+    return rows
+
+
+def _row(what: str, turns: list[list[Cost]]) -> dict[str, float]:
+    ranks = [turn[:-1] for turn in turns]
+    return {
+        f"{what} cpu": statistics.median(sum(c.cpu for c in turn) for turn in ranks),
+        f"{what} wall": statistics.median(max(c.wall for c in turn) for turn in ranks),
+        f"{what} sent": max(turn[-1].sent for turn in turns),
+    }
+
+
+def _ratio(peer: str, rows: dict[str, dict[str, float]]) -> str:
+    mine, theirs = rows["ours native"], rows[peer]
+    parts = [
+        f"{key} {theirs[key] / mine[key]:.2f}" for key in mine if "sent" not in key
+    ]
+    return f"{peer} / ours native: {', '.join(parts)}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
