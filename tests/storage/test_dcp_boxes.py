@@ -46,7 +46,7 @@ def test_any_slice_of_a_tensor_cut_along_any_dim_is_read(
 
     with open_source(tmp_path / "dcp") as source:
         for start in range(0, 120, 7):
-            for stop in (start, start + 1, start + 5, 120):
+            for stop in (start, start + 1, min(start + 5, 120), 120):
                 part = source.read_model("cube", start, stop)
                 assert torch.equal(part, flat[start:stop])
 
