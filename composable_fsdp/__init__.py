@@ -98,8 +98,8 @@ from composable_fsdp.state_dict.settings import (
     set_state_dict_type,
     state_dict_type,
 )
-from composable_fsdp.storage.async_save import async_save
 from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.storage.async_save import async_save
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors

@@ -12,9 +12,9 @@ from composable_fsdp.access.single import Held, close, find_parameter, own_part
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.guard import require_elementwise
-from composable_fsdp.optim.load import SCALARS
 from composable_fsdp.optim.names import Named, require_pair
 from composable_fsdp.optim.save import require_same_state
+from composable_fsdp.optim.sharded import SCALARS
 
 
 def get_full_optim_state(
