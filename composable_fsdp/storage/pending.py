@@ -7,7 +7,7 @@ raised there, on every rank.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
@@ -49,8 +49,7 @@ def wait_for_pending(team: Team) -> Before:
     if future is None:
         return Before()
     seen = future.is_seen
-    wait([future])
-    error = Future.exception(future)
+    error = Future.exception(future)  # waits, and does not count as asked for
     if error is None:
         return Before()
     text = str(error.args[0]) if error.args else str(error)
