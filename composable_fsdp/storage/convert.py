@@ -8,21 +8,26 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.dcp_write import write_dcp
-from composable_fsdp.storage.formats.detect import (
-    DCP,
-    FORMATS,
-    SAFETENSORS,
-    TORCH,
-    open_any,
-)
 from composable_fsdp.storage.formats.files import appear
+from composable_fsdp.storage.formats.native_write import write_native
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
+from composable_fsdp.storage.formats.torch_read import require_checksums
 from composable_fsdp.storage.formats.torch_write import write_torch
 from composable_fsdp.storage.formats.tree import pieces, tensors_of
+from composable_fsdp.storage.opening import (
+    DCP,
+    FORMATS,
+    NATIVE,
+    SAFETENSORS,
+    TORCH,
+    find_checkpoint,
+    open_source,
+)
 from composable_fsdp.storage.source import Source, TensorInfo
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -56,7 +61,8 @@ def convert(
         max_shard_bytes: above it, ``safetensors`` makes several files.
         progress: called with the bytes read since its last call.
 
-    Returns: what was left out, in words; safetensors holds weights alone.
+    Returns: what was left out, in words: safetensors holds weights alone, and random
+    states, which are those of one run's ranks, are not converted.
     Raises: CheckpointError, for a source that is damaged or cannot be kept in that
     format, and for a destination that exists or cannot be written.
 
@@ -66,16 +72,18 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"convert expects to= one of {FORMATS}, got {to!r}.")
     with _opened(source) as opened:
+        left_out = [] if opened.rng(0, 1) is None else ["random states"]
         given = _Watched(
             opened, progress, weights_only=weights_only or to == SAFETENSORS
         )
         where = Path(destination)
         if to == SAFETENSORS:
             write_safetensors(where, given, max_shard_bytes=max_shard_bytes)
-            return [] if weights_only else _left_out(opened)
-        with appear(where) as out:
-            _WRITERS[to](out, given)
-        return []
+            left_out += _beside_weights(opened)
+        else:
+            with appear(where) as out:
+                _WRITERS[to](out, given)
+        return [] if weights_only else left_out
 
 
 def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
@@ -99,6 +107,7 @@ def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> No
 
 
 _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
+    NATIVE: write_native,
     DCP: write_dcp,
     TORCH: write_torch,
 }
@@ -110,12 +119,24 @@ def _opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
     if isinstance(source, Source):
         yield source
     else:
-        with open_any(source) as opened:
+        with open_whole(source) as opened:
             yield opened
 
 
-def _left_out(source: Source) -> list[str]:
-    """What safetensors files do not hold, also if it could not be read."""
+def open_whole(path: str | PathLike[str]) -> Source:
+    """Open a checkpoint that will be read from end to end; see ``open_source``.
+
+    Raises: CheckpointError, as that; also for a ``torch.save`` file whose checksums,
+    which a slice cannot be held against, are not those of its bytes.
+    """
+    found, kind = find_checkpoint(path)
+    if kind == TORCH:
+        require_checksums(Path(found))
+    return open_source(found)
+
+
+def _beside_weights(source: Source) -> list[str]:
+    """What is in it beside weights, also if it could not be read."""
     return [
         words
         for words, part in (
@@ -133,14 +154,15 @@ def _is_there(part: Callable[[], object]) -> bool:
         return True
 
 
-def check_readable(source: Source, progress: Progress | None = None) -> int:
+def check_readable(
+    source: Source, *, weights_only: bool = False, progress: Progress | None = None
+) -> int:
     """Read every element of model, optimizer and extra state; return the bytes.
 
     Raises: CheckpointError, for what is damaged or missing.
     """
     total = 0
-    watched = _Watched(source, progress, weights_only=False)
-    assert watched.extra is source.extra  # reads it
+    watched = _Watched(source, progress, weights_only=weights_only)
     for name, info, read in tensors_of(watched):
         for start, stop in pieces(info):
             got = read(start, stop)
@@ -149,8 +171,15 @@ def check_readable(source: Source, progress: Progress | None = None) -> int:
                     f"{name} gave {got.numel()} elements of {got.dtype}; expected "
                     f"{stop - start} of {info.dtype}."
                 )
+            _touch(got)
         total += info.nbytes
     return total
+
+
+def _touch(values: Tensor) -> None:
+    """Read every byte: of a mapped file that is when the disk is read."""
+    if values.numel():
+        values.view(torch.uint8).max()
 
 
 class _Watched(Source):
@@ -168,6 +197,7 @@ class _Watched(Source):
         self.extra = None
         if not weights_only:
             self.optim = source.optim
+            self.optim_values = source.optim_values
             self.param_groups = source.param_groups
             self.extra = source.extra
 

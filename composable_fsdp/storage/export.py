@@ -12,24 +12,19 @@ from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from composable_fsdp.comm import collectives
-from composable_fsdp.comm.groups import Groups
-from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import join, shown, strip_wrapper
 from composable_fsdp.state_dict.full import gather_unit
-from composable_fsdp.state_dict.settings import state_dict_type
+from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert
-from composable_fsdp.storage.formats.detect import SAFETENSORS
 from composable_fsdp.storage.formats.files import OUT, begin, commit, unwritable
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
+from composable_fsdp.storage.opening import SAFETENSORS
+from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.source import Source, TensorInfo
-from composable_fsdp.tree.traversal import _get_fsdp_handles
+from composable_fsdp.tree.state import _FSDPState
 
 
 def export_safetensors(
@@ -51,11 +46,12 @@ def export_safetensors(
         source: a module, sharded or plain; or a checkpoint of any format.
         max_shard_bytes: largest file, unless a single tensor is larger.
 
-    Collective: for a sharded module one gather per region to the first rank, which
-    alone writes and holds one unit in host memory, and two exchanges of outcomes; all
-    ranks must call and have the same outcome. None for others: call on one rank.
-    Raises: CheckpointError, if ``path`` exists or cannot be written, for values that
-    are no tensors, or on meta; PhaseError, inside a step.
+    Collective: for a module one gather per region to the first rank, which alone writes
+    and holds one unit in host memory, and two exchanges of outcomes on the private
+    group of ``save``; all ranks must call. None for a checkpoint: call it in one
+    process.
+    Raises: CheckpointError, if ``path`` exists or cannot be written, or for values on
+    meta; PhaseError, inside a step. The same on every rank.
 
     >>> export_safetensors("exported", model)  # doctest: +SKIP
     """
@@ -67,39 +63,26 @@ def export_safetensors(
     )
 
 
-class _Place(NamedTuple):
-    """A parameter that a unit holds: the unit's place in the tree, its slot there."""
-
-    unit: int
-    slot: int
-    info: TensorInfo
-
-
-class _Contents(NamedTuple):
-    """What a module's state dict has: tensors once, and where each comes from."""
-
-    tensors: dict[str, TensorInfo]
-    aliases: dict[str, str]
-    sharded: dict[tuple[int, int], str]
-    """Name by unit and slot."""
-    whole: dict[str, Tensor]
-
-
 def _export_module(path: Path, module: nn.Module, max_shard_bytes: int) -> None:
-    handles = _get_fsdp_handles(module)
-    groups = handles[0].groups if handles else Groups(None, None)
-    writing = _Writing(path, wanted=groups.is_first)
+    states = units_in(module)
+    team = team_of(states)
+    writing = _Writing(path, wanted=_is_first(states, team))
     try:
-        writing.attempt(partial(writing.start, module, handles, max_shard_bytes))
-        writing.agree(groups)
-        for i, handle in enumerate(handles):
-            values = gather_unit(handle, first_only=True, to_cpu=True)
-            writing.attempt(partial(writing.write_unit, i, values))
+        writing.attempt(partial(writing.start, module, states, max_shard_bytes))
+        team.agree(writing.error)
+        for state in states:
+            values = gather_unit(state.handle, first_only=True, to_cpu=True)
+            writing.attempt(partial(writing.write_unit, id(state.handle), values))
             del values  # before the next one comes
         writing.attempt(writing.finish)
-        writing.agree(groups)
+        team.agree(writing.error)
     finally:
         writing.clean_up()
+
+
+def _is_first(states: list[_FSDPState], team: Team) -> bool:
+    """Whether full parameters come to this rank."""
+    return states[0].handle.groups.is_first if states else team.rank == 0
 
 
 class _Writing:
@@ -109,64 +92,56 @@ class _Writing:
     """
 
     def __init__(self, path: Path, *, wanted: bool) -> None:
+        self.error: Exception | None = None
         self._path = path
         self._wanted = wanted
-        self._error: Exception | None = None
         self._work: Path | None = None
         self._writer: SafetensorsWriter | None = None
-        self._contents: _Contents | None = None
+        self._names: dict[tuple[int, int], str] = {}
 
     def attempt(self, action: Callable[[], None]) -> None:
         """Do it, unless something failed before; keep the error."""
-        if self._error is None:
+        if self.error is None:
             try:
                 action()
             except OSError as error:
-                self._error = unwritable(self._path, error)
+                self.error = unwritable(self._path, error)
             except Exception as error:
-                self._error = error
-
-    def agree(self, groups: Groups) -> None:
-        """Raise on every rank if one failed: there its own error, elsewhere its text.
-
-        Collective: one exchange over the shard group, and one over the replicas.
-        """
-        text = str(self._error) if self._error else ""
-        for group in (groups.shard, groups.replicate):
-            if group is not None:
-                texts = collectives.all_gather_object(text, group)
-                text = next(filter(None, texts), "")
-        if self._error is not None:
-            raise self._error
-        if text:
-            raise CheckpointError(f"Another rank failed: {text}")
+                self.error = error
 
     def start(
-        self, module: nn.Module, handles: list[FlatParamHandle], max_shard_bytes: int
+        self, module: nn.Module, states: list[_FSDPState], max_shard_bytes: int
     ) -> None:
         """Look at the module, make the files, and write what no unit holds."""
-        self._contents = contents = _contents(module, handles)
+        if any(s.handle.groups.is_first != self._wanted for s in states):
+            raise CheckpointError(
+                "Units of the module are sharded over different ranks, so no rank is "
+                "the first of all. Export each part by itself."
+            )
+        contents = contents_of(module, "export_safetensors")
+        self._names = {
+            (id(held.handle), held.region.layout.parameters[i].index): held.names[i][0]
+            for held, i in contents.slots()
+        }
         if not self._wanted:
             return
         self._work = begin(self._path)
+        tensors, aliases = _tensors(contents)
         self._writer = SafetensorsWriter(
             self._work / OUT,
-            contents.tensors,
-            contents.aliases,
+            tensors,
+            aliases,
             max_shard_bytes=max_shard_bytes,
             single=self._path.suffix == ".safetensors",
         )
-        for name, value in contents.whole.items():
-            self._writer.write(name, 0, value)
+        for each in contents.tensors:
+            self._writer.write(each.names[0], 0, each.tensor.detach().to(each.dtype))
 
-    def write_unit(self, index: int, values: dict[int, Tensor]) -> None:
+    def write_unit(self, handle: int, values: dict[int, Tensor]) -> None:
         """Write the full parameters of one unit, by slot index."""
-        if self._writer is None or self._contents is None:
-            return
-        for slot, value in values.items():
-            name = self._contents.sharded.get((index, slot))
-            if name is not None:
-                self._writer.write(name, 0, value)
+        if self._writer is not None:
+            for slot, value in values.items():
+                self._writer.write(self._names[handle, slot], 0, value)
 
     def finish(self) -> None:
         """Give the files their name."""
@@ -182,84 +157,17 @@ class _Writing:
             shutil.rmtree(self._work, ignore_errors=True)
 
 
-def _contents(module: nn.Module, handles: list[FlatParamHandle]) -> _Contents:
-    """What the module's state dict would hold, without gathering it.
-
-    Raises: CheckpointError, for an entry that is no tensor, is on meta, or is a shard
-    under a name that is not the plain model's.
-    """
-    places = _places(module, handles)
-    shards = {
-        region.shard.untyped_storage().data_ptr()
-        for handle in handles
-        for region in handle.regions
-        if region.shard.numel()
-    }
-    found = _Contents({}, {}, {}, {})
-    first: dict[object, str] = {}
-    for name, value in _local_state(module, handles).items():
-        _require_value(name, value)
-        place = places.get(name)
-        if place is None and value.untyped_storage().data_ptr() in shards:
-            raise CheckpointError(
-                f"{shown(name)} is this rank's shard of a parameter that the model has "
-                "under another name: a state dict hook renames it. Remove the hook "
-                "while exporting."
-            )
-        key: object = name
-        if place is not None:
-            key = (place.unit, place.slot)
-        elif value.numel():
-            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        kept = first.setdefault(key, name)
-        if kept != name:
-            found.aliases[name] = kept
-        elif place is not None:
-            found.sharded[place.unit, place.slot] = name
-            found.tensors[name] = place.info
-        else:
-            found.whole[name] = value
-            found.tensors[name] = TensorInfo(value.dtype, tuple(value.shape))
-    return found
-
-
-def _local_state(module: nn.Module, handles: list[FlatParamHandle]) -> dict[str, Any]:
-    """The state dict with shards in it: names and buffers, without a collective."""
-    if not handles:
-        return module.state_dict()
-    with state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
-        return module.state_dict()
-
-
-def _places(module: nn.Module, handles: list[FlatParamHandle]) -> dict[str, _Place]:
-    """What units hold, by every name that the plain model has for it."""
-    owners: dict[tuple[int, str], _Place] = {}
-    for i, handle in enumerate(handles):
-        slots = {
-            slot.index: _Place(
-                i, slot.index, TensorInfo(region.layout.dtype, tuple(slot.shape))
-            )
-            for region in handle.regions
-            for slot in region.layout.parameters
-        }
-        for info in handle.infos:
-            owners[id(info.module), info.name] = slots[info.slot_index]
-    return {
-        strip_wrapper(join(path, name)): owners[id(owner), name]
-        for path, owner in module.named_modules(remove_duplicate=False)
-        for name in owner._parameters
-        if (id(owner), name) in owners
-    }
-
-
-def _require_value(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise CheckpointError(
-            f"{shown(name)} in the state dict is a {type(value).__name__}; safetensors "
-            "holds tensors only. Save it apart, and leave it out of the state dict."
-        )
-    if value.is_meta:
-        raise CheckpointError(
-            f"{shown(name)} is on meta and has no values. Load or initialise the model "
-            "first."
-        )
+def _tensors(contents: Contents) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """What will be written, under its first name, and the other names."""
+    named = [
+        (held.names[i], TensorInfo(held.region.layout.dtype, tuple(slot.shape)))
+        for held, i in contents.slots()
+        for slot in [held.region.layout.parameters[i]]
+    ]
+    named += [
+        (each.names, TensorInfo(each.dtype, tuple(each.tensor.shape)))
+        for each in contents.tensors
+    ]
+    tensors = {names[0]: info for names, info in named}
+    aliases = {other: names[0] for names, _ in named for other in names[1:]}
+    return tensors, aliases

@@ -4,45 +4,92 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import LATEST, MANIFEST, follow_latest
+from composable_fsdp.storage.formats.dcp_metadata import METADATA
+from composable_fsdp.storage.formats.dcp_read import open_dcp
+from composable_fsdp.storage.formats.safetensors_read import (
+    INDEX,
+    SINGLE,
+    SafetensorsSource,
+    is_safetensors,
+)
+from composable_fsdp.storage.formats.torch_read import is_torch_file, open_torch
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Source
 
-_FORMATS: tuple[tuple[str, Callable[[str], bool], Callable[[str], Source]], ...] = (
-    (
-        f"a checkpoint of this library ({MANIFEST})",
-        lambda path: os.path.lexists(os.path.join(path, MANIFEST)),
-        NativeSource,
+
+class _Format(NamedTuple):
+    """What a format is called in messages, and what opens it."""
+
+    words: str
+    recognises: Callable[[str], bool]
+    opener: Callable[[str], Source]
+
+
+def _holds(*names: str) -> Callable[[str], bool]:
+    return lambda path: any(os.path.lexists(os.path.join(path, n)) for n in names)
+
+
+NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
+_FORMATS: dict[str, _Format] = {
+    NATIVE: _Format(
+        f"a checkpoint of this library ({MANIFEST})", _holds(MANIFEST), NativeSource
     ),
-)
-"""What a format is called, how it is recognised at a path, and what opens it."""
+    DCP: _Format(
+        f"one of torch.distributed.checkpoint ({METADATA})",
+        _holds(METADATA),
+        lambda path: open_dcp(Path(path)),
+    ),
+    SAFETENSORS: _Format(
+        f"safetensors (a file, or {SINGLE} or {INDEX})",
+        lambda path: _holds(SINGLE, INDEX)(path) or is_safetensors(path),
+        lambda path: SafetensorsSource(Path(path)),
+    ),
+    TORCH: _Format(
+        "a torch.save file", is_torch_file, lambda path: open_torch(Path(path))
+    ),
+}
+FORMATS = tuple(_FORMATS)
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open the checkpoint at ``path``, whatever its format.
+    """Open the checkpoint at ``path``, whatever its format; runs no pickle in it.
 
     A directory with a text file ``latest`` and no checkpoint of its own stands for the
     checkpoint that the file names. Sends nothing.
 
-    Raises: CheckpointError, if nothing known lies there, or it is damaged.
+    Raises: CheckpointError, if nothing known lies there, or it is damaged or refused.
 
     >>> with open_source("runs") as source:  # doctest: +SKIP
     ...     print(source.model["head.weight"].shape)
     """
+    found, name = find_checkpoint(path)
+    return _FORMATS[name].opener(found)
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The checkpoint that ``path`` stands for, and its format, one of ``FORMATS``.
+
+    Raises: CheckpointError, if there is none.
+    """
     path = os.path.abspath(path)
-    for _, recognises, opener in _FORMATS:
-        if recognises(path):
-            return opener(path)
-    if os.path.isfile(os.path.join(path, LATEST)):
-        found = follow_latest(path)
-        for _, recognises, opener in _FORMATS:
-            if recognises(found):
-                return opener(found)
-        path = found
+    name = _format_at(path)
+    if name is None and os.path.isfile(os.path.join(path, LATEST)):
+        path = follow_latest(path)
+        name = _format_at(path)
+    if name is not None:
+        return path, name
     there = "nothing" if not os.path.lexists(path) else "something else"
+    words = [each.words for each in _FORMATS.values()]
     raise CheckpointError(
-        f"{path} holds {there}; expected {' or '.join(name for name, _, _ in _FORMATS)}"
-        f", or a directory with a file {LATEST!r} that names one beside it."
+        f"{path} holds {there}; expected {', '.join(words[:-1])} or {words[-1]}, or a "
+        f"directory with a file {LATEST!r} that names one beside it."
     )
+
+
+def _format_at(path: str) -> str | None:
+    return next((n for n, each in _FORMATS.items() if each.recognises(path)), None)

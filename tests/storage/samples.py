@@ -28,11 +28,13 @@ def sample() -> dict[str, Any]:
     optim = {
         "state": {
             "embed.weight": {"exp_avg": torch.randn(5, 3), "step": torch.tensor(3.0)},
-            "half.weight": {"exp_avg": torch.randn(7, 3).bfloat16()},
+            "half.weight": {"exp_avg": torch.randn(7, 3).bfloat16(), "step": 3},
+            "scale": {"exp_avg": torch.tensor(0.5), "step": torch.tensor(3.0)},
+            "empty": {"momentum_buffer": None, "sum": torch.zeros(0, 4)},
         },
         "param_groups": [
             {"lr": 0.1, "betas": (0.9, 0.99), "foreach": None, "params": [*model][:2]},
-            {"lr": torch.tensor(0.3), "params": ["scale"]},
+            {"lr": torch.tensor(0.3), "params": ["scale", "empty"]},
         ],
     }
     extra = {
@@ -66,10 +68,13 @@ def everything(source: Source) -> dict[str, Any]:
         "aliases": dict(source.aliases),
         "optim": {
             name: {
-                key: read(info, source.read_optim(name, key, 0, info.numel))
-                for key, info in states.items()
+                **{
+                    key: read(info, source.read_optim(name, key, 0, info.numel))
+                    for key, info in source.optim.get(name, {}).items()
+                },
+                **source.optim_values.get(name, {}),
             }
-            for name, states in source.optim.items()
+            for name in {**source.optim, **source.optim_values}
         },
         "param_groups": source.param_groups,
         "extra": source.extra,

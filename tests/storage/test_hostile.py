@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from composable_fsdp import CheckpointError, convert
 from composable_fsdp.storage.convert import check_readable
-from composable_fsdp.storage.formats.detect import open_any
+from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import sample, saved
 
 
@@ -49,7 +49,7 @@ def dcp(tmp_path: Path) -> Path:
 
 
 def read_all(path: Path) -> None:
-    with open_any(path) as source:
+    with open_source(path) as source:
         check_readable(source)
 
 

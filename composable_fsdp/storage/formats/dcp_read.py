@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ class _Items:
             with item.file.open("rb") as file:
                 file.seek(item.offset)
                 data = io.BytesIO(file.read(item.length))
+            _require_checksums(data)
             value = torch.load(data, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise refusal(f"{item.file}, {key!r},", error) from error
@@ -103,6 +105,15 @@ class _Items:
             ) from error
         self._item, self._value = item, value
         return value
+
+
+def _require_checksums(data: io.BytesIO) -> None:
+    """Raise unless the archive's records have the checksums that they say."""
+    if zipfile.is_zipfile(data):
+        record = zipfile.ZipFile(data).testzip()
+        if record is not None:
+            raise zipfile.BadZipFile(f"the record {record!r} has another checksum")
+    data.seek(0)
 
 
 def _read_interval(

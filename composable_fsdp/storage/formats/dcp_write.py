@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import NOTES
 from composable_fsdp.storage.formats.tree import Later, nested_tree
@@ -60,6 +61,11 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
     """What DCP's planner saves apart: dicts are gone into, lists if tensors are in."""
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{'.'.join(map(str, path))} has the key {key!r}, and DCP's are "
+                    "text. Convert the weights alone, or to torch."
+                )
             yield from _leaves(each, (*path, key))
     elif isinstance(value, list) and _has_parts(value):
         for i, each in enumerate(value):

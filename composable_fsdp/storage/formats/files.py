@@ -7,7 +7,6 @@ outside its directory. What is written here appears at once and whole, or not at
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.directory import make_temporary
 
 
 def inner_file(directory: Path, name: object) -> Path:
@@ -69,10 +69,6 @@ def require_new(path: Path) -> None:
             f"{path} exists already, and nothing is overwritten. Choose another "
             "destination, or remove it first."
         )
-    if not path.absolute().parent.is_dir():
-        raise CheckpointError(
-            f"{path.absolute().parent} is not a directory. Create it first."
-        )
 
 
 @contextmanager
@@ -104,12 +100,7 @@ def begin(path: Path) -> Path:
     Raises: CheckpointError, if ``path`` exists, or if it cannot be written.
     """
     require_new(path)
-    work = path.absolute().parent / f".{path.name}.{secrets.token_hex(4)}.incomplete"
-    try:
-        work.mkdir()
-    except OSError as error:
-        raise unwritable(path, error) from error
-    return work
+    return Path(make_temporary(str(path.absolute())))
 
 
 def commit(work: Path, path: Path) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.formats.stored import Stored
 
 Group = dict[str, Any]
 
@@ -27,9 +26,11 @@ class Optim:
 
 
 def named_optim(
-    where: str, tree: Mapping[str, Any] | None, names: Collection[str]
+    where: str, tree: Mapping[str, Any] | None, names: Mapping[str, str]
 ) -> Optim:
-    """Bring ``tree``, as it was saved, into one form. ``names``: the parameters.
+    """Bring ``tree``, as it was saved, into one form.
+
+    ``names`` maps each name of a tensor in the model to the first one that it has.
 
     Raises: CheckpointError, for state by ids, of unknown parameters, or of a form that
     is none of the three.
@@ -54,11 +55,12 @@ def named_optim(
     by_id = _names_of_ids(where, groups)
     if by_id:
         state = {by_id.get(str(key), key): values for key, values in state.items()}
-    return Optim(_checked(where, state, names), [_named(g, by_id) for g in groups])
+    found = _checked(where, state, names)
+    return Optim(found, [_named(group, {**names, **by_id}) for group in groups])
 
 
 def _checked(
-    where: str, state: Mapping[Any, Any], names: Collection[str]
+    where: str, state: Mapping[Any, Any], names: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     for name, values in state.items():
         if name not in names or not isinstance(values, Mapping):
@@ -66,18 +68,7 @@ def _checked(
                 f"{where}: the optimizer has state of {name!r}, which is no parameter "
                 "of the model in it. Convert the weights alone, or save the two again."
             )
-        for key, value in values.items():
-            if not isinstance(value, Stored | int | float | None):
-                raise CheckpointError(
-                    f"{where}: state {key!r} of {name!r} in the optimizer is a "
-                    f"{type(value).__name__}; expected a tensor or a number. Convert "
-                    "the weights alone."
-                )
-    return {
-        name: {key: value for key, value in values.items() if value is not None}
-        for name, values in state.items()
-        if values
-    }
+    return {names[name]: dict(values) for name, values in state.items() if values}
 
 
 def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:

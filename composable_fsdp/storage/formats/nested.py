@@ -18,10 +18,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.optim.sharded import SCALARS
 from composable_fsdp.storage.formats.named_optim import Optim, named_optim
 from composable_fsdp.storage.formats.stored import Stored
 from composable_fsdp.storage.source import Source, TensorInfo
@@ -44,7 +44,7 @@ class NestedSource(Source):
         tree: Mapping[str, Any],
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        self._where = where
+        self.path = where
         model, self._optim_tree, self._extra_tree = _split(where, tree)
         self._model, self.aliases = _tied(where, model, aliases or {})
         self.model = {name: stored.info for name, stored in self._model.items()}
@@ -55,57 +55,58 @@ class NestedSource(Source):
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """See ``Source``."""
-        value = self._optim.state[name][state]
-        if isinstance(value, Stored):
-            return value.read(start, stop)
-        return _scalar(value).reshape(1)[start:stop]
+        value: Tensor = self._optim.state[name][state].read(start, stop)
+        return value
 
     @cached_property
     def _optim(self) -> Optim:
-        names = {*self.model, *self.aliases}
-        return named_optim(self._where, self._optim_tree, names)
+        canonical = {**{name: name for name in self.model}, **self.aliases}
+        return named_optim(self.path, self._optim_tree, canonical)
 
     @cached_property
     def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
         """See ``Source``. Raises: CheckpointError, for state that has no names."""
         return {
-            name: {key: _info(value) for key, value in values.items()}
+            name: {
+                key: value.info
+                for key, value in values.items()
+                if self._has_elements(name, key, value)
+            }
             for name, values in self._optim.state.items()
         }
+
+    @cached_property
+    def optim_values(self) -> Mapping[str, Mapping[str, Any]]:  # type: ignore[override]  # computed when asked for
+        """See ``Source``. Raises: CheckpointError, for state that has no names."""
+        return {
+            name: {
+                key: read_all(value)
+                for key, value in values.items()
+                if not self._has_elements(name, key, value)
+            }
+            for name, values in self._optim.state.items()
+        }
+
+    def _has_elements(self, name: str, key: str, value: Any) -> bool:
+        """Whether a state is a tensor that is read in slices, and not one number."""
+        if not isinstance(value, Stored):
+            return False
+        is_number = self.model[name].shape != () or key in SCALARS
+        return value.info.shape != () or not is_number
 
     @cached_property
     def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
         """See ``Source``. Raises: CheckpointError, for state that has no names."""
         groups = self._optim.groups
-        if groups is None:
-            return None
-        return [{key: _read(value) for key, value in g.items()} for g in groups]
+        return None if groups is None else [read_all(group) for group in groups]
 
     @cached_property
     def extra(self) -> Any:
-        """See ``Source``. Raises: CheckpointError, for a value that is no plain one."""
-        return plain(self._extra_tree, f"{self._where}, extra")
+        """What was saved beside model and optimizer, tensors read; see ``Source``."""
+        return read_all(self._extra_tree)
 
     def close(self) -> None:
         """See ``Source``."""
-
-
-def _info(value: Any) -> TensorInfo:
-    if isinstance(value, Stored):
-        return value.info
-    return TensorInfo(_scalar(value).dtype, ())
-
-
-def _scalar(value: Any) -> Tensor:
-    # Python's floats are of double precision.
-    return torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
-
-
-def _read(value: Any) -> Any:
-    """A learning rate, say, may be a tensor; other options are what they are."""
-    if not isinstance(value, Stored):
-        return value
-    return value.read(0, value.info.numel).reshape(value.info.shape).clone()
 
 
 def _split(
@@ -170,29 +171,16 @@ def _tied(
     return kept, aliases
 
 
-def plain(value: Any, where: str) -> Any:
-    """``value`` with its tensors read: nested dicts and lists of scalars and tensors.
-
-    Raises: CheckpointError, naming the path of anything else.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+def read_all(value: Any) -> Any:
+    """``value`` with its tensors read: a learning rate, say, may be one."""
     if isinstance(value, Stored):
-        return _read(value)
+        return value.read(0, value.info.numel).reshape(value.info.shape).clone()
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise CheckpointError(
-                    f"{where} has the key {key!r}; expected text. Convert the weights "
-                    "alone, or save it under a name."
-                )
-        return {key: plain(each, f"{where}.{key}") for key, each in value.items()}
+        return {key: read_all(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each, f"{where}.{i}") for i, each in enumerate(value)]
-    raise CheckpointError(
-        f"{where} is a {type(value).__name__}; expected nested dictionaries and lists "
-        "of numbers, text and tensors. Convert the weights alone, or save it as such."
-    )
+        items = [read_all(each) for each in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def _short(keys: Sequence[str]) -> str:

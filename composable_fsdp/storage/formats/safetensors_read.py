@@ -8,6 +8,7 @@ which tensor is in which. Weights only. Ties stand in a file's metadata as
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,31 +18,30 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.dtypes import CODES
 from composable_fsdp.storage.formats.files import inner_file
 from composable_fsdp.storage.source import Source, TensorInfo
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""What safetensors calls dtypes."""
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+def is_safetensors(path: str) -> bool:
+    """Whether a file begins as they do: the length of a JSON object, and the object."""
+    return file_start(path)[8:] == b"{"
+
+
+def file_start(path: str) -> bytes:
+    """The first nine bytes of a regular file; nothing of anything else."""
+    if not os.path.isfile(path):
+        return b""
+    try:
+        with open(path, "rb") as file:
+            return file.read(9)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 class SafetensorsSource(Source):
@@ -52,6 +52,7 @@ class SafetensorsSource(Source):
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = str(path)
         self._maps: dict[Path, Tensor] = {}
         self._at: dict[str, tuple[Path, int]] = {}
         self._model: dict[str, TensorInfo] = {}
@@ -80,13 +81,13 @@ class SafetensorsSource(Source):
             )
         for name in header if wanted is None else (n for n in header if n in wanted):
             entry = header[name]
-            if entry["dtype"] not in DTYPES:
+            if entry["dtype"] not in _DTYPES:
                 raise CheckpointError(
                     f"{file}: {name!r} has the dtype {entry['dtype']}, which torch "
                     "cannot hold."
                 )
             self._model[name] = TensorInfo(
-                DTYPES[entry["dtype"]], tuple(entry["shape"])
+                _DTYPES[entry["dtype"]], tuple(entry["shape"])
             )
             self._at[name] = (file, begin + entry["data_offsets"][0])
         return metadata

@@ -7,20 +7,18 @@ is held in memory but the piece at hand. A tensor may have been cut in any way.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.formats.safetensors_read import DTYPES, INDEX, SINGLE
+from composable_fsdp.storage.dtypes import CODES, require_storable
+from composable_fsdp.storage.formats.safetensors_read import INDEX, SINGLE
 from composable_fsdp.storage.source import TensorInfo
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from composable_fsdp.storage.writer import bytes_of
 
 
 class SafetensorsWriter:
@@ -42,11 +40,7 @@ class SafetensorsWriter:
         single: bool = False,
     ) -> None:
         for name, info in tensors.items():
-            if info.dtype not in _NAMES:
-                raise CheckpointError(
-                    f"{name!r} is of {info.dtype}, which safetensors cannot hold. Cast "
-                    "it, or convert to another format."
-                )
+            require_storable(info.dtype, repr(name))
         self._tensors = tensors
         self._files: list[BinaryIO] = []
         self._at: dict[str, tuple[BinaryIO, int]] = {}
@@ -76,7 +70,7 @@ class SafetensorsWriter:
         for name in names:
             info = self._tensors[name]
             header[name] = {
-                "dtype": _NAMES[info.dtype],
+                "dtype": CODES[info.dtype],
                 "shape": info.shape,
                 "data_offsets": (places[name], places[name] + info.nbytes),
             }
@@ -109,10 +103,10 @@ class SafetensorsWriter:
 
 def write_elements(file: BinaryIO, values: Tensor) -> None:
     """Write the elements of ``values`` in row-major order, without a copy of them."""
-    flat = values.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
-    if flat.numel():
-        # By address, as NumPy, through which torch would go, is no requirement.
-        file.write((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
+    host = values.detach().cpu().contiguous()
+    if host.is_complex():
+        host = host.resolve_conj().resolve_neg()
+    file.write(bytes_of(host))
 
 
 def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:

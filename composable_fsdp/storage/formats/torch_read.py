@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.local import PLAN
 from composable_fsdp.storage.formats.nested import NestedSource
+from composable_fsdp.storage.formats.safetensors_read import file_start
 from composable_fsdp.storage.formats.stored import Stored
 from composable_fsdp.storage.source import TensorInfo
 
@@ -37,6 +39,33 @@ def open_torch(path: Path) -> NestedSource:
             '{"model": model.state_dict(), ...}.'
         )
     return NestedSource(str(path), stored(tree, str(path)))
+
+
+def is_torch_file(path: str) -> bool:
+    """Whether a file begins as they do: an archive, or of old a pickle."""
+    return file_start(path).startswith((b"PK\x03\x04", b"\x80\x02"))
+
+
+def require_checksums(path: Path) -> None:
+    """Compare what the archive ``path`` holds with its checksums, all of it.
+
+    A slice cannot be checked alone. Files of old have none.
+
+    Raises: CheckpointError, naming the file.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip()
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Copy it again.") from error
+    if record is not None:
+        raise CheckpointError(
+            f"{path} is damaged: its record {record!r} has another checksum than it "
+            "says. Copy it again (unless it was saved after "
+            "torch.serialization.set_crc32_options(False), which writes wrong ones)."
+        )
 
 
 def load_safely(path: Path) -> Any:

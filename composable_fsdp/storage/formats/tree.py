@@ -45,13 +45,13 @@ def nested_tree(source: Source) -> dict[str, Any]:
         model[name] = model[kept]
     tree: dict[str, Any] = {"model": model}
     if source.param_groups is not None:
-        state = {
-            name: {
+        state: dict[str, dict[str, Any]] = {}
+        for name in (*source.optim, *source.optim_values):
+            state[name] = {
                 key: Later(("optim", name, key), info, _optim_read(source, name, key))
-                for key, info in states.items()
+                for key, info in source.optim.get(name, {}).items()
             }
-            for name, states in source.optim.items()
-        }
+            state[name].update(source.optim_values.get(name, {}))
         groups = [dict(group) for group in source.param_groups]
         tree["optim"] = {"state": state, "param_groups": groups}
     if source.extra is not None:

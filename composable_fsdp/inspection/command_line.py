@@ -1,0 +1,301 @@
+"""``python -m composable_fsdp``: look at checkpoints and convert them, offline.
+
+No process group, no device, and nothing of a checkpoint is run. What was found goes to
+standard output, as text or as one JSON object; trouble goes to standard error, as one
+message. Exit status: 0 good, 1 a checkpoint that is bad or cannot be written, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from composable_fsdp.errors import CheckpointError, FSDPError
+from composable_fsdp.inspection.progress import progress
+from composable_fsdp.storage.convert import (
+    MAX_SHARD_BYTES,
+    check_readable,
+    convert,
+    open_whole,
+)
+from composable_fsdp.storage.opening import (
+    DCP,
+    FORMATS,
+    NATIVE,
+    SAFETENSORS,
+    find_checkpoint,
+    open_source,
+)
+from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.verify import verify
+
+BAD = 1
+INTERRUPTED = 130
+
+_FORMATS_HELP = """\
+formats, told apart by what lies at the path:
+  native       a directory that composable_fsdp.save wrote
+  dcp          a directory of torch.distributed.checkpoint
+  safetensors  a file, or a directory with Hugging Face's names; weights only
+  torch        a file that torch.save wrote: a state dict, or {"model": ..}
+
+exit status: 0 good, 1 bad checkpoint or nothing written, 2 wrong usage
+"""
+
+_EXAMPLES = {
+    "": """\
+examples:
+  python -m composable_fsdp verify runs/step_100
+  python -m composable_fsdp convert runs/step_100 step_100.pt --to torch
+  python -m composable_fsdp export runs/step_100 my-model
+""",
+    "verify": """\
+examples:
+  python -m composable_fsdp verify runs/step_100
+  python -m composable_fsdp verify model.pt --weights-only
+  python -m composable_fsdp verify runs/step_100 --json
+""",
+    "convert": """\
+examples:
+  python -m composable_fsdp convert old.pt step_100 --to dcp
+  python -m composable_fsdp convert step_100 step_100.pt --to torch
+  python -m composable_fsdp convert old.pt weights --to dcp --weights-only
+""",
+    "export": """\
+examples:
+  python -m composable_fsdp export runs/step_100 my-model
+  python -m composable_fsdp export runs/step_100 my-model.safetensors
+  python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
+""",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; ``arguments`` default to the process's. Never raises."""
+    given = _parser().parse_args(arguments)
+    try:
+        found = given.run(given)
+    except (FSDPError, OSError) as error:
+        if given.json:
+            print(json.dumps({"ok": False, "error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        return BAD
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left behind", file=sys.stderr)
+        return INTERRUPTED
+    print(json.dumps({"ok": True, **found}) if given.json else _text(found))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m composable_fsdp",
+        description="Check, convert and export checkpoints, offline.",
+        epilog=f"{_EXAMPLES['']}\n{_FORMATS_HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    verify = _command(commands, "verify", _verify, "read all of a checkpoint, check it")
+    verify.add_argument("path", type=Path, metavar="PATH", help="the checkpoint")
+
+    change = _command(commands, "convert", _convert, "write it in another format")
+    change.add_argument("source", type=Path, metavar="SRC", help="the checkpoint")
+    change.add_argument(
+        "destination", type=Path, metavar="DST", help="what to make; must not exist"
+    )
+    change.add_argument("--to", choices=FORMATS, required=True, help="format of DST")
+
+    export = _command(
+        commands, "export", _export, "write the weights as safetensors, for inference"
+    )
+    export.add_argument("source", type=Path, metavar="SRC", help="the checkpoint")
+    export.add_argument(
+        "destination",
+        type=Path,
+        metavar="DST",
+        help="directory to make, or one file if it ends in .safetensors",
+    )
+    for command in (verify, change):
+        command.add_argument(
+            "--weights-only",
+            action="store_true",
+            help="leave optimizer and extra state alone, unread",
+        )
+    for command in (change, export):
+        command.add_argument(
+            "--max-shard-size",
+            type=_size,
+            metavar="SIZE",
+            default=MAX_SHARD_BYTES,
+            help="largest safetensors file, as 5GB or 500MB (default: 5GB)",
+        )
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=about,
+        description=about.capitalize() + ".",
+        epilog=f"{_EXAMPLES[name]}\n{_FORMATS_HELP}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text"
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text, re.IGNORECASE)
+    number = 0
+    if match:
+        power = " KMGT".index(match[2].upper() or " ")
+        number = int(float(match[1]) * 1000**power)
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; expected a number with KB, MB, GB or TB, as 5GB"
+        )
+    return number
+
+
+def _verify(given: argparse.Namespace) -> dict[str, Any]:
+    path, kind = find_checkpoint(given.path)
+    begin = time.monotonic()
+    read = _verify_native(path, given) if kind == NATIVE else 0
+    with open_source(path) if kind == NATIVE else open_whole(path) as source:
+        if kind != NATIVE:
+            total = _nbytes(source, weights_only=given.weights_only)
+            with progress("reading", total, wanted=not given.json) as advance:
+                read = check_readable(
+                    source, weights_only=given.weights_only, progress=advance
+                )
+        return {
+            "path": path,
+            "format": kind,
+            **_summary(source, weights_only=given.weights_only),
+            "bytes_read": read,
+            "seconds": round(time.monotonic() - begin, 2),
+        }
+
+
+def _verify_native(path: str, given: argparse.Namespace) -> int:
+    """Check every checksum; return the bytes. Raises: CheckpointError, for damage."""
+    total = sum(file.stat().st_size for file in Path(path).iterdir())
+    with progress("reading", total, wanted=not given.json) as advance:
+        before = 0
+
+        def tell(done: int, _: int) -> None:
+            nonlocal before
+            advance(done - before)
+            before = done
+
+        found = verify(path, progress=tell)
+    if not found:
+        raise CheckpointError("\n".join(found.problems))
+    return found.nbytes
+
+
+def _convert(given: argparse.Namespace) -> dict[str, Any]:
+    return _write(given, given.to, weights_only=given.weights_only)
+
+
+def _export(given: argparse.Namespace) -> dict[str, Any]:
+    return _write(given, SAFETENSORS, weights_only=True)
+
+
+def _write(given: argparse.Namespace, to: str, *, weights_only: bool) -> dict[str, Any]:
+    with open_whole(given.source) as source:
+        weights = weights_only or to == SAFETENSORS
+        total = _nbytes(source, weights_only=weights)
+        if to == DCP:  # writes every name of a tied parameter
+            total += sum(source.model[kept].nbytes for kept in source.aliases.values())
+        with progress("writing", total, wanted=not given.json) as advance:
+            left_out = convert(
+                source,
+                given.destination,
+                to,
+                weights_only=weights_only,
+                max_shard_bytes=given.max_shard_size,
+                progress=advance,
+            )
+        return {
+            "path": str(given.destination),
+            "format": to,
+            **_summary(source, weights_only=weights),
+            "left_out": left_out,
+        }
+
+
+def _nbytes(source: Source, *, weights_only: bool) -> int:
+    total = sum(info.nbytes for info in source.model.values())
+    if not weights_only:
+        total += sum(
+            i.nbytes for states in source.optim.values() for i in states.values()
+        )
+    return total
+
+
+def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
+    """What is in the checkpoint, in numbers."""
+    found: dict[str, Any] = {
+        "model": {
+            "tensors": len(source.model),
+            "bytes": _nbytes(source, weights_only=True),
+            "tied": len(source.aliases),
+        }
+    }
+    if not weights_only and source.param_groups is not None:
+        states = [info for each in source.optim.values() for info in each.values()]
+        found["optimizer"] = {
+            "groups": len(source.param_groups),
+            "tensors": len(states),
+            "bytes": sum(info.nbytes for info in states),
+        }
+    if not weights_only:
+        found["extra"] = source.extra is not None
+    return found
+
+
+def _text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    model, optim = found["model"], found.get("optimizer")
+    is_check = "bytes_read" in found
+    end = "good" if is_check else "written"
+    lines = [f"{found['path']}: {found['format']} checkpoint, {end}"]
+    tied = f", {_count(model['tied'], 'tied name')}" if model["tied"] else ""
+    size = _bytes(model["bytes"])
+    lines.append(f"  model      {_count(model['tensors'], 'tensor')}, {size}{tied}")
+    if optim is not None:
+        lines.append(
+            f"  optimizer  {_count(optim['tensors'], 'tensor')}, "
+            f"{_bytes(optim['bytes'])}, {_count(optim['groups'], 'group')}"
+        )
+    if found.get("extra"):
+        lines.append("  extra      yes")
+    if is_check:
+        lines.append(f"  read       {_bytes(found['bytes_read'])}, every byte")
+    if found.get("left_out"):
+        lines.append(f"  left out   {', '.join(found['left_out'])}")
+    return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: int) -> str:
+    size, unit = float(number), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.1f} {unit}" if unit != "B" else f"{number} B"

@@ -1,0 +1,124 @@
+"""A native checkpoint directory of one file, made from any source.
+
+Every tensor is whole in it, as those that no unit holds are after ``save``; whoever
+loads reads the slices that it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.directory import MANIFEST, write_synced
+from composable_fsdp.storage.dtypes import require_storable
+from composable_fsdp.storage.formats.tree import pieces
+from composable_fsdp.storage.manifest import Manifest
+from composable_fsdp.storage.merge import merge
+from composable_fsdp.storage.native import manifest_bytes
+from composable_fsdp.storage.part import Part, SinglePart
+from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.validate import parse
+from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.writer import (
+    Piece,
+    in_order,
+    of_tensor,
+    places_of,
+    write_file,
+)
+
+DATA = "rank00000.safetensors"
+
+
+def write_native(out: Path, source: Source) -> None:
+    """Make the directory ``out``. Holds one piece of a tensor at a time.
+
+    Without random states: a rank that loads it keeps its own.
+
+    Raises: CheckpointError, for extra state that is not JSON and tensors.
+    """
+    out.mkdir()
+    maker = _Maker(source)
+    try:
+        part = maker.part()
+    except TypeError as error:
+        raise CheckpointError(
+            f"{error} Convert the weights alone, or to another format."
+        ) from error
+    entries = in_order(maker.pieces)
+    file = write_file(str(out / DATA), entries)
+    manifest: Manifest = merge([(part, file, places_of(entries))])
+    manifest = dataclasses.replace(manifest, rng=())
+    parse(manifest.to_json(), str(out / MANIFEST))  # readable, before it has a name
+    write_synced(str(out / MANIFEST), manifest_bytes(manifest))
+
+
+class _Maker:
+    """Lists the entries of the file, and describes them."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.pieces: list[Piece] = []
+        self._part = Part()
+
+    def part(self) -> Part:
+        """The description. Raises: TypeError, for a value that is no JSON."""
+        source, part = self.source, self._part
+        others: dict[str, list[str]] = {}
+        for name, kept in source.aliases.items():
+            others.setdefault(kept, []).append(name)
+        for name, info in source.model.items():
+            single = SinglePart((name, *others.get(name, ())), f"tensor.{name}")
+            self._add(single.key, info, partial(source.read_model, name))
+            for key, state in source.optim.get(name, {}).items():
+                single.states[key] = f"{single.key}.{key}"
+                read = partial(source.read_optim, name, key)
+                self._add(single.states[key], state, read)
+            for key, value in source.optim_values.get(name, {}).items():
+                where = f"optimizer state {key!r} of {name!r}"
+                single.values[key] = self._encode(value, where)
+            part.singles.append(single)
+        if source.param_groups is not None:
+            part.param_groups = [
+                self._encode(dict(group), f"param_groups[{g}]")
+                for g, group in enumerate(source.param_groups)
+            ]
+        part.extra = encode(_lists(source.extra), "extra", self._put)
+        for piece in self.pieces:
+            part.tensors[piece.key] = (piece.dtype, piece.shape)
+        return part
+
+    def _add(
+        self, key: str, info: TensorInfo, read: Callable[[int, int], Tensor]
+    ) -> None:
+        require_storable(info.dtype, repr(key))
+
+        def slices() -> Iterator[Tensor]:
+            return (read(start, stop) for start, stop in pieces(info))
+
+        self.pieces.append(Piece(key, info.dtype, info.shape, slices))
+
+    def _encode(self, value: Any, where: str) -> Any:
+        return encode(value, where, self._put, python_values=True)
+
+    def _put(self, tensor: Tensor, where: str) -> int:
+        require_storable(tensor.dtype, where)
+        key = f"loose.{len(self._part.loose)}"
+        self._part.loose.append(key)
+        self.pieces.append(of_tensor(key, tensor))
+        return len(self._part.loose) - 1
+
+
+def _lists(value: Any) -> Any:
+    """``value`` with lists for tuples, which JSON does not have."""
+    if isinstance(value, list | tuple):
+        return [_lists(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _lists(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,252 @@
+"""Claims on the command line: exit status, one message, one JSON object, and help."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from composable_fsdp import convert
+from composable_fsdp.inspection import progress as progress_module
+from composable_fsdp.inspection.command_line import main
+from composable_fsdp.inspection.progress import progress
+from tests.storage.samples import sample, saved
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return saved(tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("to", ["native", "dcp", "torch"])
+def test_verify_counts_what_is_in_a_good_checkpoint(
+    tmp_path: Path, run: Run, checkpoint: Path, to: str
+) -> None:
+    """Status 0, nothing on standard error, and numbers that are those of the sample."""
+    convert(checkpoint, tmp_path / "out", to)
+
+    status, out, err = run("verify", tmp_path / "out")
+
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0] == f"{tmp_path / 'out'}: {to} checkpoint, good"
+    assert "7 tensors, 213 B, 1 tied name" in out
+    assert "2 groups" in out
+    assert "extra" in out
+
+
+def test_json_is_one_object_with_the_same_numbers(run: Run, checkpoint: Path) -> None:
+    """For scripts; standard error stays empty."""
+    status, out, err = run("verify", checkpoint, "--json")
+
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert found["ok"] is True
+    assert found["format"] == "torch"
+    assert found["model"] == {"tensors": 7, "bytes": 213, "tied": 1}
+    assert found["bytes_read"] > 213
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a weight."""
+    weight = sample()["model"]["half.weight"]
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes(weight.view(torch.uint8).flatten().tolist()))] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("to", "file"),
+    [("native", "rank00000.safetensors"), ("dcp", "__0_0.distcp"), ("torch", "")],
+)
+def test_verify_finds_one_flipped_bit(
+    tmp_path: Path, run: Run, checkpoint: Path, to: str, file: str
+) -> None:
+    """Status 1 and one message that names the file, no traceback; JSON says so too."""
+    convert(checkpoint, tmp_path / "out", to)
+    flip(tmp_path / "out" / file if file else tmp_path / "out")
+
+    status, out, err = run("verify", tmp_path / "out", "--json")
+
+    assert status == 1
+    assert err.startswith("error: ")
+    assert (file or "out") in err
+    assert "Traceback" not in err
+    assert json.loads(out) == {"ok": False, "error": err[len("error: ") : -1]}
+
+
+def test_a_path_with_nothing_is_one_message(tmp_path: Path, run: Run) -> None:
+    """Which lists what could have been there."""
+    status, out, err = run("verify", tmp_path / "none")
+
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {tmp_path / 'none'} holds nothing; expected")
+    assert err.count("\n") == 1
+
+
+def test_convert_goes_there_and_back(
+    tmp_path: Path, run: Run, checkpoint: Path
+) -> None:
+    """The last file holds what the first one did."""
+    ways = [("a", "dcp"), ("b", "native"), ("c", "torch")]
+    source = checkpoint
+    for name, to in ways:
+        status, out, err = run("convert", source, tmp_path / name, "--to", to)
+        assert (status, err) == (0, "")
+        assert out.startswith(f"{tmp_path / name}: {to} checkpoint, written")
+        source = tmp_path / name
+
+    assert torch.equal(
+        torch.load(source)["model"]["embed.weight"], sample()["model"]["embed.weight"]
+    )
+
+
+def test_what_is_left_out_is_told(tmp_path: Path, run: Run, checkpoint: Path) -> None:
+    """Where a format holds weights only; not where weights alone were asked for."""
+    _, told, _ = run("convert", checkpoint, tmp_path / "a", "--to", "safetensors")
+    _, asked, _ = run("export", checkpoint, tmp_path / "b")
+
+    assert "left out   optimizer state, extra state" in told
+    assert "left out" not in asked
+
+
+@pytest.mark.req("U-06")
+def test_export_makes_files_of_the_size_that_was_asked_for(
+    tmp_path: Path, run: Run, checkpoint: Path
+) -> None:
+    """Several with an index, or the one file that was named."""
+    run("export", checkpoint, tmp_path / "many", "--max-shard-size", "100B")
+    status, _, _ = run("export", checkpoint, tmp_path / "one.safetensors")
+
+    assert status == 0
+    parts = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(parts) > 1
+    found = {name: t for part in parts for name, t in load_file(part).items()}
+    assert found.keys() == load_file(tmp_path / "one.safetensors").keys()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, run: Run, checkpoint: Path) -> None:
+    """Status 1, and the file is as it was."""
+    before = checkpoint.read_bytes()
+
+    status, _, err = run("convert", checkpoint, checkpoint, "--to", "torch")
+
+    assert status == 1
+    assert "exists already" in err
+    assert checkpoint.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("look", "a"),
+        ("verify",),
+        ("convert", "a", "b"),
+        ("convert", "a", "b", "--to", "zip"),
+        ("export", "a", "b", "--max-shard-size", "much"),
+        ("export", "a", "b", "--max-shard-size", "0"),
+    ],
+)
+def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, ...]) -> None:
+    """With the usage on standard error."""
+    status, out, err = run(*arguments)
+
+    assert (status, out) == (2, "")
+    assert err.startswith("usage: python -m composable_fsdp")
+
+
+@pytest.mark.parametrize("command", ["", "verify", "convert", "export"])
+def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> None:
+    """So that nobody needs another page to begin."""
+    status, out, _ = run(*command.split(), "--help")
+
+    assert status == 0
+    assert (
+        f"python -m composable_fsdp {command or 'verify'}" in out.split("examples")[1]
+    )
+    assert "safetensors  a file, or a directory" in out
+    assert "exit status: 0 good, 1 bad" in out
+
+
+def test_an_interrupt_leaves_nothing(
+    tmp_path: Path, run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle: one line, the shell's status, no file."""
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupt)
+    status, _, err = run("convert", checkpoint, tmp_path / "out", "--to", "torch")
+
+    assert (status, err) == (130, "interrupted; nothing was left behind\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_progress_is_shown_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, rich: bool
+) -> None:
+    """With rich and without it; on the last line nothing of it is left."""
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(progress_module, "_PAUSE", 0.0)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    with progress("reading", 200) as advance:
+        advance(100)
+        advance(100)
+
+    text = terminal.getvalue()
+    assert "reading" in text
+    assert "100%" in text or rich
+    assert text.endswith("\x1b[K") or rich
+
+
+def test_progress_is_silent_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """A log file gets no bars."""
+    with progress("reading", 200) as advance:
+        advance(100)
+
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_module_is_the_command(checkpoint: Path) -> None:
+    """``python -m composable_fsdp``, in a process of its own and without a group."""
+    done = subprocess.run(
+        [sys.executable, "-m", "composable_fsdp", "verify", str(checkpoint)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch checkpoint, good" in done.stdout
