@@ -15,6 +15,7 @@ from composable_fsdp.optim.guard import require_elementwise
 from composable_fsdp.optim.names import Named, require_pair
 from composable_fsdp.optim.save import require_same_state
 from composable_fsdp.optim.sharded import SCALARS
+from composable_fsdp.optim.watch import meet
 
 
 def get_full_optim_state(
@@ -93,6 +94,7 @@ def _find(
     model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str
 ) -> tuple[Held | nn.Parameter, Named]:
     require_pair(model, optim, what)
+    meet(optim)
     require_elementwise(optim)
     found = find_parameter(model, fqn, what)
     if isinstance(found, Held):

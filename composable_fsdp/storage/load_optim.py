@@ -16,6 +16,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.sharded import SCALARS
+from composable_fsdp.optim.watch import meet
 from composable_fsdp.storage.contents import Contents, HeldTensor, named
 from composable_fsdp.storage.fit import LoadReport, find
 from composable_fsdp.storage.source import Source
@@ -169,6 +170,7 @@ class OptimizerLoad:
                 if state:
                     states[i] = state
             index += len(ids)
+        meet(self.optim)
         self.optim.load_state_dict({"state": states, "param_groups": options})
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_fsdp import ShardedStateDictConfig, StateDictType, state_dict_type
+from composable_fsdp import (
+    Block,
+    FullyShardedDataParallel,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+    state_dict_type,
+)
 
 SHARDED = StateDictType.SHARDED_STATE_DICT
 
@@ -55,3 +63,35 @@ def load_sending_nothing(state: dict[str, Any], folder: Path) -> None:
     with Payload() as mode:
         dcp_load(state, checkpoint_id=folder)
     assert mode.sent == []
+
+
+class Corners(nn.Module):
+    """What boxes have trouble with: no dimension, no element, one element."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in {
+            "scale": (),
+            "one": (1,),
+            "empty": (0, 4),
+            "flat": (3, 0),
+            "cube": (3, 2, 2),
+            "bias": (5,),
+        }.items():
+            value = torch.randn(shape, generator=generator)
+            self.register_parameter(name, nn.Parameter(value))
+        self.register_buffer("seen", torch.tensor(float(seed)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = x + torch.stack([p.sum() for p in self.parameters()]).sum()
+        return total
+
+
+def corners(path: str, block: Block, seed: int) -> tuple[nn.Module, Any]:
+    model: nn.Module = Corners(seed)
+    if path == "composable":
+        fully_shard(model, block=block)
+    elif path == "wrapper":
+        model = FullyShardedDataParallel(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -13,33 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
-    Block,
-    FullyShardedDataParallel,
     ShardingStrategy,
     StateDictType,
-    fully_shard,
-    optim_state_dict,
     set_state_dict_type,
-    state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
 from tests.access.sharded import (
     RankCount,
@@ -124,86 +110,6 @@ def test_the_payload_counter_sees_a_tensor_that_is_sent(one_rank: World) -> None
         dist.all_reduce(torch.ones(1))
 
     assert mode.sent == ["c10d.allreduce_.default"]
-
-
-class Corners(nn.Module):
-    """What boxes have trouble with: no dimension, no element, one element."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        for name, shape in {
-            "scale": (),
-            "one": (1,),
-            "empty": (0, 4),
-            "flat": (3, 0),
-            "cube": (3, 2, 2),
-            "bias": (5,),
-        }.items():
-            value = torch.randn(shape, generator=generator)
-            self.register_parameter(name, nn.Parameter(value))
-        self.register_buffer("seen", torch.tensor(float(seed)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = x + torch.stack([p.sum() for p in self.parameters()]).sum()
-        return total
-
-
-def corners(path: str, block: Block, seed: int) -> tuple[nn.Module, Any]:
-    model: nn.Module = Corners(seed)
-    if path == "composable":
-        fully_shard(model, block=block)
-    elif path == "wrapper":
-        model = FullyShardedDataParallel(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def save_corners(world: World, path: str, block: Block, folder: Path) -> Any:
-    model, optimizer = corners(path, block, 3)
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    with state_dict_type(model, SHARDED):
-        saved = {
-            "model": model.state_dict(),
-            "optim": optim_state_dict(model, optimizer),
-        }
-    save_sending_nothing(saved, folder)
-    return dict(model.state_dict()), optim_state_dict(model, optimizer)["state"]
-
-
-def load_corners(world: World, block: Block, folder: Path, expected: Any) -> None:
-    for path in ("plain", *PATHS):
-        model, optimizer = corners(path, block, 5)
-        weights, state = get_state_dict(model, optimizer)
-        found: dict[str, Any] = {"model": weights, "optim": state}
-        load_sending_nothing(found, folder)
-        model.load_state_dict(found["model"])
-        set_optimizer_state_dict(model, optimizer, found["optim"])
-
-        assert _same(dict(model.state_dict()), expected[0])
-        state = optim_state_dict(model, optimizer)["state"]
-        assert _same(state, expected[1])
-        whole = StateDictOptions(full_state_dict=True)
-        full = get_optimizer_state_dict(model, optimizer, options=whole)
-        new = torch.optim.AdamW(model.parameters(), lr=0.1)
-        set_optimizer_state_dict(model, new, full, options=whole)
-        assert _same(
-            local_state_dict(new)["state"], local_state_dict(optimizer)["state"]
-        )
-
-
-@pytest.mark.req("X-28")
-@pytest.mark.parametrize("block", Block, ids=lambda b: b.name)
-@pytest.mark.parametrize("before", [2, 3])
-@both_paths
-def test_parameters_of_any_shape_go_through_a_checkpoint(
-    ranks: RankCount, path: str, before: int, block: Block, tmp_path: Path
-) -> None:
-    """Without dimensions, without elements, cut inside rows; to any world size."""
-    expected = ranks(before).run(save_corners, path, block, tmp_path)[0]
-
-    for after in (1, 2, 4):
-        ranks(after).run(load_corners, block, tmp_path, expected)
 
 
 def check_loads(world: World, path: str) -> None:

@@ -20,8 +20,7 @@ from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, gpt, message_of, step
 from tests.runtime.reference import PATHS, adamw
-from tests.state_dict.dcp_tools import SHARDED
-from tests.state_dict.test_dcp_model import Corners, corners
+from tests.state_dict.dcp_tools import SHARDED, Corners, corners
 
 HOW = ["thread", "writer", pytest.param("process", marks=pytest.mark.slow)]
 
