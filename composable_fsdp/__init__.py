@@ -21,6 +21,12 @@ from composable_fsdp.access.settings import (
     set_requires_all_reduce,
     set_requires_gradient_sync,
 )
+from composable_fsdp.access.single import (
+    get_full_grad,
+    get_full_param,
+    set_full_grad,
+    set_full_param,
+)
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
@@ -65,6 +71,7 @@ from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
+from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
 from composable_fsdp.planning.callables import (
     always_wrap_policy,
     lambda_auto_wrap_policy,
@@ -91,6 +98,8 @@ from composable_fsdp.state_dict.settings import (
     set_state_dict_type,
     state_dict_type,
 )
+from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.storage.async_save import async_save
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
@@ -131,6 +140,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
+    "ShardedValue",
     "ShardingPlan",
     "ShardingStrategy",
     "SizePolicy",
@@ -144,6 +154,7 @@ __all__ = [
     "allreduce_hook",
     "always_wrap_policy",
     "apply_activation_checkpointing",
+    "async_save",
     "bf16_compress_hook",
     "checkpoint",
     "checkpoint_wrapper",
@@ -153,6 +164,9 @@ __all__ = [
     "export_safetensors",
     "fp16_compress_hook",
     "fully_shard",
+    "get_full_grad",
+    "get_full_optim_state",
+    "get_full_param",
     "get_state_dict_type",
     "is_sharded",
     "lambda_auto_wrap_policy",
@@ -172,6 +186,9 @@ __all__ = [
     "replicate",
     "reshard",
     "save",
+    "set_full_grad",
+    "set_full_optim_state",
+    "set_full_param",
     "set_gradient_divide_factor",
     "set_is_last_backward",
     "set_modules_to_backward_prefetch",

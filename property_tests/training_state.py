@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp import (
+    CPUOffload,
+    MixedPrecision,
     ShardingStrategy,
     clip_grad_norm_,
     is_sharded,
@@ -48,6 +51,8 @@ from tests.runtime.reference import (
 Action = tuple[Any, ...]
 """Name of a method of ``Trio``, and its arguments."""
 
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
 
 class Broken(RuntimeError):
     """What a hook raises to break a forward."""
@@ -61,13 +66,20 @@ class Graph:
     plain: list[Tensor]
 
 
+@dataclass(frozen=True)
+class Options:
+    """How units are sharded. ``low``: they compute in bfloat16, reduce in float32."""
+
+    strategy: ShardingStrategy
+    low: bool = False
+    offload: bool = False
+
+
 class Trio:
     """One recipe as plain, composable and wrapped model, on this rank."""
 
-    def __init__(
-        self, world: World, recipe: ModelRecipe, strategy: ShardingStrategy
-    ) -> None:
-        self.world, self.recipe = world, recipe
+    def __init__(self, world: World, recipe: ModelRecipe, options: Options) -> None:
+        self.world, self.recipe, self.low = world, recipe, options.low
         # Sums of three have an order, and momentum that overshoots makes rounding grow
         # from step to step: so in float64 then.
         exact = world.world_size <= 2
@@ -81,7 +93,9 @@ class Trio:
                 units,
                 path=path,
                 style=style,
-                strategy=strategy,
+                strategy=options.strategy,
+                mixed_precision=LOW if options.low else None,
+                cpu_offload=CPUOffload(offload_params=options.offload),
             )
             for path, style in (("composable", "manual"), ("wrapper", "auto"))
         ]
@@ -107,12 +121,20 @@ class Trio:
     def inputs(self, batch: int, rank: int) -> Tensor:
         return wide_input(self.recipe.width)(batch, rank).to(self.dtype)
 
+    def compute(self, x: Tensor) -> Tensor:
+        """What the plain model makes of ``x``, cast as the units cast."""
+        low = torch.bfloat16 if self.low else self.dtype
+        cast = {name: p.to(low) for name, p in self.plain.named_parameters()}
+        y: Tensor = functional_call(self.plain, cast, (x.to(low),))
+        return y
+
     # ---- the step -----------------------------------------------------------
 
     def forward(self, batch: int) -> None:
         world = self.world
         plain = [
-            loss_of(self.plain, self.inputs(batch, r)) for r in range(world.world_size)
+            self.compute(self.inputs(batch, rank)).float().square().mean()
+            for rank in range(world.world_size)
         ]
         mine = self.inputs(batch, world.rank)
         self.phases.clear()
@@ -180,7 +202,9 @@ class Trio:
     def evaluate(self, inference: bool) -> None:
         x = self.inputs(9, self.world.rank)
         with torch.inference_mode() if inference else torch.no_grad():
-            outs = [model.eval()(x).clone() for model in self.models]
+            self.plain.eval()
+            outs = [self.compute(x)]
+            outs += [model.eval()(x).clone() for model in self.sharded]
         for model in self.models:
             model.train()
         self.equal(outs[1], outs[2], 0.0)
@@ -352,11 +376,11 @@ class Trio:
 def run_program(
     world: World,
     recipe: ModelRecipe,
-    strategy: ShardingStrategy,
+    options: Options,
     program: list[Action],
 ) -> None:
     """Carry out a program on this rank, with every check after every action."""
-    trio = Trio(world, recipe, strategy)
+    trio = Trio(world, recipe, options)
     for name, *arguments in program:
         action: Callable[..., None] = getattr(trio, name)
         action(*arguments)

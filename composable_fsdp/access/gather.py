@@ -15,6 +15,8 @@ from torch import Tensor
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.planning.layout import ParameterSlot
 
 
 @torch.no_grad()
@@ -48,6 +50,34 @@ def gather_flat_values(
             [fulls[i] for i in filled], [shards[i] for i in filled], group
         )
     return fulls
+
+
+@torch.no_grad()
+def gather_slot(
+    handle: FlatParamHandle, region: FlatParameter, slot: ParameterSlot, part: Tensor
+) -> Tensor:
+    """Return the whole value of one parameter, of which ``part`` is this rank's.
+
+    A new tensor of the plain model's shape, on the compute device.
+
+    Collective: one broadcast over the shard group from each rank that holds elements,
+    of those; none if the group has one rank.
+    """
+    group = handle.groups.shard
+    if part.is_meta:
+        return part.new_empty(slot.shape)
+    if group is None:
+        return part.to(handle.device, copy=True).view(slot.shape)
+    whole = storage.new_buffer(slot.numel, part.dtype, handle.device)
+    for rank in range(group.size()):
+        start, stop = region.layout.interval(slot, rank)
+        if start == stop:
+            continue
+        piece = whole[start:stop]
+        if rank == handle.groups.rank:
+            piece.copy_(part.reshape(-1))
+        collectives.broadcast(piece, group, rank=rank)
+    return whole.view(slot.shape)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 class Shown:
     """What a block shows of one unit on this rank: all of it, or its shards still."""
 
-    __slots__ = ("fulls", "grads", "handle", "leaves")
+    __slots__ = ("fulls", "grads", "handle", "is_agreed", "leaves")
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
@@ -40,6 +40,8 @@ class Shown:
         self.leaves: list[nn.Parameter] = []
         """What takes the place of the sharded leaves, in the same order."""
         self.grads: ShownGrads | None = None
+        self.is_agreed = True
+        """Whether what the block wrote may be kept: no rank of the unit raised."""
 
     @torch.no_grad()
     def take_assigned(self) -> None:
@@ -131,7 +133,7 @@ def _unshard_state(
                 handle, unit.leaves, rank0_only=rank0_only, to_cpu=offload_to_cpu
             )
         yield unit
-        if writeback:
+        if writeback and unit.is_agreed:
             unit.take_assigned()
             shards = [region.shard for region in handle.regions]
             spread_flat_values(handle, shards, unit.fulls, from_first=rank0_only)

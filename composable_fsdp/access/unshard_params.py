@@ -11,8 +11,14 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from composable_fsdp.access.outcome import (
+    failed_ranks,
+    require_same_values,
+    tell_failure,
+)
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.summon import _unshard_state
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.recover import require_idle
@@ -31,6 +37,7 @@ def unshard_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
+    check_same: bool = False,
 ) -> Iterator[None]:
     """Show full parameters in ``module`` while the block runs.
 
@@ -38,21 +45,27 @@ def unshard_params(
         module: any module that is or holds a fully sharded module.
         recurse: also the units below; else only the unit that ``module`` itself is.
         writeback: what the block wrote into the parameters reaches the shards. Each
-            rank writes its own part; with ``rank0_only`` rank 0's values reach every
-            shard.
+            rank keeps the part that it holds, and each replica its own, so write the
+            same on all ranks; with ``rank0_only`` rank 0's values reach every shard.
         rank0_only: only rank 0 of each shard group gets full parameters; the others
-            keep seeing their shards.
+            keep seeing their shards. What is written back is that of the one rank that
+            is first in its shard group and among the replicas.
         offload_to_cpu: the full parameters are copies in host memory, made unit by
             unit, so device memory holds one unit at a time.
         with_grads: ``.grad`` of the full parameters is the full gradient, where any
             rank has one; with ``writeback`` what the block makes of it is kept.
+        check_same: compare the values over ranks before they are written back.
 
     Collective: per unit one all-gather over the shard group (with ``rank0_only`` one
     gather per region, and with ``writeback`` one scatter per region on exit); with
     ``with_grads`` the same again, and one all-reduce of a byte per parameter (with
-    ``rank0_only`` and ``writeback`` one more on exit). All its ranks must enter. After
-    a raise in the block nothing is written and nothing is sent.
-    Raises: PhaseError, inside forward, backward or another such block.
+    ``rank0_only`` and ``writeback`` one more on exit). With ``writeback`` ranks tell
+    each other on exit that none raised: one all-reduce of a number per shard and
+    replicate group. With ``check_same`` one more of four numbers per parameter. All
+    its ranks must enter.
+    Raises: PhaseError, inside forward, backward or another such block; what the block
+    raises, and on the other ranks DesyncError: nothing is written on any; DesyncError,
+    naming a parameter that ``check_same`` found to differ, and nothing is written.
 
     >>> with unshard_params(model, writeback=True):     # doctest: +SKIP
     ...     model.head.weight.data.zero_()
@@ -61,22 +74,23 @@ def unshard_params(
     # All of them first: units side by side share one tree.
     contexts = {id(c): c for c in (require_idle(s, "unshard_params") for s in tops)}
     with ExitStack() as stack:
+        units: list[_FSDPState] = []
         for state in tops:
             context = ensure_root(state)
             if id(context) in contexts:
                 contexts.pop(id(context))
                 stack.enter_context(_summon(context, state, rank0_only))
-            stack.enter_context(
-                _unshard_params_recurse(
-                    state.module,
-                    state,
-                    recurse=recurse,
-                    writeback=writeback,
-                    rank0_only=rank0_only,
-                    offload_to_cpu=offload_to_cpu,
-                    with_grads=with_grads,
-                )
+            units += _get_fsdp_states(state.module) if recurse else [state]
+        stack.enter_context(
+            _unshard_states(
+                units,
+                writeback=writeback,
+                rank0_only=rank0_only,
+                offload_to_cpu=offload_to_cpu,
+                with_grads=with_grads,
+                check_same=check_same and not rank0_only,
             )
+        )
         yield
 
 
@@ -131,23 +145,58 @@ def _unshard_params_recurse(
         if ensure_root(state).summoned is None:
             context = require_idle(state, "unshard_params")
             stack.enter_context(_summon(context, state, rank0_only))
-        shown = [
-            stack.enter_context(
-                _unshard_state(
-                    each,
-                    writeback=writeback,
-                    rank0_only=rank0_only,
-                    offload_to_cpu=offload_to_cpu,
-                    with_grads=with_grads,
-                )
+        stack.enter_context(
+            _unshard_states(
+                states,
+                writeback=writeback,
+                rank0_only=rank0_only,
+                offload_to_cpu=offload_to_cpu,
+                with_grads=with_grads,
             )
+        )
+        yield
+
+
+@contextmanager
+def _unshard_states(
+    states: list[_FSDPState], *, writeback: bool, check_same: bool = False, **how: bool
+) -> Iterator[None]:
+    """Full parameters of ``states``, written back on all ranks of a unit or on none.
+
+    ``how`` is passed on. Collective, Raises: as ``unshard_params``.
+    """
+    handles = [state.handle for state in states]
+    failed: list[int | None] = []
+    with ExitStack() as stack:
+        shown = [
+            stack.enter_context(_unshard_state(each, writeback=writeback, **how))
             for each in states
         ]
-        yield
+        try:
+            yield
+            if writeback:
+                # All units first: one that does not fit leaves every shard as it was.
+                for unit in shown:
+                    unit.take_assigned()
+        except GeneratorExit:
+            raise  # thrown away, at a time that the ranks do not share
+        except BaseException:
+            if writeback:
+                tell_failure(handles)
+            raise
         if writeback:
-            # All units first: one that does not fit leaves every shard as it was.
-            for unit in shown:
-                unit.take_assigned()
+            failed = failed_ranks(handles)
+            for unit, rank in zip(shown, failed, strict=True):
+                unit.is_agreed = rank is None
+                if check_same and unit.is_agreed:
+                    require_same_values(unit.handle, unit.fulls)
+    rank = next((rank for rank in failed if rank is not None), None)
+    if rank is not None:
+        raise DesyncError(
+            f"Rank {rank} raised inside unshard_params(writeback=True), so nothing was "
+            "written here either, and all ranks have the values from before the block. "
+            f"Look at the error of rank {rank}."
+        )
 
 
 @contextmanager

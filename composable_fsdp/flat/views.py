@@ -1,9 +1,12 @@
-"""Which leaves a unit's modules show: the sharded ones or the full ones."""
+"""Which leaves a unit's modules show, and which of its buffers have memory."""
 
 from __future__ import annotations
 
+import torch
+
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.parameter import FlatParameter
 
 
 def use_full(handle: FlatParamHandle) -> None:
@@ -56,3 +59,21 @@ def forget_arrived(handle: FlatParamHandle) -> None:
     """Note that no gradient waits in the reduce buffers."""
     for region in handle.trainable:
         region.arrived[:] = bytes(len(region.arrived))
+
+
+def hold_gradients(region: FlatParameter) -> None:
+    """Have ``grad_shard`` hold the leaves' gradients, and zeros where there is none.
+
+    Padding, too, is zero each time: what a user multiplies a whole gradient by (0 times
+    inf is NaN) must not stay in it. Sends nothing.
+    """
+    stale = list(region.grad_gaps)
+    for leaf, view in zip(region.leaves, region.grad_views, strict=True):
+        if leaf.grad is None:
+            stale.append(view)
+        elif leaf.grad is not view:
+            # Set by the user: from here on it lives in the flat gradient.
+            view.copy_(leaf.grad)
+            leaf.grad = view
+    if stale:
+        torch._foreach_zero_(stale)

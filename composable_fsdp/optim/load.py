@@ -20,17 +20,13 @@ from composable_fsdp.optim.guard import require_elementwise, whole_reason
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_part, require_plans
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
-from composable_fsdp.optim.sharded import require_own_parts
+from composable_fsdp.optim.sharded import is_number, require_own_parts
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.traversal import _get_fsdp_states
-
-SCALARS = ("step", "mu_product", "eta", "mu")
-"""State of ``torch.optim`` that is one number per parameter. For a parameter without
-dimensions the shape does not tell it from element-wise state."""
 
 
 def optim_state_dict_to_load(
@@ -161,7 +157,7 @@ def _part(
     if senders and value.shape:
         value = share_tensor(value, senders, _device(named))
     assert isinstance(value, Tensor)
-    if value.ndim == 0 and (named.shape != () or name in SCALARS):
+    if is_number(named, name, value):
         return value.clone()
     if not named.is_cut or named.region is None or named.slot is None:
         return value.clone()

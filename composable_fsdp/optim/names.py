@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp.access.single import region_of
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
@@ -130,10 +131,13 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every place of every parameter, by the plain model's names."""
-    stack = [("", model)]
+    """Every place of every parameter, by the plain model's names; each module once."""
+    stack, seen = [("", model)], set()
     while stack:
         path, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield join(path, name), parameter
@@ -153,8 +157,5 @@ def place_of(
     handle: FlatParamHandle, index: int
 ) -> tuple[FlatParameter, ParameterSlot]:
     """Region and slot of the unit's leaf number ``index``."""
-    for region in handle.regions:
-        if index < len(region.leaves):
-            return region, region.layout.parameters[index]
-        index -= len(region.leaves)
-    raise AssertionError(f"unit {handle.name} has no leaf {index}")
+    region, at = region_of(handle, index)
+    return region, region.layout.parameters[at]

@@ -88,15 +88,18 @@ def full_state(
     """Return full state whatever type is set; see ``optim_state_dict``."""
     units = _get_fsdp_states(model)
     members, options, states, by_handle = _agreed(model, optim, given)
+    wanted = not (first_only and units and not units[0].handle.groups.is_first)
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
-        if values:
-            result[named.fqn] = {k: _copy(v, to_cpu) for k, v in values.items()}
+        if values and wanted:
+            result[named.fqn] = {
+                # What is cut is replaced as soon as its unit has been gathered.
+                k: v if named.is_cut and not _is_scalar(v) else _copy(v, to_cpu)
+                for k, v in values.items()
+            }
     for indices in by_handle.values():
         _gather(members, states, indices, result, first_only, to_cpu)
-    if first_only and units and not units[0].handle.groups.is_first:
-        return {}
-    return {"state": result, "param_groups": options}
+    return {"state": result, "param_groups": options} if wanted else {}
 
 
 def sharded_state(
@@ -140,7 +143,7 @@ def _agreed(
     for i, named in enumerate(members):
         if named.is_cut:
             by_handle.setdefault(id(named.handle), []).append(i)
-    _require_same_state(members, states, by_handle)
+    require_same_state(members, states, by_handle)
     options = aligned_groups(groups, given, optim.param_groups)
     return members, options, states, by_handle
 
@@ -183,7 +186,7 @@ Entry = tuple[str, list[str]]
 """A parameter's name, and the names of its state tensors."""
 
 
-def _require_same_state(
+def require_same_state(
     members: list[Named], states: list[dict[str, Any]], by_handle: dict[int, list[int]]
 ) -> None:
     """Refuse on all ranks what one of them cannot put together.
@@ -256,7 +259,7 @@ def _gather(
             shard = shards[handle.regions.index(region)]
             shard[at : at + value.numel()].copy_(value.reshape(-1))
         fulls = gather_flat_values(handle, shards, first_only=first_only)
-        if not fulls:
+        if not fulls or not result:
             continue
         for i in indices:
             region, slot = members[i].region, members[i].slot

@@ -19,6 +19,8 @@ def as_sharded(named: Named, value: Any) -> Any:
         return value
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
+    if value.shape != named.parameter.shape:
+        return value  # not element-wise, of a parameter that is whole here
     return sharded_value(named.handle, named.region, named.slot, value)
 
 
@@ -63,10 +65,30 @@ def part_for(named: Named, key: str, value: Any) -> Any:
                 f"Optimizer state {key!r} of {shown(named.fqn)}: {problem}"
             )
         return value.local
-    if not isinstance(value, Tensor) or value.ndim == 0:
+    if not isinstance(value, Tensor) or is_number(named, key, value):
         return value
-    if value.shape == named.parameter.shape or tuple(value.shape) != named.shape:
+    if value.shape == named.parameter.shape:
         return value
-    assert named.region is not None
-    assert named.slot is not None
-    return part_of(named.region, named.slot, value, like=named.parameter)
+    if tuple(value.shape) == named.shape:
+        assert named.region is not None
+        assert named.slot is not None
+        return part_of(named.region, named.slot, value, like=named.parameter)
+    if not named.is_cut:
+        return value  # not element-wise, of a parameter that is whole here
+    raise CheckpointError(
+        f"Optimizer state {key!r} of {shown(named.fqn)} has shape "
+        f"{tuple(value.shape)}; expected this rank's part, "
+        f"{tuple(named.parameter.shape)}, the full shape, {named.shape}, or a scalar. "
+        "Load what this rank saved under an equal plan, or what "
+        "optim_state_dict_to_load(model, optim, state) returns."
+    )
+
+
+SCALARS = ("step", "mu_product", "eta", "mu")
+"""State of ``torch.optim`` that is one number per parameter. For a parameter without
+dimensions the shape does not tell it from element-wise state."""
+
+
+def is_number(named: Named, key: str, value: Tensor) -> bool:
+    """Whether a state is one number for the parameter, the same on every rank."""
+    return value.ndim == 0 and (named.shape != () or key in SCALARS)

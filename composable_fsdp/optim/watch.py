@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join
 from composable_fsdp.optim.guard import cut_leaf
 from composable_fsdp.optim.names import Named, place_of
@@ -55,7 +56,7 @@ def meet(optim: object) -> None:
     parameters = [p for group in optim.param_groups for p in group["params"]]
     if _give in optim._optimizer_state_dict_post_hooks.values():
         return
-    if not any(cut_leaf(parameter) is not None for parameter in parameters):
+    if not any(find_leaf(parameter) is not None for parameter in parameters):
         return
     optim.register_state_dict_post_hook(_give)
     optim.register_load_state_dict_pre_hook(_take)
@@ -68,9 +69,9 @@ def meet(optim: object) -> None:
                     values[key] = part_for(named, key, value)
 
 
-def _named(parameter: Any) -> Named | None:
-    """The parameter as a sharded leaf that others share; ``None`` if it is whole."""
-    found = cut_leaf(parameter)
+def _named(parameter: Any, *, whole: bool = False) -> Named | None:
+    """The parameter of a unit, if ranks hold parts of it, or ``whole`` ones count."""
+    found = find_leaf(parameter) if whole else cut_leaf(parameter)
     if found is None:
         return None
     region, slot = place_of(*found)
@@ -78,14 +79,16 @@ def _named(parameter: Any) -> Named | None:
     return Named(fqn, parameter, found[0], region, slot)
 
 
-def _members(optim: torch.optim.Optimizer, groups: Any) -> dict[Any, Named]:
-    """The sharded parameters by the keys that the state dict's ``groups`` use."""
+def _members(
+    optim: torch.optim.Optimizer, groups: Any, *, whole: bool = False
+) -> dict[Any, Named]:
+    """Parameters of units by the keys that the state dict's ``groups`` use."""
     pairs = zip(groups, optim.param_groups, strict=False)
     return {
         key: named
         for saved, own in pairs
         for key, parameter in zip(saved["params"], own["params"], strict=False)
-        if (named := _named(parameter)) is not None
+        if (named := _named(parameter, whole=whole)) is not None
     }
 
 
@@ -101,7 +104,9 @@ def _give(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
     asked = asked_by_torch()
     if asked is not None and asked.full:
         return _full(optim, state_dict, asked)
-    members = _members(optim, state_dict["param_groups"])
+    # For a checkpoint, whole ones too: a load then looks for holes.
+    whole = asked is not None
+    members = _members(optim, state_dict["param_groups"], whole=whole)
     state = dict(state_dict["state"])
     for key, named in members.items():
         if key in state:
@@ -114,6 +119,8 @@ def _give(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
 def _shown(named: Named, name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.shape == named.parameter.shape:
         return as_sharded(named, value)
+    if not named.is_cut:
+        return value
     tensors = [v for v in _pytree.tree_leaves(value) if isinstance(v, Tensor)]
     if not any(tensor.ndim for tensor in tensors):
         return value
@@ -155,7 +162,7 @@ def _take(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
 
     Raises: CheckpointError, for sharded values of another plan; nothing was loaded.
     """
-    members = _members(optim, state_dict["param_groups"])
+    members = _members(optim, state_dict["param_groups"], whole=True)
     state = {
         key: {
             name: part_for(members[key], name, value) for name, value in values.items()

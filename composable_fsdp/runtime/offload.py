@@ -22,11 +22,10 @@ gradients that gets no backward before the shards are written; use ``torch.no_gr
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async, synchronize
-from composable_fsdp.flat import storage
+from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.runtime.leaf_hooks import call_post_hooks
@@ -54,20 +53,11 @@ def send_to_host(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
 
 def _take_gradients(region: FlatParameter) -> bytearray:
     """Take the leaves' gradients into ``grad_shard``; which leaves had one."""
-    assert region.grad_shard is not None
     held = bytearray(leaf.grad is not None for leaf in region.leaves)
-    if not any(held):
-        return held
-    # What is added to must be zero where no gradient is, padding included.
-    stale = list(region.grad_gaps)
-    for leaf, view in zip(region.leaves, region.grad_views, strict=True):
-        if leaf.grad is None:
-            stale.append(view)
-        elif leaf.grad is not view:
-            view.copy_(leaf.grad)
-        leaf.grad = None
-    if stale:
-        torch._foreach_zero_(stale)
+    if any(held):
+        views.hold_gradients(region)
+        for leaf in region.leaves:
+            leaf.grad = None
     return held
 
 

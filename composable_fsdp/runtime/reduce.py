@@ -330,7 +330,9 @@ def _settle(reduction: Reduction) -> None:
             send_to_host(region, target, arrived)
             continue
         if region.temporary is not None:
-            _add(region, region.temporary)
+            assert region.grad_shard is not None
+            views.hold_gradients(region)
+            region.grad_shard.add_(region.temporary)
         for leaf, view, hit in zip(
             region.leaves, region.grad_views, arrived, strict=True
         ):
@@ -356,21 +358,3 @@ def _hold(reduction: Reduction) -> None:
             region.partial.add_(sums)
         else:
             region.partial = sums
-
-
-def _add(region: FlatParameter, sums: Tensor) -> None:
-    """Add ``sums`` to the leaves' gradients; slots without one start from zero."""
-    assert region.grad_shard is not None
-    # The padding starts from zero each time: what a user multiplies a whole gradient by
-    # (0 times inf is NaN) must not stay in it.
-    stale = list(region.grad_gaps)
-    for leaf, view in zip(region.leaves, region.grad_views, strict=True):
-        if leaf.grad is None:
-            stale.append(view)
-        elif leaf.grad is not view:
-            # Set by the user: from here on it lives in the flat gradient.
-            view.copy_(leaf.grad)
-            leaf.grad = view
-    if stale:
-        torch._foreach_zero_(stale)
-    region.grad_shard.add_(sums)

@@ -1,21 +1,22 @@
 """The one seam to the metadata classes of torch.distributed.checkpoint.
 
 Its planners ask a tensor three things: what to write, what to read, and where a box is.
-Names checked on torch 2.11 and 2.13. Imported where they are used: only that package
+Names checked on torch 2.13. Imported where they are used: only that package
 calls these, and importing it takes longer than importing this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import Box
+from composable_fsdp.state_dict.torch_asks import chunks_to_read, ranks_that_save
 
 
 def chunks(boxes: Sequence[Box]) -> list[Any]:
@@ -26,6 +27,37 @@ def chunks(boxes: Sequence[Box]) -> list[Any]:
         ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         for box in boxes
     ]
+
+
+def chunks_to_load(boxes: Sequence[Box]) -> list[Any]:
+    """The same for a load, which torch would do of what is there and no more.
+
+    Raises: CheckpointError, for a checkpoint that does not have all of a box.
+    """
+    reading = chunks_to_read()
+    if reading is not None:
+        fqn, saved = reading
+        for box in boxes:
+            found = sum(_overlap(box, chunk) for chunk in saved)
+            if found != box.numel:
+                raise CheckpointError(
+                    f"{fqn!r} is not whole in the checkpoint: of the box at "
+                    f"{box.offsets} of size {box.sizes} it has {found} of "
+                    f"{box.numel} elements. It was saved by too few ranks, or with "
+                    "parts missing; take one that all ranks saved."
+                )
+    return chunks(boxes)
+
+
+def _overlap(box: Box, chunk: Any) -> int:
+    """How many elements a box and a saved chunk have in common."""
+    ends = [
+        min(at + size, start + length) - max(at, start)
+        for at, size, start, length in zip(
+            box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True
+        )
+    ]
+    return prod(ends) if all(end > 0 for end in ends) else 0
 
 
 def write_items(
@@ -49,7 +81,7 @@ def write_items(
         WriteItemType,
     )
 
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = ranks_that_save()
     if ranks < world_size:
         raise CheckpointError(
             f"{fqn!r} is in {world_size} parts, got {ranks} ranks to save it: "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import FullStateDictConfig, StateDictType
-from composable_fsdp.errors import PhaseError
+from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, shown, strip_wrapper
@@ -28,58 +28,28 @@ from composable_fsdp.state_dict.in_force import settings_in_force
 from composable_fsdp.state_dict.local import (
     PLAN,
     local_values,
+    plan_of,
     plans_of,
     require_plan,
 )
 from composable_fsdp.state_dict.sharded import ShardedValue, sharded_values, unfit
+from composable_fsdp.state_dict.unit_keys import Reach, keys_of, names_below, reaches
 from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
 
 
 def install_state_dict_hooks(state: _FSDPState) -> None:
     """Make the unit's modules give and take full parameters. Called once, at build."""
     for module in state.modules:
-        hooks: Any = module  # torch has no types for these
-        hooks._register_state_dict_hook(partial(_save, state))
-        hooks.register_load_state_dict_pre_hook(_Load(state))
-
-
-def _slots(state: _FSDPState, module: nn.Module) -> list[ParameterSlot]:
-    """The unit's parameters below ``module``; all of them unless the unit is a list."""
-    slots = [slot for r in state.handle.plan.regions for slot in r.parameters]
-    if len(state.modules) == 1:
-        return slots
-    inside = set(map(id, module.modules()))
-    here = {info.slot_index for info in state.handle.infos if id(info.module) in inside}
-    return [slot for slot in slots if slot.index in here]
-
-
-def _holds(
-    state: _FSDPState, module: nn.Module, slot: ParameterSlot, name: str
-) -> bool:
-    """Whether ``name`` from ``module`` is this parameter: in a list, names repeat."""
-    if len(state.modules) == 1:
-        return True
-    owner, _, key = name.rpartition(".")
-    places = {
-        (id(info.module), info.name)
-        for info in state.handle.infos
-        if info.slot_index == slot.index
-    }
-    return (id(_submodule(module, owner)), key) in places
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module:
-    """The submodule of that plain name; wrappers are gone through."""
-    for part in [*name.split("."), ""] if name else [""]:
-        while inner := next(filter(None, map(module._modules.get, TRANSPARENT)), None):
-            module = inner
-        if part:
-            module = module.get_submodule(part)
-    return module
+        for at, reach in reaches(state, module):
+            hooks: Any = at  # torch has no types for these
+            hooks._register_state_dict_hook(partial(_save, state, reach))
+            hooks.register_load_state_dict_pre_hook(_Load(state, reach))
 
 
 def _save(
     state: _FSDPState,
+    reach: Reach,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -90,28 +60,31 @@ def _save(
     Collective: one all-gather over the shard group (with ``rank0_only`` one gather per
     region); all its ranks must call ``state_dict()``. None for sharded values and local
     shards, and none inside ``unshard_params``.
-    Raises: PhaseError, inside forward or backward.
+    Raises: PhaseError, inside forward or backward; CompositionError, if units below
+    are set to another type.
     """
+    keys = keys_of(state, module, reach, state_dict, prefix)
     settings = settings_in_force(state)
     kind, config = settings.state_dict_type, settings.state_dict_config
+    if settings is state.state_dict_settings:
+        _require_one_type(module, kind)
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    values = _values(state, kind, first_only=first_only, to_cpu=config.offload_to_cpu)
+    values: dict[int, Tensor] = {}
+    if keys or not reach.is_split:
+        to_cpu = config.offload_to_cpu
+        values = _values(state, kind, first_only=first_only, to_cpu=to_cpu)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        local_metadata[PLAN] = plans_of(module)
-    for slot in _slots(state, module):
+        local_metadata[PLAN] = {"": plan_of(state.handle), **plans_of(module)}
+    for key, slot in keys.items():
         # Names of one tied parameter share one tensor, as in the plain state dict.
-        for name in slot.fqns:
-            if (
-                prefix + name in state_dict
-                and slot.index in values
-                and _holds(state, module, slot, name)
-            ):
-                state_dict[prefix + name] = values[slot.index]
+        if slot.index in values:
+            state_dict[key] = values[slot.index]
     if state.precision is not None:
         # As they were before mixed precision cast them.
         for name, dtype in state.precision.buffer_dtypes.items():
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+            key = prefix + name[len(reach.start) :]
+            if name.startswith(reach.start) and key in state_dict:
+                state_dict[key] = state_dict[key].to(dtype)
     # Buffers and ignored parameters, too: all that stands below the unit's module.
     below = [key for key in state_dict if key.startswith(prefix)]
     if first_only and not state.handle.groups.is_first:
@@ -121,6 +94,19 @@ def _save(
         for key in below:
             if isinstance(state_dict[key], Tensor):
                 state_dict[key] = state_dict[key].cpu()
+
+
+def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
+    """Refuse one state dict of two types. Raises: CompositionError, naming a unit."""
+    for fqn, _, below in walk_states(module):
+        other = below.state_dict_settings.state_dict_type
+        if other is not kind:
+            raise CompositionError(
+                f"state_dict expects one type for all units; {shown(fqn)} is set to "
+                f"{other.name}, the unit it is in to {kind.name}. Call "
+                "set_state_dict_type on the whole model, or state_dict on each unit "
+                "alone."
+            )
 
 
 def _values(
@@ -162,8 +148,8 @@ _ON_META = (
 class _Load:
     """The load hook of one unit: this rank's part in the place of each full value."""
 
-    def __init__(self, state: _FSDPState) -> None:
-        self.state = state
+    def __init__(self, state: _FSDPState, reach: Reach) -> None:
+        self.state, self.reach = state, reach
 
     def __call__(
         self,
@@ -197,34 +183,33 @@ class _Load:
             if component in module._modules:
                 # The unit is a wrapper, whose own hook has renamed the keys by now.
                 prefix = f"{prefix}{component}."
-        chosen = {slot.index for slot in _slots(self.state, module)}
-        for region in handle.regions:
-            for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-                if slot.index not in chosen:
+        places = {
+            slot.index: (region, slot, leaf)
+            for region in handle.regions
+            for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
+        }
+        for name, named in names_below(self.state, module, self.reach).items():
+            key = prefix + name
+            value = state_dict.get(key)
+            if not isinstance(value, Tensor):
+                continue
+            region, slot, leaf = places[named.index]
+            problem = _take(handle, region, slot, leaf, value, local=local)
+            if leaf.is_meta and not problem:
+                if local_metadata.get("assign_to_params_buffers", False):
+                    part = value
+                    if isinstance(value, ShardedValue):
+                        part = value.local
+                    elif not local:
+                        part = part_of(region, slot, value, like=leaf)
+                    # Torch makes a parameter of it, and the unit takes it up.
+                    state_dict[key] = part.to(leaf.dtype, copy=True)
                     continue
-                for name in slot.fqns:
-                    key = prefix + name
-                    value = state_dict.get(key)
-                    if not isinstance(value, Tensor):
-                        continue
-                    if not _holds(self.state, module, slot, name):
-                        continue
-                    problem = _take(handle, region, slot, leaf, value, local=local)
-                    if leaf.is_meta and not problem:
-                        if local_metadata.get("assign_to_params_buffers", False):
-                            part = value
-                            if isinstance(value, ShardedValue):
-                                part = value.local
-                            elif not local:
-                                part = part_of(region, slot, value, like=leaf)
-                            # Torch makes a parameter of it, and the unit takes it up.
-                            state_dict[key] = part.to(leaf.dtype, copy=True)
-                            continue
-                        problem = _ON_META
-                    if problem:
-                        error_msgs.append(f"{shown(strip_wrapper(key))}: {problem}")
-                    # The leaf itself: copying it is nothing, and assign=True keeps it.
-                    state_dict[key] = leaf
+                problem = _ON_META
+            if problem:
+                error_msgs.append(f"{shown(strip_wrapper(key))}: {problem}")
+            # The leaf itself: copying it is nothing, and assign=True keeps it.
+            state_dict[key] = leaf
 
 
 @torch.no_grad()

@@ -116,7 +116,7 @@ class ShardedValue(Tensor):
         )
 
     def __create_chunk_list__(self) -> list[Any]:
-        return dcp_items.chunks(self.boxes)
+        return dcp_items.chunks_to_load(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The box that begins at ``index.offset``, as a view of ``local``."""
@@ -185,7 +185,15 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         given = to if isinstance(to, ShardedValue) else source
-        raise TypeError(_refusal(func, given))
+        text = _refusal(func, given)
+        if not given.shape:
+            # One number, and only one rank has it: no other could save it instead.
+            text += (
+                " If this is async_save with a storage_writer, pass checkpoint_id "
+                "instead: the writer's own stager makes a plain tensor of a parameter "
+                "without dimensions."
+            )
+        raise TypeError(text)
     if not to.is_part_like(source):
         raise TypeError(
             f"{func} expects another ShardedValue with {describe(to)} of shape "
@@ -215,13 +223,14 @@ def sharded_value(
 ) -> Tensor:
     """``local``, this rank's part of the parameter in ``slot``, as a sharded value.
 
-    A plain tensor where there is nothing to cut: a rank that holds everything, and a
-    parameter without elements, which no box could tell of.
+    So is a whole one on a rank that holds everything: a load then looks for holes. A
+    parameter without elements, which no box could tell of, is a plain tensor, and so is
+    a number that this rank has.
     """
-    if handle.groups.shard is None:
-        return local
     if not slot.numel:
         return local.new_empty(slot.shape)
+    if handle.groups.shard is None and not slot.shape:
+        return local
     return ShardedValue(
         local,
         slot.shape,

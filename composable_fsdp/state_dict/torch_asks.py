@@ -1,26 +1,32 @@
-"""What ``torch.distributed.checkpoint.state_dict`` wants when it calls us.
+"""What torch.distributed.checkpoint wants when it calls us.
 
 ``get_model_state_dict`` and its kin know torch's own sharded tensors. Of any other they
 ask ``module.state_dict()`` and ``optim.state_dict()``, tell them nothing, and take what
 comes for what was ordered: shards for full tensors, one rank's part for everybody's.
-What was ordered stands in the caller's frame, so it is read there, off the hot path.
-Names checked on torch 2.11 and 2.13: the module, and in its functions ``info`` with
-``full_state_dict`` and ``cpu_offload``, and ``model``. Where they are missing we refuse
-rather than guess.
+What was ordered stands in the caller's frame, so it is read there, off the hot path. So
+is what the planners do not pass on: how many ranks save, and what a checkpoint has.
+
+Names checked on torch 2.13: the modules, and in their functions ``info`` with
+``full_state_dict`` and ``cpu_offload``, ``model``, ``no_dist`` with ``process_group``,
+and ``md``. Where ``info`` is missing we refuse rather than guess; the others only find
+mistakes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 
-_MODULE = "torch.distributed.checkpoint.state_dict"
+_PACKAGE = "torch.distributed.checkpoint"
+_MODULE = f"{_PACKAGE}.state_dict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +43,12 @@ def asked_by_torch() -> Asked | None:
 
     Raises: CheckpointError, if one is whose options cannot be read.
     """
-    frame: FrameType | None = sys._getframe(1)
     seen = ""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _MODULE:
-            seen = seen or frame.f_code.co_name
-            found = _read(frame.f_locals)
-            if found is not None:
-                return found
-        frame = frame.f_back
+    for frame in _callers(_MODULE):
+        seen = seen or frame.f_code.co_name
+        found = _read(frame.f_locals)
+        if found is not None:
+            return found
     if seen:
         raise CheckpointError(
             f"{_MODULE}.{seen} asks for a state dict; expected its options in "
@@ -63,3 +66,32 @@ def _read(names: Any) -> Asked | None:
     if isinstance(full, bool) and isinstance(to_cpu, bool):
         return Asked(model, full, to_cpu) if isinstance(model, nn.Module) else None
     return None
+
+
+def ranks_that_save() -> int:
+    """How many ranks write the checkpoint that is being planned."""
+    group: dist.ProcessGroup | None = None
+    for frame in _callers(f"{_PACKAGE}.state_dict_saver"):
+        names = frame.f_locals
+        if names.get("no_dist"):
+            return 1
+        group = group or names.get("process_group")
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def chunks_to_read() -> tuple[str, list[Any]] | None:
+    """Name and chunks of the saved tensor that a load is being planned for."""
+    for frame in _callers(f"{_PACKAGE}.planner_helpers"):
+        saved = getattr(frame.f_locals.get("md"), "chunks", None)
+        if saved is not None:
+            return frame.f_locals["fqn"], saved
+    return None
+
+
+def _callers(module: str) -> Iterator[FrameType]:
+    """Running functions of torch's ``module``, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            yield frame
+        frame = frame.f_back

@@ -13,15 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.compose.registry import incompatible_api
+from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, join, shown
+from composable_fsdp.optim.names import names_of
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import require_idle, settle
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
+
+OWN_STATE = "_extra_state"
+"""What a state dict calls a module's own state, below the module's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Contents:
     states: tuple[_FSDPState, ...]
     regions: tuple[HeldRegion, ...]
     tensors: tuple[HeldTensor, ...]
+    own_states: dict[str, nn.Module]
+    """Modules with an extra state of their own (``get_extra_state``), by its name."""
 
     def slots(self) -> Iterator[tuple[HeldRegion, int]]:
         """Every parameter in a unit: its region, and its index there."""
@@ -89,24 +95,28 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         for state in states.values()
         for info in state.handle.infos
     }
-    in_units: dict[tuple[int, int], list[str]] = {}
+    in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
     others: dict[int, tuple[Tensor, list[str]]] = {}
+    given = _names_given(module)
     for path, each in places(module):
         for key, tensor in _tensors(each):
-            name = join(path, key)
+            name = given.get(id(tensor), join(path, key))
             found = slot_of.get((id(each), key))
             if found is not None:
-                in_units.setdefault((id(found[0]), found[1]), []).append(name)
+                in_units[id(found[0])].setdefault(found[1], []).append(name)
                 continue
             if find_leaf(tensor) is not None:
                 raise _partly(module, name, what)
             others.setdefault(id(tensor), (tensor, []))[1].append(name)
     regions = tuple(
-        HeldRegion(path, i, state.handle, region, _names(module, region, names, what))
+        HeldRegion(
+            path,
+            i,
+            state.handle,
+            region,
+            _names(module, region, in_units[id(state)], what),
+        )
         for path, state in states.items()
-        for names in [
-            {index: tuple(n) for (s, index), n in in_units.items() if s == id(state)}
-        ]
         for i, region in enumerate(state.handle.regions)
     )
     original = _original_dtypes(states)
@@ -115,16 +125,37 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         for tensor, names in others.values()
     )
     _require_values(regions, tensors, what)
-    return Contents(tuple(states.values()), regions, tensors)
+    own_states = {
+        join(path, OWN_STATE): each
+        for path, each in places(module)
+        if type(each).get_extra_state is not nn.Module.get_extra_state
+    }
+    return Contents(tuple(states.values()), regions, tensors, own_states)
 
 
-def places(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below ``module`` at every path, in the order of ``.modules()``."""
+def _names_given(module: nn.Module) -> dict[int, str]:
+    """Parameters that a class shows under another name than their place's, by id."""
+    here = {
+        (id(parameter), join(path, key))
+        for path, each in places(module, through_ddp=False)
+        for key, parameter in each._parameters.items()
+    }
+    names = names_of(module)
+    return {key: name for key, name in names.items() if (key, name) not in here}
+
+
+def places(
+    module: nn.Module, *, through_ddp: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below ``module`` at every path, in the order of ``.modules()``.
+
+    ``through_ddp`` leaves DistributedDataParallel's ``module`` out of the paths.
+    """
     stack = [("", module)]
     while stack:
         path, current = stack.pop()
         yield path, current
-        ddp = incompatible_api(current) == "torch's DistributedDataParallel"
+        ddp = through_ddp and incompatible_api(current) == TORCH_DDP
         for name, child in reversed(current._modules.items()):
             if child is not None:
                 hidden = name in TRANSPARENT or (ddp and name == "module")
@@ -150,12 +181,15 @@ def _states(module: nn.Module) -> dict[str, _FSDPState]:
 def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
     """The units in ``module`` by path, those below other APIs included."""
     found = _states(module)
+    trees: dict[int, _FSDPState] = {}
     for state in found.values():
         settle(state, what)
         if state.context is not None:
-            # Units that were left full on purpose give that up: their shards are read
-            # or written now.
-            require_idle(state, what)
+            trees.setdefault(id(state.context), state)
+    # Units that were left full on purpose give that up: their shards are read or
+    # written now.
+    for state in trees.values():
+        require_idle(state, what)
     return found
 
 
@@ -171,13 +205,13 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _names(
     module: nn.Module,
     region: FlatParameter,
-    found: dict[int, tuple[str, ...]],
+    found: dict[int, list[str]],
     what: str,
 ) -> tuple[tuple[str, ...], ...]:
     for slot in region.layout.parameters:
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
-    return tuple([found[slot.index] for slot in region.layout.parameters])
+    return tuple([tuple(found[slot.index]) for slot in region.layout.parameters])
 
 
 def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:

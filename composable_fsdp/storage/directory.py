@@ -40,8 +40,9 @@ def make_temporary(path: str) -> str:
         os.mkdir(made)
     except OSError as error:
         raise CheckpointError(
-            f"The directory {made} cannot be made ({error.strerror}); a checkpoint is "
-            "written there first. Save where this process may write."
+            f"The directory {made} cannot be made ({error.strerror}: "
+            f"{error.filename}); a checkpoint is written there first. Save where "
+            "this process may write."
         ) from error
     return made
 
@@ -143,13 +144,16 @@ def remove_older(path: str, keep: int) -> list[str]:
 
 
 def stale_directories(directory: str | os.PathLike[str]) -> list[Path]:
-    """Directories that interrupted saves left in ``directory``, by name.
+    """What interrupted saves left in ``directory``, by name: directories, and files
+    that were to become ``latest``.
 
     One of a save that is still running looks the same: ask when none is.
     """
     found = []
     for entry in os.scandir(directory):
-        if _TEMPORARY.match(entry.name) and entry.is_dir(follow_symlinks=False):
+        match = _TEMPORARY.match(entry.name)
+        is_directory = entry.is_dir(follow_symlinks=False)
+        if match and (is_directory or match["name"] == LATEST):
             found.append(Path(entry.path))
     return sorted(found)
 
@@ -158,7 +162,10 @@ def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
     """Remove what ``stale_directories`` finds, and return it."""
     found = stale_directories(directory)
     for each in found:
-        shutil.rmtree(each)
+        if each.is_dir():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
     return found
 
 

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
@@ -16,7 +16,7 @@ from composable_fsdp.storage.source import Source, TensorInfo
 
 @dataclass(slots=True)
 class LoadReport:
-    """What did not fit, by name; ``load`` fills it. All empty: everything fitted.
+    """What did not fit, by name; ``load`` adds to it. All empty: everything fitted.
 
     ``misshaped`` and ``dtypes`` say what was expected and what the checkpoint has.
     ``optimizer`` holds the same of the optimizer's parameters and states.
@@ -34,13 +34,14 @@ class LoadReport:
 
     def _lines(self) -> list[str]:
         parts = {
-            "missing in the checkpoint": self.missing,
-            "not in the model": self.unexpected,
+            "missing in the checkpoint": map(shown, self.missing),
+            "not in the model": map(shown, self.unexpected),
             "of another shape": self.misshaped,
             "of another dtype": self.dtypes,
             "of the optimizer": self.optimizer,
         }
-        return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
+        lines = [(what, ", ".join(names)) for what, names in parts.items()]
+        return [f"{what}: {names}" for what, names in lines if names]
 
     def require_empty(self, source: Source) -> None:
         """Raise CheckpointError, listing what did not fit."""
@@ -85,6 +86,7 @@ class Fit:
 
     source: Source
     targets: list[Target]
+    own_states: list[tuple[nn.Module, str]]
 
     def check(self) -> None:
         """Verify what ``copy`` will read. Raises: CheckpointError."""
@@ -97,6 +99,8 @@ class Fit:
         for each in self.targets:
             value = self.source.read_model(each.name, each.start, each.stop)
             each.into.copy_(value.view(each.into.shape))
+        for module, name in self.own_states:
+            module.set_extra_state(self.source.own_states[name])
 
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
@@ -124,7 +128,7 @@ def fit_model(
     ) -> str | None:
         found = find(source, names)
         if found is None:
-            report.missing.append(shown(names[0]))
+            report.missing.append(names[0])
             return None
         used.update((found, *names))
         ok = _is_fitting(names[0], shape, dtype, source.model[found], report, cast)
@@ -143,8 +147,12 @@ def fit_model(
         if found is not None:
             numel = tensor.tensor.numel()
             targets.append(Target(found, 0, numel, tensor.tensor.detach()))
-    report.unexpected += [shown(name) for name in source.model if name not in used]
-    return Fit(source, targets)
+    report.unexpected += [name for name in source.model if name not in used]
+    own_states = contents.own_states
+    report.missing += [name for name in own_states if name not in source.own_states]
+    report.unexpected += [name for name in source.own_states if name not in own_states]
+    fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
+    return Fit(source, targets, fitting)
 
 
 def _is_fitting(

@@ -20,6 +20,7 @@ from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.outcome import team_of
+from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import set_rng_state
 from composable_fsdp.storage.source import Source
 from composable_fsdp.tree.traversal import require_module
@@ -59,8 +60,9 @@ def load(
     """
     require_module(module, "load")
     team = team_of(units_in(module))
+    before = wait_for_pending(team)
+    tell = not strict and report is None
     report = LoadReport() if report is None else report
-    tell = not strict and report.is_empty()
     error: Exception | None = None
     source: Source | None = path if isinstance(path, Source) else None
     result: tuple[Contents, Fit, OptimizerLoad | None, Any] | None = None
@@ -81,7 +83,7 @@ def load(
             result = contents, fit, optimizer, state
         except Exception as raised:
             error = raised
-        team.agree(error)
+        raise_unseen(team.agree(error, before))
         assert source is not None
         assert result is not None
         _, fit, optimizer, state = result

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.load import SCALARS
+from composable_fsdp.optim.sharded import SCALARS
 from composable_fsdp.storage.contents import Contents, HeldTensor, named
 from composable_fsdp.storage.fit import LoadReport, find
 from composable_fsdp.storage.source import Source

@@ -199,6 +199,8 @@ class Manifest:
     loose: tuple[Stored, ...]
     param_groups: list[Json] | None
     extra: Json
+    own_states: dict[str, Json]
+    """What modules' ``get_extra_state`` gave, by its name in a state dict."""
     rng: tuple[Json, ...]
 
     def to_json(self) -> Json:
@@ -216,5 +218,6 @@ class Manifest:
             "loose": [stored.to_json() for stored in self.loose],
             "param_groups": self.param_groups,
             "extra": self.extra,
+            "own_states": self.own_states,
             "rng": list(self.rng),
         }

@@ -58,6 +58,7 @@ def merge(told: Sequence[Told]) -> Manifest:
         loose=tuple(loose),
         param_groups=first.param_groups,
         extra=first.extra,
+        own_states=first.own_states,
         rng=tuple(
             _shifted(part.rng, shift)
             for (part, _, _), shift in zip(told, shifts, strict=True)

@@ -141,6 +141,8 @@ class NativeSource(Source):
         if manifest.param_groups is not None:
             self.param_groups = [self._value(group) for group in manifest.param_groups]
         self.extra = self._value(manifest.extra)
+        own_states = manifest.own_states
+        self.own_states = {k: self._value(v) for k, v in own_states.items()}
 
     def _value(self, value: Any) -> Any:
         return decode(value, self.path, self._loose)
@@ -223,14 +225,15 @@ class NativeSource(Source):
             self.files[run.file].check(run.begin, end, wanted)
 
     def _read(self, runs: list[_Run], dtype: torch.dtype, wanted: str) -> Tensor:
-        first = runs[0].start if runs else 0
-        total = sum(run.stop - run.start for run in runs)
-        result = torch.empty(total, dtype=dtype)
+        # Checked before anything is allocated: a damaged manifest may claim any size.
         for run in runs:
-            nbytes = (run.stop - run.start) * dtype.itemsize
-            file = self.files[run.file]
-            file.check(run.begin, run.begin + nbytes, wanted)
-            file.read(result[run.start - first : run.stop - first], run.begin)
+            end = run.begin + (run.stop - run.start) * dtype.itemsize
+            self.files[run.file].check(run.begin, end, wanted)
+        first = runs[0].start if runs else 0
+        result = torch.empty(sum(run.stop - run.start for run in runs), dtype=dtype)
+        for run in runs:
+            part = result[run.start - first : run.stop - first]
+            self.files[run.file].read(part, run.begin)
         return result
 
 
@@ -288,7 +291,9 @@ def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
     """What an entry holds in bytes ``[low, high)``."""
     region, state = entry.region, entry.state
     if region is None:
-        yield entry.what
+        size = entry.itemsize
+        start, stop = (low - entry.begin) // size, -((entry.begin - high) // size)
+        yield f"{entry.what} {_boxes(entry.shape, start, stop)}"
         return
     base = entry.shard * region.shard_numel
     first = base + (low - entry.begin) // entry.itemsize

@@ -23,12 +23,17 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class Team:
-    """The ranks of one save or load; ``group`` is None if there is one rank."""
+    """The ranks of one save or load; ``group`` is None if there is one rank.
 
-    __slots__ = ("group", "rank", "world_size")
+    ``ranks`` are their global ranks.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    __slots__ = ("group", "rank", "ranks", "world_size")
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: tuple[int, ...] = (0,)
+    ) -> None:
+        self.group, self.ranks = group, ranks
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
 
@@ -141,4 +146,5 @@ def team_of(states: Sequence[_FSDPState], purpose: str = "checkpoint") -> Team:
         column = dist.get_process_group_ranks(replicate)
         for found in collectives.all_gather_object(column, shard):
             ranks |= set(found)
-    return Team(private_group(tuple(sorted(ranks)), purpose))
+    members = tuple(sorted(ranks))
+    return Team(private_group(members, purpose), members)

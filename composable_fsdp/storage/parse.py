@@ -195,10 +195,10 @@ class _Parser:
     def manifest(self, value: Json) -> Manifest:
         self.version(value)
         facts = ("format", "version", "library", "torch", "world_size", "block_nbytes")
-        parts = ("files", "regions", "singles", "loose", "param_groups", "extra", "rng")
-        found = self.fields(value, "the manifest", *facts, *parts)
+        parts = ("files", "regions", "singles", "loose", "param_groups", "extra")
+        found = self.fields(value, "the manifest", *facts, *parts, "own_states", "rng")
         _, _, library, torch_version, world_size, block = found[:6]
-        files, regions, singles, loose, groups, extra, rng = found[6:]
+        files, regions, singles, loose, groups, extra, own, rng = found[6:]
         if block != BLOCK or type(block) is not int:
             raise self.bad("block_nbytes", str(BLOCK), block)
         if groups is not None:
@@ -213,6 +213,7 @@ class _Parser:
             loose=self.each(loose, "loose", self.stored),
             param_groups=groups,
             extra=extra,
+            own_states=self.mapping(own, "own_states"),
             rng=tuple(self.items(rng, "rng")),
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.load import SCALARS
+from composable_fsdp.optim.sharded import SCALARS
 from composable_fsdp.storage.contents import (
     Contents,
     HeldRegion,
@@ -72,6 +72,7 @@ class Part:
     """Entries that JSON values refer to by their index here."""
     param_groups: list[Json] | None = None
     extra: Json = None
+    own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(
         default_factory=dict
@@ -97,6 +98,10 @@ class PartMaker:
         """
         states = {} if optim is None else self._optimizer_states(optim)
         encoded = encode(extra, "extra", self._put)
+        for name, module in self.contents.own_states.items():
+            self.part.own_states[name] = encode(
+                module.get_extra_state(), name, self._put, python_values=True
+            )
         for held in self.contents.regions:
             if held.handle.groups.in_first_replica:
                 self._region(held, states)
@@ -136,7 +141,7 @@ class PartMaker:
         for g, group in enumerate(optim.param_groups):
             options = {k: v for k, v in group.items() if k != "params"}
             encoded = encode(
-                options, f"param_groups[{g}]", self._put, of_optimizer=True
+                options, f"param_groups[{g}]", self._put, python_values=True
             )
             members = [_first_name(known[id(p)]) for p in group["params"]]
             if "$dict" in encoded:
@@ -214,7 +219,7 @@ class PartMaker:
 
     def _value(self, name: str, value: Any, fqn: str) -> Json:
         where = f"optimizer state {name!r} of {shown(fqn)}"
-        return encode(value, where, partial(self._put, keep=True), of_optimizer=True)
+        return encode(value, where, partial(self._put, keep=True), python_values=True)
 
     def _single(self, held: HeldTensor, states: dict[int, dict[str, Any]]) -> None:
         name = held.names[0]

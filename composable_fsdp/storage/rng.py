@@ -1,7 +1,7 @@
 """The random generators of a rank, as tensors and JSON, and back.
 
 torch's on the CPU, torch's on each CUDA device if CUDA is in use, Python's, and numpy's
-global one if numpy is imported. No generator is made for the sake of saving it.
+global one if it is imported. No generator is made for the sake of saving it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from composable_fsdp.errors import CheckpointError
 def rng_state() -> dict[str, Any]:
     """This rank's generators: ``torch``, ``cuda`` and ``others``, of ``uint8``."""
     others: dict[str, Any] = {"python": random.getstate()}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        kind, keys, *rest = numpy_random.get_state()
         if kind == "MT19937":
             others["numpy"] = [kind, keys.tolist(), *rest]
     cuda: list[Tensor] = []
@@ -46,10 +46,10 @@ def set_rng_state(state: dict[str, Any], where: str) -> None:
     try:
         others = json.loads(bytes(state["others"].tolist()))
         version, keys, gauss = others["python"]
-        numpy: Any = sys.modules.get("numpy")
+        numpy_random: Any = sys.modules.get("numpy.random")
         random.setstate((version, tuple(keys), gauss))
-        if numpy is not None and "numpy" in others:
-            numpy.random.set_state(tuple(others["numpy"]))
+        if numpy_random is not None and "numpy" in others:
+            numpy_random.set_state(tuple(others["numpy"]))
         torch.set_rng_state(state["torch"])
         if state["cuda"] and torch.cuda.is_available():
             count = min(len(state["cuda"]), torch.cuda.device_count())

@@ -37,6 +37,7 @@ from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.part import Part, PartMaker
+from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
@@ -101,6 +102,7 @@ def prepare(
     """
     target, temporary, error = "", "", None
     part, pieces = Part(), list[Piece]()
+    before = wait_for_pending(team)
     try:
         target = _absolute(path)
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -112,11 +114,12 @@ def prepare(
     except Exception as raised:
         error = raised
     try:
-        first = team.agree(error, (target, temporary))[0]
+        answers = team.agree(error, (target, temporary, before))
+        raise_unseen([before for _, _, before in answers])
     except BaseException:
         _discard(temporary)
         raise
-    target, temporary = first
+    target, temporary, _ = answers[0]
     return Job(target, temporary, part, in_order(pieces), keep)
 
 
@@ -127,15 +130,18 @@ def _absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(text)
 
 
-def write(team: Team, job: Job) -> None:
+def write(team: Team, job: Job, error: Exception | None = None) -> None:
     """Write this rank's file and commit; see ``save``.
+
+    With an ``error`` this rank writes nothing, and all ranks raise it.
 
     Collective: one gather and one broadcast of objects on the team's group.
     Raises: CheckpointError, the same on every rank.
     """
-    error: Exception | None = None
     told: Any = None
     try:
+        if error is not None:
+            raise error
         crash.here("before-write", team.rank)
         begins = places_of(job.pieces)
         name = f"rank{team.rank:05d}.safetensors"

@@ -62,6 +62,9 @@ class Source(ABC):
     By parameter name, then by the name of the state; none of it stands in ``optim``.
     """
 
+    own_states: Mapping[str, Any] = MappingProxyType({})
+    """What modules' ``get_extra_state`` gave, by its name in a state dict."""
+
     @abstractmethod
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``.

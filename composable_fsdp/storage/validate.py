@@ -41,6 +41,8 @@ class Entry(NamedTuple):
     region: Region | None = None
     shard: int = 0
     state: RegionState | None = None
+    shape: tuple[int, ...] = ()
+    """Of a whole tensor."""
 
 
 def parse(document: Json, file: str) -> Manifest:
@@ -192,10 +194,14 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
     for single in manifest.singles:
         name = shown(single.fqns[0])
         whole += [(f"state {k!r} of {name}", v) for k, v in single.states.items()]
-    whole += [(f"loose tensor {i}", each) for i, each in enumerate(manifest.loose)]
+    whole += [
+        (f"loose tensor {i} (extra, random states)", each)
+        for i, each in enumerate(manifest.loose)
+    ]
     for what, stored in whole:
         size, at = stored.dtype.itemsize, stored.at
-        yield at, Entry(at.begin, at.begin + stored.numel * size, size, what)
+        end = at.begin + stored.numel * size
+        yield at, Entry(at.begin, end, size, what, shape=stored.shape)
 
 
 def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
@@ -205,6 +211,13 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
         if place.file >= len(found):
             raise _refuse(
                 file, f"{entry.what} lies in file {place.file} of {len(found)}"
+            )
+        size = manifest.files[place.file].payload_nbytes
+        if entry.end > size:
+            raise _refuse(
+                file,
+                f"{entry.what} ends at byte {entry.end} of {size} bytes of payload in "
+                f"{manifest.files[place.file].name}",
             )
         found[place.file].append(entry)
     for each, entries in zip(manifest.files, found, strict=True):
@@ -242,6 +255,8 @@ def _check_values(manifest: Manifest, file: str) -> None:
         decode(value, f"{file}: {where}", note)
 
     check(manifest.extra, "extra")
+    for name, value in manifest.own_states.items():
+        check(value, f"own_states[{name!r}]")
     names = {n for r in manifest.regions for slot in r.slots for n in slot.fqns}
     names |= {name for single in manifest.singles for name in single.fqns}
     for g, group in enumerate(manifest.param_groups or []):

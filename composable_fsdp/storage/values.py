@@ -33,19 +33,20 @@ _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
 
 
-def encode(value: Any, where: str, put: Put, *, of_optimizer: bool = False) -> Any:
+def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> Any:
     """``value`` as JSON; tensors go to ``put``.
 
-    ``of_optimizer`` also takes tuples, and writes 0-d tensors as numbers.
+    With ``python_values``, what optimizers and modules hold: tuples as well, and 0-d
+    tensors are written as numbers.
 
     Raises: TypeError, naming the path (``extra['a'][2]``), for anything else.
     """
-    return _Encoder(put, of_optimizer).encode(value, where, 0)
+    return _Encoder(put, python_values).encode(value, where, 0)
 
 
 class _Encoder:
-    def __init__(self, put: Put, of_optimizer: bool) -> None:
-        self.put, self.of_optimizer = put, of_optimizer
+    def __init__(self, put: Put, python_values: bool) -> None:
+        self.put, self.python_values = put, python_values
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
@@ -61,7 +62,7 @@ class _Encoder:
             return _float(float(value))
         if isinstance(value, Tensor):
             return self._tensor(value, where)
-        if isinstance(value, list) or (self.of_optimizer and isinstance(value, tuple)):
+        if isinstance(value, list) or (self.python_values and isinstance(value, tuple)):
             items = [
                 self.encode(item, f"{where}[{i}]", depth + 1)
                 for i, item in enumerate(value)
@@ -88,7 +89,7 @@ class _Encoder:
     def _tensor(self, value: Tensor, where: str) -> Any:
         if type(value) not in (Tensor, torch.nn.Parameter):
             raise _refused(value, where)
-        if self.of_optimizer and value.ndim == 0 and not value.is_complex():
+        if self.python_values and value.ndim == 0 and not value.is_complex():
             number = value.item()
             if isinstance(number, float):
                 number = _float(number)

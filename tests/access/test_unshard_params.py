@@ -115,8 +115,11 @@ def check_one_unit(world: World, path: str) -> None:
 
         assert shown == expected, name
         assert is_full(model) == [False] * 3, name
-        sent = [call.op for call in calls]
-        assert sent == ["all_gather"] * (sum(expected) * (world.world_size > 1)), name
+        gathers = sum(expected) if world.world_size > 1 else 0
+        # With writeback, which is the default, ranks say on exit that none raised.
+        writes = name in ("root alone", "block alone", "root and below")
+        end = ["all_reduce"] if gathers and writes else []
+        assert [call.op for call in calls] == ["all_gather"] * gathers + end, name
 
 
 @pytest.mark.req("S1-10")
@@ -165,7 +168,8 @@ def check_discarded(
         except KeyError:
             pass
 
-    assert len(calls) == entered
+    told = [call.nbytes for call in calls[entered:]]
+    assert told == ([4] if how == "a raise" and world.world_size > 1 else [])
     assert is_full(model) == [False] * 3
     assert differences(model.state_dict(), before) == {}
 
@@ -188,7 +192,7 @@ def test_nothing_is_written_without_writeback_or_after_a_raise(
     strategy: ShardingStrategy,
     how: str,
 ) -> None:
-    """The shards keep their bits, every unit is sharded, and leaving sends nothing."""
+    """The shards keep their bits, every unit is sharded, and no value is sent."""
     ranks(world_size).run(check_discarded, path, strategy, how)
 
 

@@ -22,7 +22,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.testing.memory import LiveBytes
 from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.access.sharded import RankCount, both_paths, message_of
 from tests.runtime.reference import STRATEGIES
 from tests.storage.training import State, everything, make, optimizer_of, same, step
@@ -309,3 +311,66 @@ def test_what_extra_may_not_hold_is_named_by_its_path(tmp_path: Path) -> None:
         assert found.startswith("TypeError: ")
         assert text in found
     assert os.listdir(tmp_path) == []
+
+
+class Counting(nn.Module):
+    """Keeps something beside its parameters."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.history = (count, {"scale": torch.tensor(float(count))})
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+    def forward(self) -> None: ...
+
+
+def check_own_state(world: World, folder: Path) -> Any:
+    model = fully_shard(Counting(3))
+    save(folder / "run", model)
+    other = Counting(4)
+    load(folder / "run", other)
+    plain = nn.Linear(2, 2)
+    text = message_of(lambda: load(folder / "run", plain))
+    assert "not in the model: 'linear.weight', 'linear.bias', '_extra_state'" in text
+    return other.history
+
+
+def test_what_modules_keep_beside_tensors_is_saved_with_them(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """``get_extra_state`` and ``set_extra_state``, as in a state dict."""
+    for history in ranks(2).run(check_own_state, tmp_path):
+        assert same(history, (3, {"scale": torch.tensor(3.0)}))
+
+
+def check_memory(world: World, folder: Path) -> list[float]:
+    """Bytes above model and optimizer at their peak, as shares of one region."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    shards = [handle.regions[0].shard for handle in _get_fsdp_handles(model)[1:]]
+    region = shards[0].numel() * 4
+    peaks = []
+    for act in (save, load):
+        with LiveBytes() as live:
+            act(folder / "run", model, optimizer)
+        peaks.append(live.peak / region - 3 * len(shards))
+    return peaks
+
+
+def test_above_the_shards_there_is_at_most_one_region_in_memory(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """At save and load, counted op by op; random states take some kilobytes."""
+    for peaks in ranks(2).run(check_memory, tmp_path):
+        assert max(peaks) < 1.1

@@ -66,7 +66,8 @@ def _checked(
         if name not in names or not isinstance(values, Mapping):
             raise CheckpointError(
                 f"{where}: the optimizer has state of {name!r}, which is no parameter "
-                "of the model in it. Convert with --weights-only, or save the two again."
+                "of the model in it. Save the two again, or convert with "
+                "--weights-only."
             )
     return {names[name]: dict(values) for name, values in state.items() if values}
 

@@ -105,7 +105,7 @@ class _Maker:
         self.pieces.append(Piece(key, info.dtype, info.shape, slices))
 
     def _encode(self, value: Any, where: str) -> Any:
-        return encode(value, where, self._put, of_optimizer=True)
+        return encode(value, where, self._put, python_values=True)
 
     def _put(self, tensor: Tensor, where: str) -> int:
         require_storable(tensor.dtype, where)

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.optim.load import SCALARS
+from composable_fsdp.optim.sharded import SCALARS
 from composable_fsdp.storage.formats.named_optim import Optim, named_optim
 from composable_fsdp.storage.formats.stored import Stored
 from composable_fsdp.storage.source import Source, TensorInfo

@@ -1,0 +1,112 @@
+"""The optimizer's state of one parameter by its name, whole, read and written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.access.gather import gather_slot
+from composable_fsdp.access.single import Held, close, find_parameter, own_part
+from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.guard import require_elementwise
+from composable_fsdp.optim.names import Named, require_pair
+from composable_fsdp.optim.save import require_same_state
+from composable_fsdp.optim.sharded import SCALARS
+
+
+def get_full_optim_state(
+    model: nn.Module, optim: torch.optim.Optimizer, fqn: str
+) -> dict[str, Any]:
+    """Return what ``optim`` keeps for the parameter of that name, in full shapes.
+
+    ``{name: value}``, tensors new and on the device that computes; ``{}`` before the
+    first step, and for a parameter that never had a gradient.
+
+    Collective: one exchange of state names, and per state one broadcast of each rank's
+    part, over the shard group; all its ranks must call. None if nothing is cut.
+    Raises: CompositionError, for a name that ``model`` or ``optim`` does not have, and
+    as ``optim_state_dict``; CheckpointError, DesyncError, PhaseError, as that.
+
+    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]  # doctest: +SKIP
+    """
+    found, named = _find(model, optim, fqn, "get_full_optim_state")
+    values = optim.state.get(named.parameter, {})
+    if not isinstance(found, Held):
+        return {key: _clone(value) for key, value in values.items()}
+    cut = {id(found.handle): [0]} if named.is_cut else {}
+    require_same_state([named], [values], cut)
+    result: dict[str, Any] = {}
+    # Sorted, because ranks send them one after the other.
+    for key in sorted(values):
+        value = values[key]
+        # A counter is 0-d; a leaf that is cut never is, whatever its parameter.
+        if named.is_cut and isinstance(value, Tensor) and value.ndim:
+            value = gather_slot(found.handle, found.region, found.slot, value)
+        result[key] = _clone(value)
+    return {key: result[key] for key in values}
+
+
+@torch.no_grad()
+def set_full_optim_state(
+    model: nn.Module, optim: torch.optim.Optimizer, fqn: str, state: dict[str, Any]
+) -> None:
+    """Write what ``optim`` keeps for the parameter of that name, from full values.
+
+    Each rank passes the same and keeps its part; names that ``state`` leaves out stay
+    as they are. Sends nothing.
+    Raises: as ``get_full_optim_state``; CheckpointError, for a name that the optimizer
+    does not keep or another shape, and nothing is written.
+    """
+    found, named = _find(model, optim, fqn, "set_full_optim_state")
+    own = optim.state.get(named.parameter, {})
+    for key, value in state.items():
+        if own and key not in own:
+            raise CheckpointError(
+                f"set_full_optim_state: {type(optim).__name__} keeps no {key!r} for "
+                f"{shown(fqn)}. {close(key, own)}"
+            )
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if shape not in ((), named.shape):
+            raise CheckpointError(
+                f"set_full_optim_state expects {key!r} of {shown(fqn)} as a scalar or "
+                f"in the parameter's full shape {named.shape}, got {shape}."
+            )
+    parts = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            is_scalar = value.ndim == 0 and (named.shape != () or key in SCALARS)
+            if isinstance(found, Held) and not is_scalar:
+                value = own_part(found, value)
+            before = own.get(key)
+            if isinstance(before, Tensor):
+                value = value.to(before.device, before.dtype)
+            elif not is_scalar:
+                value = value.to(named.parameter.device)
+        parts[key] = _clone(value)
+    optim.state[named.parameter].update(parts)
+
+
+def _find(
+    model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str
+) -> tuple[Held | nn.Parameter, Named]:
+    require_pair(model, optim, what)
+    require_elementwise(optim)
+    found = find_parameter(model, fqn, what)
+    if isinstance(found, Held):
+        named = Named(fqn, found.leaf, found.handle, found.region, found.slot)
+    else:
+        named = Named(fqn, found, None, None, None)
+    mine = {id(p) for group in optim.param_groups for p in group["params"]}
+    if id(named.parameter) not in mine:
+        raise CompositionError(
+            f"{what}: parameter {shown(fqn)} is not in the {type(optim).__name__}. "
+            "Pass the optimizer that trains it."
+        )
+    return found, named
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,75 @@
+"""Asynchronous saves that are not over, by the ranks that take part in them.
+
+A save or load first waits for the one before it on the same ranks, so no two ever write
+or talk at a time. If that one failed and nobody has asked its future, the failure is
+raised there, on every rank.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, wait
+from typing import NamedTuple
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.outcome import Team
+
+
+class SaveFuture(Future[None]):
+    """The end of an asynchronous save; notes whether its outcome was asked for."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.is_seen = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end. Raises: what the save raised, or TimeoutError."""
+        self.is_seen = True
+        super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end; what the save raised, None if nothing."""
+        self.is_seen = True
+        return super().exception(timeout)
+
+
+_pending: dict[tuple[int, ...], SaveFuture] = {}
+
+
+class Before(NamedTuple):
+    """How the asynchronous save before this call ended, as one rank knows it."""
+
+    failure: str = ""
+    is_seen: bool = False
+
+
+def wait_for_pending(team: Team) -> Before:
+    """Wait until no save of these ranks is running. Sends nothing."""
+    future = _pending.pop(team.ranks, None)
+    if future is None:
+        return Before()
+    seen = future.is_seen
+    wait([future])
+    error = Future.exception(future)
+    if error is None:
+        return Before()
+    text = str(error.args[0]) if error.args else str(error)
+    return Before(f"The asynchronous save of {future.path} failed. {text}", seen)
+
+
+def remember(team: Team, future: SaveFuture) -> None:
+    """Have the next call on these ranks wait for ``future``."""
+    _pending[team.ranks] = future
+
+
+def raise_unseen(answers: list[Before]) -> None:
+    """Raise the failure that no rank has asked about; all ranks know all answers.
+
+    Raises: CheckpointError, the same on every rank.
+    """
+    failures = [each.failure for each in answers if each.failure]
+    if failures and not any(each.is_seen for each in answers):
+        raise CheckpointError(
+            f"{failures[0]} This call did nothing; repeat it to go on without that "
+            "checkpoint."
+        )

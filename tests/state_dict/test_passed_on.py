@@ -1,0 +1,150 @@
+"""State dicts of modules whose class has a ``state_dict`` of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+    state_dict_type,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.testing.place import _same
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, both_paths
+from tests.optim.models import INPUT, Mixed
+from tests.optim.test_names import Parallel, put
+
+
+class Added(nn.Module):
+    """Adds to what torch gives, as many classes do; with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixed()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.gain
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs)
+
+
+def around(model: nn.Module, path: str) -> nn.Module:
+    """The unit's module itself passes calls on."""
+    unit: nn.Module = put(Parallel(model), path)
+    return unit
+
+
+def between(model: nn.Module, path: str) -> nn.Module:
+    """A module between the unit's and its parameters does."""
+    unit: nn.Module = put(nn.Sequential(Parallel(model)), path)
+    return unit
+
+
+def inside(model: nn.Module, path: str) -> nn.Module:
+    """A module of the unit does, and others do not."""
+    model.second = Parallel(model.get_submodule("second"))
+    unit: nn.Module = put(model, path)
+    return unit
+
+
+def twice(model: nn.Module, path: str) -> nn.Module:
+    """One that does in another one."""
+    unit: nn.Module = put(Parallel(Parallel(model)), path)
+    return unit
+
+
+def plain(make: Any) -> nn.Module:
+    model = Mixed()
+    if make is inside:
+        model.second = Parallel(model.get_submodule("second"))  # type: ignore[assignment]
+        return model
+    if make is between:
+        return nn.Sequential(Parallel(model))
+    return Parallel(model)
+
+
+def check_saved(world: World, make: Any, path: str) -> None:
+    expected = plain(make).state_dict()
+    model = make(Mixed(), path)
+
+    found = model.state_dict()
+    first = FullStateDictConfig(rank0_only=True)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, first):
+        once = model.state_dict()
+    model(INPUT(0, 0))
+
+    assert _same(dict(found), dict(expected))
+    assert _same(dict(once), dict(expected) if world.rank == 0 else {})
+
+
+@pytest.mark.req("S1-07")
+@pytest.mark.parametrize("make", [around, between, inside, twice])
+@both_paths
+def test_calls_that_a_module_passes_on_still_give_full_parameters(
+    ranks: RankCount, path: str, make: Any
+) -> None:
+    """Under the plain model's names; never a shard that looks like a whole."""
+    ranks(2).run(check_saved, make, path)
+
+
+def check_loaded(world: World) -> None:
+    for make in (around, twice):
+        model = make(Mixed(seed=3), "composable")
+        model.load_state_dict(Mixed().state_dict())
+        assert _same(dict(model.state_dict()), dict(Mixed().state_dict()))
+
+
+@pytest.mark.req("S1-07")
+def test_what_such_a_model_gave_it_takes(ranks: RankCount) -> None:
+    """As the plain one does."""
+    ranks(2).run(check_loaded)
+
+
+def check_added(world: World, path: str) -> list[str]:
+    model, expected = put(Added(), path), Added().state_dict()
+    with record() as calls:
+        found = model.state_dict()
+    assert _same(dict(found), dict(expected))
+    model.load_state_dict({k: v + 1 for k, v in expected.items()})
+    again = model.state_dict()
+    with state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    ):
+        once = model.state_dict()
+    with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local = model.state_dict()
+        model.load_state_dict(local)
+
+    assert _same(dict(again), {k: v + 1 for k, v in expected.items()})
+    assert list(once) == (list(expected) if world.rank == 0 else [])
+    return [call.op for call in calls]
+
+
+@pytest.mark.req("S1-07")
+@both_paths
+def test_a_class_that_adds_to_torchs_state_dict_saves_and_loads(
+    ranks: RankCount, path: str
+) -> None:
+    """Parameters of its own and those below it, each once; buffers as well."""
+    for ops in ranks(2).run(check_added, path):
+        assert ops == ["all_gather"] * 2
+
+
+def test_one_hook_is_enough_for_ordinary_modules(one_rank: World) -> None:
+    """Others cost nothing at set-up."""
+    model, wrapped = fully_shard(Mixed()), FullyShardedDataParallel(Mixed())
+
+    for each in (model, wrapped):
+        counts = [len(m._state_dict_hooks) for m in each.modules()]
+        assert sum(counts) == 1 + (each is wrapped)

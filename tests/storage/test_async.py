@@ -1,0 +1,156 @@
+"""Claims on asynchronous saves: values of the call, one outcome, one at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import composable_fsdp
+from composable_fsdp import async_save, load, save, verify
+from composable_fsdp.storage import save as saving
+from composable_fsdp.storage import writer
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, message_of
+from tests.storage.test_faults import full_disk
+from tests.storage.training import everything, make, optimizer_of, same, step
+
+
+def slowly(seconds: float) -> Any:
+    """Have every file take that long."""
+    write_file = writer.write_file
+
+    def write(*args: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return write_file(*args, **options)
+
+    return mock.patch.object(saving, "write_file", write)
+
+
+def check_values(world: World, folder: Path) -> bool:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    at_call = everything(model, optimizer)
+    with slowly(0.3):
+        future = async_save(folder / "run", model, optimizer, {"at": 1})
+        step(model, optimizer, 1)
+        early = not future.done() and not (folder / "run").exists()
+        assert future.result() is None
+    again = make("wrapper", seed=2)
+    other = optimizer_of(again)
+    assert load(folder, again, other) == {"at": 1}
+    return early and same(everything(again, other), at_call)
+
+
+@pytest.mark.req("X-26")
+def test_an_asynchronous_save_holds_the_values_of_the_call(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Training goes on while it is written, with collectives of its own."""
+    assert ranks(2).run(check_values, tmp_path) == [True, True]
+    assert verify(tmp_path)
+
+
+def check_order(world: World, folder: Path) -> list[str]:
+    model = make("composable")
+    spans: list[tuple[float, float]] = []
+    write = saving.write
+
+    def timed(*args: Any) -> None:
+        start = time.monotonic()
+        write(*args)
+        spans.append((start, time.monotonic()))
+
+    with slowly(0.2), mock.patch("composable_fsdp.storage.async_save.write", timed):
+        async_save(folder / "step-1", model)
+        async_save(folder / "step-2", model)
+        save(folder / "step-3", model)
+        load(folder, model)
+    assert spans[0][1] <= spans[1][0]
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.req("X-26")
+def test_a_second_save_waits_for_the_first(ranks: RankCount, tmp_path: Path) -> None:
+    """Asynchronous or not, and so does a load; all of them are committed."""
+    for found in ranks(2).run(check_order, tmp_path):
+        assert found == ["latest", "step-1", "step-2", "step-3"]
+    assert (tmp_path / "latest").read_text() == "step-3\n"
+
+
+def check_failure(world: World, folder: Path) -> tuple[str, str, str]:
+    model = make("composable")
+    with full_disk(world.rank == 1):
+        future = async_save(folder / "step-1", model)
+        while not future.done():
+            time.sleep(0.01)
+    world.barrier()
+    unseen = message_of(lambda: save(folder / "step-2", model))
+    with full_disk(world.rank == 1):
+        future = async_save(folder / "step-3", model)
+        seen = message_of(future.result) if world.rank == 0 else ""
+        while not future.done():
+            time.sleep(0.01)
+    world.barrier()
+    return unseen, seen, message_of(lambda: save(folder / "step-4", model))
+
+
+@pytest.mark.req("X-26")
+def test_a_failure_surfaces_through_the_future_or_at_the_next_call(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """On every rank alike; once it was asked for on one, the next call goes on."""
+    (first, seen, last), other = ranks(2).run(check_failure, tmp_path)
+
+    assert first == other[0]
+    assert f"The asynchronous save of {tmp_path}/step-1 failed. On rank 1: " in first
+    assert "This call did nothing; repeat it" in first
+    assert "On rank 1: the checkpoint could not be accessed: File too large" in seen
+    assert last == other[2] == "nothing was raised"
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["latest", "step-4"]
+
+
+EXIT = """
+import sys, time
+from torch import nn
+from composable_fsdp import async_save
+from composable_fsdp.storage import save as saving
+write_file = saving.write_file
+def slow(*args, **options):
+    time.sleep(0.5)
+    return write_file(*args, **options)
+saving.write_file = slow
+async_save(sys.argv[1], nn.Linear(3, 3))
+"""
+
+
+@pytest.mark.req("X-26")
+def test_the_interpreters_exit_waits_for_the_save(tmp_path: Path) -> None:
+    """A script that ends right after the call leaves a whole checkpoint."""
+    root = Path(composable_fsdp.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXIT, str(tmp_path / "run")],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert verify(tmp_path / "run")
+
+
+def test_a_wrong_path_is_refused_at_the_call(tmp_path: Path) -> None:
+    """Not in the background: the next lines would count on it."""
+    (tmp_path / "run").mkdir()
+
+    text = message_of(lambda: async_save(tmp_path / "run", make("plain")))
+
+    assert "run exists, and a checkpoint is never overwritten" in text

@@ -1,0 +1,123 @@
+"""Claims on saves that are killed: the old checkpoint stays, the new is whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composable_fsdp import (
+    async_save,
+    load,
+    remove_stale,
+    save,
+    stale_directories,
+    verify,
+)
+from composable_fsdp.storage import crash
+from composable_fsdp.testing.world import RankFailure, World
+from tests.access.sharded import RankCount, message_of
+from tests.storage.training import everything, make, optimizer_of, same, step
+
+
+def save_and_die(world: World, folder: Path, point: str, behind: bool) -> None:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    os.environ[crash.VARIABLE] = point
+    if behind:
+        async_save(folder / "step-2", model, optimizer).result()
+    else:
+        save(folder / "step-2", model, optimizer)
+
+
+def save_first(world: World, folder: Path) -> dict[str, Any]:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "step-1", model, optimizer)
+    return everything(model, optimizer)
+
+
+def killed(ranks: RankCount, folder: Path, point: str, behind: bool = False) -> None:
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        ranks(2).run(save_and_die, folder, point, behind)
+
+
+def bytes_below(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.req("X-04")
+@pytest.mark.parametrize("point", [*crash.POINTS, "mid-file:1", "mid-file in thread"])
+def test_a_killed_save_leaves_the_old_checkpoint_whole(
+    ranks: RankCount, point: str, tmp_path: Path
+) -> None:
+    """Killed at any point: the old one loads, the new one is there whole or not."""
+    before = ranks(2).run(save_first, tmp_path)[0]
+    old = bytes_below(tmp_path / "step-1")
+
+    killed(ranks, tmp_path, point.split()[0], behind="thread" in point)
+
+    done = point == "after-rename"
+    assert bytes_below(tmp_path / "step-1") == old
+    assert (tmp_path / "step-2").exists() == done
+    assert bool(verify(tmp_path / "step-2")) == done
+    stale = stale_directories(tmp_path)
+    # A rank that outlives the other one tidies up.
+    assert len(stale) == (0 if done else 1) or point == "mid-file:1"
+    assert remove_stale(tmp_path) == stale
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1", *["step-2"] * done]
+    model = make("plain", seed=4)
+    optimizer = optimizer_of(model)
+    load(tmp_path, model, optimizer)
+    assert same(everything(model, optimizer), before)
+
+
+def save_again(world: World, folder: Path, point: str) -> str:
+    if point:
+        os.environ[crash.VARIABLE] = point
+    try:
+        return message_of(lambda: save(folder / "step-1", make("wrapper", seed=3)))
+    finally:
+        os.environ.pop(crash.VARIABLE, None)
+
+
+@pytest.mark.req("X-05")
+def test_an_existing_name_is_never_written_over(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Refused before a byte is written, so no crash can mix old and new files."""
+    ranks(2).run(save_first, tmp_path)
+    old = bytes_below(tmp_path / "step-1")
+
+    for point in ("", *crash.POINTS):
+        for text in ranks(2).run(save_again, tmp_path, point):
+            assert "step-1 exists, and a checkpoint is never overwritten" in text
+
+    assert bytes_below(tmp_path / "step-1") == old
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
+
+
+def save_warning(world: World, folder: Path) -> str:
+    if world.rank:
+        save(folder / "step-2", make("composable"))
+        return ""
+    with pytest.warns(UserWarning, match="interrupted") as found:
+        save(folder / "step-2", make("composable"))
+    return str(found[0].message)
+
+
+@pytest.mark.req("X-04")
+def test_what_an_interrupted_save_left_is_reported_by_the_next(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The warning names the directory and the call that removes it."""
+    killed(ranks, tmp_path, "after-write:0")
+    (stale,) = stale_directories(tmp_path)
+
+    text = ranks(2).run(save_warning, tmp_path)[0]
+
+    assert str(stale) in text
+    assert f"remove_stale({str(tmp_path)!r})" in text

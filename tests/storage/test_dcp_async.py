@@ -1,0 +1,105 @@
+"""torch's async_save of sharded values: what was there when it was called is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    async_save,
+)
+
+from composable_fsdp import Block, optim_state_dict, state_dict_type
+from composable_fsdp.testing.place import _same
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, gpt, message_of, step
+from tests.runtime.reference import PATHS, adamw
+from tests.state_dict.dcp_tools import SHARDED
+from tests.state_dict.test_dcp_model import Corners, corners
+
+HOW = ["thread", "writer", pytest.param("process", marks=pytest.mark.slow)]
+
+
+def save(world: World, path: str, how: str, folder: Path) -> Any:
+    model = gpt(path)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    expected = dict(model.state_dict()), optim_state_dict(model, optimizer)["state"]
+    with state_dict_type(model, SHARDED):
+        saved = {
+            "model": model.state_dict(),
+            "optim": optim_state_dict(model, optimizer),
+        }
+    options: dict[str, Any] = {"checkpoint_id": folder}
+    if how == "writer":  # it brings a stager of its own
+        options = {"storage_writer": FileSystemWriter(folder)}
+    if how == "process":
+        options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+    else:  # its own group: the thread sends while the next step does
+        options["process_group"] = dist.new_group(backend="gloo")
+    future = async_save(saved, **options)
+    step(model, optimizer, world.rank, 1)
+    future.result()  # type: ignore[union-attr]  # torch may return another thing
+    return expected
+
+
+def load(world: World, path: str, folder: Path, expected: Any) -> None:
+    model = gpt(path, seed=4)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    with state_dict_type(model, SHARDED):
+        found = {
+            "model": model.state_dict(),
+            "optim": optim_state_dict(model, optimizer),
+        }
+    dcp_load(found, checkpoint_id=folder)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optim"])  # names in the optimizer's order
+
+    assert _same(dict(model.state_dict()), expected[0])
+    assert _same(optim_state_dict(model, optimizer)["state"], expected[1])
+
+
+@pytest.mark.req("S1-32")
+@pytest.mark.parametrize("how", HOW)
+def test_an_asynchronous_save_has_what_there_was_before_the_next_step(
+    ranks: RankCount, how: str, tmp_path: Path
+) -> None:
+    """In a thread, with a writer's own stager, and in another process."""
+    expected = ranks(2).run(save, PATHS[0], how, tmp_path, timeout=110)[0]
+
+    ranks(3).run(load, PATHS[1], tmp_path, expected)
+
+
+def stage_a_number(world: World, folder: Path) -> str:
+    model, _ = corners("composable", Block.ROW, 3)
+    with state_dict_type(model, SHARDED):
+        saved = model.state_dict()
+    writer = FileSystemWriter(folder)
+    text = message_of(lambda: async_save(saved, storage_writer=writer))
+    group = dist.new_group(backend="gloo")
+    future: Any = async_save(saved, checkpoint_id=folder, process_group=group)
+    future.result()
+    return text
+
+
+@pytest.mark.req("U-02")
+def test_a_stager_that_loses_a_part_is_refused_with_a_way_out_that_works(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """A writer's own stager makes a plain number of a parameter without dimensions."""
+    for text in ranks(2).run(stage_a_number, tmp_path):
+        assert text.startswith("TypeError: aten.copy_")
+        assert "async_save with a storage_writer, pass checkpoint_id instead" in text
+    found = {"scale": torch.zeros(())}
+
+    with pytest.warns(UserWarning, match="single process"):
+        dcp_load(found, checkpoint_id=tmp_path, no_dist=True)
+
+    assert torch.equal(found["scale"], Corners(3).state_dict()["scale"])

@@ -1,0 +1,174 @@
+"""Claims on saves that fail: one error on every rank, no trace, training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from composable_fsdp import load, save, verify
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, message_of
+from tests.storage.training import everything, make, optimizer_of, same, step
+
+
+@contextmanager
+def full_disk(here: bool = True, limit: int = 8192) -> Iterator[None]:
+    """No file grows beyond ``limit``: Python ignores the signal, so writes fail."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@contextmanager
+def no_rename() -> Iterator[None]:
+    """The directory has no room for another name."""
+    error = OSError(errno.ENOSPC, "No space left on device", "the new name")
+    with mock.patch("os.rename", side_effect=error):
+        yield
+
+
+@contextmanager
+def no_manifest() -> Iterator[None]:
+    """The disk is full when all shards are written."""
+    error = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("composable_fsdp.storage.save.write_synced", side_effect=error):
+        yield
+
+
+FAULTS: dict[str, Callable[[World], Any]] = {
+    "disk full on rank 1": lambda world: full_disk(world.rank == 1),
+    "disk full everywhere": lambda world: full_disk(),
+    "disk full for the manifest": lambda world: no_manifest(),
+    "no space for rename": lambda world: no_rename(),
+}
+TEXTS = {
+    "disk full on rank 1": "On rank 1: the checkpoint could not be accessed: File too",
+    "disk full everywhere": "On rank 0: the checkpoint could not be accessed: File too",
+    "disk full for the manifest": "On rank 0: the checkpoint could not be accessed",
+    "no space for rename": "No space left on device (the new name)",
+}
+
+
+def check_fault(world: World, folder: Path, fault: str) -> str:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "step-1", model, optimizer)
+    step(model, optimizer, 0)
+    with FAULTS[fault](world):
+        text = message_of(lambda: save(folder / "step-2", model, optimizer))
+        world.barrier()
+        assert sorted(os.listdir(folder)) == ["latest", "step-1"]
+        world.barrier()
+    step(model, optimizer, 1)
+    save(folder / "step-2", model, optimizer)
+    again = make("wrapper", seed=5)
+    other = optimizer_of(again)
+    load(folder, again, other)
+    assert same(everything(model, optimizer), everything(again, other))
+    return text
+
+
+@pytest.mark.req("X-22", "X-23")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_is_the_same_error_on_all(
+    ranks: RankCount, fault: str, tmp_path: Path
+) -> None:
+    """Nothing is committed or left over, training and the next save go on."""
+    texts = ranks(2).run(check_fault, tmp_path, fault)
+
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("CheckpointError: ")
+    assert TEXTS[fault] in texts[0]
+    assert verify(tmp_path / "step-1")
+
+
+def check_bad_path(world: World, path: Path) -> str:
+    model = make("composable")
+    text = message_of(lambda: save(path, model))
+    step(model, optimizer_of(model), 0)
+    return text
+
+
+@pytest.mark.req("X-23")
+def test_a_path_that_cannot_be_written_is_the_same_error_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """A file in the path's place or above it, and a directory nobody may write."""
+    (tmp_path / "file").write_text("mine")
+
+    for path, expected in [
+        (tmp_path / "file", "file exists, and a checkpoint is never overwritten"),
+        (tmp_path / "file" / "step-1", "cannot be made (File exists: "),
+        (Path("/proc/step-1"), "cannot be made ("),
+    ]:
+        texts = ranks(2).run(check_bad_path, path)
+        assert texts[0] == texts[1]
+        assert expected in texts[0]
+    assert (tmp_path / "file").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def check_one_bad_rank(world: World, folder: Path) -> list[str]:
+    model = make("composable")
+    mine = {"bad": object()} if world.rank else {"good": 1}
+    texts = [message_of(lambda: save(folder / "a", model, extra=mine))]
+    optimizer = optimizer_of(model)
+    if world.rank:
+        step_on_one(model, optimizer)
+    texts.append(message_of(lambda: save(folder / "b", model, optimizer)))
+    wrong = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    texts.append(message_of(lambda: save(folder / "c", model, wrong)))
+    return texts
+
+
+def step_on_one(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """State that the other ranks do not have."""
+    parameter = next(model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.req("X-22")
+def test_what_is_wrong_on_one_rank_is_raised_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """What ``extra`` may not hold, state that others lack, a foreign optimizer."""
+    first, second = ranks(2).run(check_one_bad_rank, tmp_path)
+
+    assert first == second
+    assert first[0].startswith(
+        "TypeError: On rank 1: extra['bad'] is a builtins.object"
+    )
+    assert "Optimizer state differs over ranks: unit (root) ('gpt." in first[1]
+    assert "Parameter 0 of the optimizer's group 0, of shape (3,), is not" in first[2]
+    assert os.listdir(tmp_path) == []
+
+
+def test_keep_removes_older_checkpoints_of_the_series_alone(tmp_path: Path) -> None:
+    """Names that differ in digits only; the newest stay, whatever their numbers."""
+    model = make("plain")
+    for name in ("best", "step-7", "step-10", "step-9"):
+        save(tmp_path / name, model, keep=2)
+
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "step-10", "step-9"]
+    assert (tmp_path / "latest").read_text() == "step-9\n"
+
+
+def test_a_number_to_keep_below_one_is_refused(tmp_path: Path) -> None:
+    """With the call that was meant."""
+    text = message_of(lambda: save(tmp_path / "x", make("plain"), keep=0))
+
+    assert text == "TypeError: save expects keep=None or a number from 1, got 0."

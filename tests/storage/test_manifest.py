@@ -1,0 +1,336 @@
+"""Claims on the manifest: what makes no sense is refused by name, whatever it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp import CheckpointError, save
+from composable_fsdp.storage.native import NativeSource, manifest_bytes, read_manifest
+from composable_fsdp.storage.validate import parse
+from composable_fsdp.storage.values import decode, encode
+from tests.access.sharded import message_of
+
+Json = Any
+
+
+def entry(file: int, begin: int) -> Json:
+    return [file, begin]
+
+
+def stored(shape: list[int], at: Json) -> Json:
+    return {"dtype": "float32", "shape": shape, "at": at}
+
+
+def sound() -> Json:
+    """A manifest of two ranks: a region with one state, a buffer, a loose tensor."""
+    slots = [
+        {"fqns": ["a", "tied"], "shape": [2, 2], "offset": 0, "values": {"step": 3}},
+        {"fqns": ["b"], "shape": [3], "offset": 4, "values": {}},
+    ]
+    state = {"name": "exp", "dtype": "float32", "slots": [1]}
+    region = {
+        "unit": "u",
+        "dtype": "float32",
+        "shard_numel": 4,
+        "padded_numel": 8,
+        "slots": slots,
+        "shards": [entry(0, 0), entry(1, 0)],
+        "states": [{**state, "shards": [entry(0, 16), entry(1, 16)]}],
+    }
+    single = {"fqns": ["buf"], "tensor": stored([2], entry(0, 32))}
+    files = [
+        {
+            "name": f"rank{r}.safetensors",
+            "header_nbytes": 64,
+            "header_crc32": 7,
+            "payload_nbytes": size,
+            "blocks": [1],
+        }
+        for r, size in enumerate((44, 32))
+    ]
+    return {
+        "format": "composable_fsdp.checkpoint",
+        "version": 1,
+        "library": "0",
+        "torch": "2",
+        "world_size": 2,
+        "block_nbytes": 4 * 2**20,
+        "files": files,
+        "regions": [region],
+        "singles": [{**single, "states": {}, "values": {"x": {"$float": "nan"}}}],
+        "loose": [stored([1], entry(0, 40))],
+        "param_groups": [{"lr": 0.1, "params": ["a", "b"]}],
+        "extra": {"t": {"$tensor": 0}},
+        "own_states": {"m._extra_state": {"$tuple": [1]}},
+        "rng": [{}, {}],
+    }
+
+
+def test_the_example_is_sound() -> None:
+    """And comes back as it was, so what the tests below break is what is found."""
+    assert parse(sound(), "m.json").to_json() == sound()
+
+
+def put(path: str, value: Json) -> Callable[[Json], None]:
+    """Set what stands at a dotted path."""
+
+    def change(document: Json) -> None:
+        *parents, last = [int(p) if p.isdecimal() else p for p in path.split(".")]
+        for parent in parents:
+            document = document[parent]
+        document[last] = value
+
+    return change
+
+
+HUGE = 2**61
+BAD: dict[str, tuple[Callable[[Json], None], str]] = {
+    "wrong shape": (put("regions.0.slots.1.shape", [5]), "'b' of shape (5,) ends at"),
+    "overlapping slots": (
+        put("regions.0.slots.1.offset", 3),
+        "'b' begins at element 3 of the region of unit 'u', where 'a' has not ended",
+    ),
+    "slot out of range": (put("regions.0.slots.1.offset", 6), "'b' of shape (3,) ends"),
+    "negative offset": (put("regions.0.slots.1.offset", -1), "('b').offset is -1"),
+    "gap in the shards": (put("regions.0.shards", [entry(0, 0)]), "do not cover it"),
+    "gap in the payload": (
+        put("regions.0.shards.1", entry(1, 8)),
+        "shard 1 of unit 'u' ('a' ..) begins at byte 8, expected 0",
+    ),
+    "overlapping boxes": (put("singles.0.tensor.at", entry(0, 16)), "where 'buf' ends"),
+    "offset out of range": (
+        put("singles.0.tensor.at", entry(0, 44)),
+        "'buf' ends at byte 52 of",
+    ),
+    "no such file": (put("singles.0.tensor.at", entry(2, 32)), "'buf' lies in file 2"),
+    "huge size": (put("regions.0.slots.1.shape", [HUGE]), "'b' of shape"),
+    "huge product": (put("regions.0.slots.1.shape", [2**40, 2**40]), "('b').shape"),
+    "huge payload": (
+        put("files.0.payload_nbytes", HUGE),
+        "rank0.safetensors has 1 check",
+    ),
+    "huge shard": (put("regions.0.shard_numel", HUGE), "region of unit 'u'"),
+    "way out": (put("files.0.name", "../x.safetensors"), "is no plain name inside the"),
+    "absolute": (put("files.0.name", "/etc/passwd"), "is no plain name inside the"),
+    "hidden": (put("files.0.name", ".x"), "is no plain name inside the directory"),
+    "twice the same file": (
+        put("files.0.name", "rank1.safetensors"),
+        "stands twice in",
+    ),
+    "version": (put("version", 2), "format version 2"),
+    "other format": (put("format", "zip"), "format is 'zip', expected"),
+    "unknown field": (put("regions.0.more", 1), "regions[0] is ['dtype', 'more'"),
+    "name twice": (put("singles.0.fqns", ["tied"]), "'tied' stand there twice"),
+    "true as a number": (put("world_size", True), "world_size is True"),
+    "dtype": (
+        put("regions.0.dtype", "object"),
+        "regions[0] (unit 'u').dtype is 'object'",
+    ),
+    "loose tensor": (put("extra.t", {"$tensor": 1}), "loose tensor 1 is asked for"),
+    "unused tensor": (put("extra", None), "not referred to once each"),
+    "unknown mark": (put("extra.t", {"$eval": "1"}), "extra['t']: {'$eval': '1'} is"),
+    "group of strangers": (put("param_groups.0.params", ["z"]), "does not list param"),
+    "state of no slot": (put("regions.0.states.0.slots", [2]), "state 'exp' of the"),
+    "shards of a state": (
+        put("regions.0.states.0.shards", [entry(0, 16)]),
+        "state 'exp' of the region of unit 'u' has 1 shards, expected 2 ('b')",
+    ),
+}
+
+
+@pytest.mark.req("X-20")
+@pytest.mark.parametrize("name", BAD)
+def test_what_makes_no_sense_is_refused_by_file_and_name(name: str) -> None:
+    """A CheckpointError that starts with the file and names the parameter."""
+    change, expected = BAD[name]
+    document = sound()
+    change(document)
+
+    text = message_of(lambda: parse(document, "m.json"))
+
+    assert text.startswith("CheckpointError: m.json")
+    assert expected in text
+
+
+def paths_in(value: Json, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every value of a document stands."""
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(value, (dict, list)):
+        inside = list(value.items() if isinstance(value, dict) else enumerate(value))
+    return [path, *[p for k, v in inside for p in paths_in(v, (*path, k))]]
+
+
+PATHS = paths_in(sound())[1:]
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 70),
+    st.sampled_from([2**31, 2**62, 2**63, 10**400, -(10**30)]),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["../x", "a\0b", "float64", "complex64", "$tensor"]),
+    st.lists(st.integers(-2, 2**63), max_size=4),
+    st.dictionaries(
+        st.sampled_from(["$tensor", "$dict", "$number", "x"]), st.integers()
+    ),
+    st.sampled_from(PATHS),
+)
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> list[tuple[tuple[Any, ...], str, Any]]:
+    kinds = st.sampled_from(["set", "delete", "repeat", "swap"])
+    one = st.tuples(st.sampled_from(PATHS), kinds, ODD)
+    return draw(st.lists(one, min_size=1, max_size=3))
+
+
+def mutate(document: Json, path: tuple[Any, ...], kind: str, value: Any) -> None:
+    """Change what stands at ``path``, if an earlier change has left it there."""
+    for part in path[:-1]:
+        try:
+            document = document[part]
+        except (KeyError, IndexError, TypeError):
+            return
+    last = path[-1]
+    if not isinstance(document, (dict, list)):
+        return
+    try:
+        old = document[last]
+    except (KeyError, IndexError, TypeError):
+        return
+    if kind == "set":
+        document[last] = list(value) if isinstance(value, tuple) else value
+    elif kind == "delete":
+        del document[last]
+    elif isinstance(document, list):
+        document.insert(0, copy.deepcopy(old))
+        if kind == "swap":
+            del document[last + 1]
+    else:
+        document[f"{last}x"] = copy.deepcopy(old)
+
+
+@pytest.mark.req("X-20")
+@given(changes=mutations())
+def test_any_change_is_refused_or_read_as_it_stands(changes: Any) -> None:
+    """Never another exception; what is accepted is all of what was written, so nothing
+    is ignored or guessed."""
+    document = sound()
+    for change in changes:
+        mutate(document, *change)
+
+    try:
+        manifest = parse(copy.deepcopy(document), "m.json")
+    except CheckpointError:
+        return
+
+    assert json.dumps(manifest.to_json(), sort_keys=True) == json.dumps(
+        document, sort_keys=True
+    )
+
+
+@pytest.mark.req("X-20")
+@pytest.mark.parametrize("name", [name for name in BAD if "huge" in name])
+def test_a_claimed_size_is_never_allocated(name: str) -> None:
+    """Memory stays that of the text."""
+    document = sound()
+    BAD[name][0](document)
+    parse(sound(), "m.json")
+    tracemalloc.start()
+    try:
+        message_of(lambda: parse(document, "m.json"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 100_000
+
+
+@pytest.mark.req("X-20")
+def test_a_file_of_another_size_than_claimed_is_refused_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    """A sound manifest that promises a terabyte: the file has not got it."""
+    save(tmp_path / "run", torch.nn.Linear(2, 2))
+    manifest = read_manifest(str(tmp_path / "run"))
+    document = manifest.to_json()
+    size = 2**40
+    document["singles"][0]["tensor"]["shape"] = [size]
+    extra = size * 4 - 16
+    begin = document["singles"][0]["tensor"]["at"][1]
+    for each in [*document["singles"][1:], *document["loose"]]:
+        at = each.get("tensor", each)["at"]
+        at[1] += extra if at[1] > begin else 0
+    file = document["files"][0]
+    file["payload_nbytes"] += extra
+    file["blocks"] = [0] * -(-file["payload_nbytes"] // (4 * 2**20))
+    claimed = parse(document, "m.json")
+    (tmp_path / "run" / "manifest.json").write_bytes(manifest_bytes(claimed))
+
+    with NativeSource(tmp_path / "run") as source:
+        text = message_of(lambda: source.read_model("weight", 0, size))
+
+    assert "and the manifest says 439804" in text
+
+
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+    """Without exhausting the stack."""
+    document = sound()
+    for _ in range(5000):
+        document["extra"] = [document["extra"]]
+
+    text = message_of(lambda: parse(document, "m.json"))
+
+    assert "m.json is nested deeper than any checkpoint is" in text
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)
+)
+nested = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.just("$tensor")), inner),
+    ),
+    max_leaves=10,
+)
+
+
+@given(value=nested)
+def test_nested_values_come_back_through_json(value: Any) -> None:
+    """NaN, infinities and keys that look like marks included, through strict JSON."""
+    encoded = encode(value, "extra", lambda tensor, where: 0)
+
+    text = json.dumps(encoded, allow_nan=False)
+
+    assert repr(decode(json.loads(text), "m", lambda index: None)) == repr(value)
+
+
+NUMBERS = [
+    torch.tensor(0.1),
+    torch.tensor(float("-inf"), dtype=torch.bfloat16),
+    torch.tensor(2**40),
+    torch.tensor(True),
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+def test_an_optimizers_numbers_come_back_in_their_dtype(number: torch.Tensor) -> None:
+    """Bit by bit, without a place in the payload."""
+    encoded = encode((number,), "lr", lambda t, w: 1 / 0, python_values=True)  # type: ignore[return-value,arg-type]  # never called
+
+    (back,) = decode(json.loads(json.dumps(encoded)), "m", lambda index: None)
+
+    assert back.dtype == number.dtype
+    assert torch.equal(back, number)

@@ -1,0 +1,151 @@
+"""Claims on loading into another model: told in full, or loaded as far as asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import LoadReport, fully_shard, load, save
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, message_of
+
+
+class Layers(nn.Module):
+    """Some layers by name."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self) -> None: ...
+
+
+def saved_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers(same=nn.Linear(4, 3), old=nn.Linear(2, 2), wide=nn.Linear(4, 5))
+
+
+def other_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return Layers(
+        same=nn.Linear(4, 3, dtype=dtype), new=nn.Linear(2, 2), wide=nn.Linear(4, 6)
+    )
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def shards(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def check_strict(world: World, folder: Path) -> str:
+    model = fully_shard(other_model(torch.bfloat16))
+    before = shards(model)
+    text = message_of(lambda: load(folder, model, adam(fully_shard(other_model()))))
+    assert "Pass the model that the optimizer trains" in text
+    optimizer = torch.optim.Adam(model.parameters())
+    text = message_of(lambda: load(folder, model, optimizer))
+    assert all(map(torch.equal, shards(model), before))
+    assert optimizer.state_dict()["state"] == {}
+    return text
+
+
+@pytest.mark.req("X-25")
+def test_a_strict_load_lists_everything_that_does_not_fit(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Renamed, missing, extra, misshaped, another dtype: one error, nothing loaded."""
+    model = saved_model()
+    save(tmp_path / "run", model, adam(model))
+
+    texts = ranks(2).run(check_strict, tmp_path)
+
+    assert texts[0] == texts[1]
+    for part in (
+        "missing in the checkpoint: 'new.weight', 'new.bias'",
+        "not in the model: 'old.weight', 'old.bias'",
+        "of another shape: 'wide.weight' (expected (6, 4), the checkpoint has (5, 4))",
+        "of another dtype: 'same.weight' (expected torch.bfloat16, the checkpoint has "
+        "torch.float32)",
+        "of the optimizer: 'new.weight' is missing",
+        "'old.weight' is not in it",
+        "load(..., cast=True) converts dtypes",
+    ):
+        assert part in texts[0]
+
+
+def check_lenient(world: World, folder: Path, cast: bool) -> LoadReport:
+    model = fully_shard(other_model(torch.bfloat16 if cast else torch.float32))
+    report = LoadReport()
+    load(folder, model, strict=False, cast=cast, report=report)
+    expected = saved_model().state_dict()
+    full = model.state_dict()
+    for name in ("same.weight", "same.bias"):
+        assert torch.equal(full[name], expected[name].to(full[name].dtype))
+    untouched = other_model().state_dict()
+    assert torch.equal(full["new.weight"], untouched["new.weight"]) or cast
+    return report
+
+
+@pytest.mark.req("X-25")
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_lenient_load_takes_what_fits_and_reports_the_rest(
+    ranks: RankCount, cast: bool, tmp_path: Path
+) -> None:
+    """Casts only where they were asked for."""
+    save(tmp_path / "run", saved_model())
+
+    for report in ranks(2).run(check_lenient, tmp_path, cast):
+        assert report.missing == ["new.weight", "new.bias"]
+        assert report.unexpected == ["old.weight", "old.bias"]
+        assert [text.split()[0] for text in report.misshaped] == [
+            "'wide.weight'",
+            "'wide.bias'",
+        ]
+        assert report.dtypes == []
+
+
+@pytest.mark.req("X-25")
+def test_without_a_report_a_lenient_load_warns(tmp_path: Path) -> None:
+    """What was left out is never silent, dtypes that were not cast included."""
+    save(tmp_path / "run", saved_model())
+
+    with pytest.warns(UserWarning, match="load left out what does not fit") as found:
+        load(tmp_path, other_model(torch.bfloat16), strict=False)
+
+    assert "of another dtype: 'same.weight'" in str(found[0].message)
+
+
+def test_groups_that_mix_saved_groups_are_refused(tmp_path: Path) -> None:
+    """Their options could not both be right."""
+    model = saved_model()
+    params = list(model.parameters())
+    save(tmp_path / "run", model, torch.optim.SGD([{"params": [p]} for p in params]))
+
+    text = message_of(lambda: load(tmp_path, model, torch.optim.SGD(params)))
+
+    assert "The optimizer's group 0 holds parameters of several saved groups" in text
+
+
+def test_meta_parameters_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    """``to_empty`` first; then every parameter is filled."""
+    plain = saved_model()
+    save(tmp_path / "run", plain)
+    with torch.device("meta"):
+        model = saved_model()
+
+    text = message_of(lambda: load(tmp_path, model))
+    load(tmp_path, model.to_empty(device="cpu"))
+
+    assert "are on meta. Call model.to_empty(device=...) first" in text
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
