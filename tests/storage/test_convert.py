@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from composable_fsdp import CheckpointError, convert, load, save
+from composable_fsdp.storage.formats import tree
 from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import everything, same, sample, saved
 
@@ -61,6 +62,19 @@ def test_weights_are_the_same_after_going_through_safetensors(
     assert list(got["model"]) == list(expected["model"])
     assert got["aliases"] == {"head.weight": "embed.weight"}
     assert (got["optim"], got["param_groups"], got["extra"]) == ({}, None, None)
+
+
+@pytest.mark.parametrize("to", [*WHOLE, "safetensors"])
+def test_tensors_that_are_passed_on_in_pieces_come_out_whole(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few elements at a time, as gigabytes would be."""
+    monkeypatch.setattr(tree, "CHUNK_BYTES", 16)
+    first = saved(tmp_path / "first.pt")
+
+    convert(first, tmp_path / "out", to)
+
+    assert same(loaded(tmp_path / "out")["model"], loaded(first)["model"])
 
 
 def test_what_is_read_is_what_was_saved(tmp_path: Path) -> None:
@@ -165,7 +179,7 @@ def test_weights_beside_an_optimizer_by_ids_can_be_had(tmp_path: Path) -> None:
     """The optimizer is refused with the way out; the weights alone convert."""
     torch.save(by_ids(), tmp_path / "file.pt")
 
-    with pytest.raises(CheckpointError, match=r"file.pt.*numbers.*weights alone"):
+    with pytest.raises(CheckpointError, match=r"file.pt.*numbers.*--weights-only"):
         convert(tmp_path / "file.pt", tmp_path / "dcp", "dcp")
     convert(tmp_path / "file.pt", tmp_path / "dcp", "dcp", weights_only=True)
     left = convert(tmp_path / "file.pt", tmp_path / "st", "safetensors")
@@ -206,9 +220,9 @@ def test_what_cannot_be_understood_is_named(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     """Each message names the file and what is wrong in it; nothing is written."""
-    tree = sample()
-    change(tree)
-    torch.save(tree, tmp_path / "file.pt")
+    given = sample()
+    change(given)
+    torch.save(given, tmp_path / "file.pt")
 
     with pytest.raises(CheckpointError, match=f"file.pt.*{message}"):
         convert(tmp_path / "file.pt", tmp_path / "out", "dcp")
@@ -263,14 +277,14 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
 
     convert(saved(tmp_path / "a.pt"), tmp_path / "b", "dcp", progress=seen.append)
 
-    tree = loaded(tmp_path / "b")
-    model = sum(t.nbytes for t in tree["model"].values())
-    tied = tree["model"]["embed.weight"].nbytes  # DCP holds both names
+    got = loaded(tmp_path / "b")
+    model = sum(t.nbytes for t in got["model"].values())
+    tied = got["model"]["embed.weight"].nbytes  # DCP holds both names
     optim = [
-        tree["optim"][name]["exp_avg"].nbytes
-        for name in tree["param_groups"][0]["params"]
+        got["optim"][name]["exp_avg"].nbytes
+        for name in got["param_groups"][0]["params"]
     ]
-    scalar = tree["optim"]["scale"]["exp_avg"].nbytes
+    scalar = got["optim"]["scale"]["exp_avg"].nbytes
     assert sum(seen) == model + tied + sum(optim) + scalar
 
 
@@ -291,7 +305,7 @@ def test_extra_state_that_a_format_cannot_hold_is_named(
     """Keys that are no text, with the way out; ``torch.save`` holds them."""
     torch.save({**sample(), "extra": {"by_step": {1: 2.0}}}, tmp_path / "file.pt")
 
-    with pytest.raises(CheckpointError, match=rf"by_step.* key {what}.*weights alone"):
+    with pytest.raises(CheckpointError, match=rf"by_step.* key {what}.*--weights-only"):
         convert(tmp_path / "file.pt", tmp_path / "out", to)
     convert(tmp_path / "file.pt", tmp_path / "copy.pt", "torch")
 

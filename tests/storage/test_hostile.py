@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor.metadata import (
+    TensorProperties as OldProperties,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -291,3 +294,14 @@ def test_metadata_that_does_not_fit_the_data_is_refused(
 
     with pytest.raises(CheckpointError, match=message):
         read_all(dcp)
+
+
+def test_metadata_of_the_first_versions_is_read(dcp: Path) -> None:
+    """Which had the properties of tensors from another module of torch."""
+    metadata: Any = FileSystemReader(dcp).read_metadata()
+    for about in metadata.state_dict_metadata.values():
+        if hasattr(about, "properties"):
+            about.properties = OldProperties(dtype=about.properties.dtype)
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    read_all(dcp)

@@ -4,7 +4,7 @@ Unpickling calls what the pickle names. Here every name that a DCP directory nee
 answered by a stand-in that only keeps its arguments, and any other name is refused, so
 nothing of torch, of the standard library or of the user's code is called by a file.
 What comes out is checked again before it is believed. The names are those that torch
-2.11 to 2.13 write.
+2.13 writes, checked there, and two that the first versions of DCP wrote.
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ _KEPT = {
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_DCP}.metadata", "StorageMeta"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
+    # Where two of them were in the first versions of DCP.
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 }
 _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): lambda sizes=(): tuple(sizes),

@@ -64,7 +64,7 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
             if not isinstance(key, str):
                 raise CheckpointError(
                     f"{'.'.join(map(str, path))} has the key {key!r}, and DCP's are "
-                    "text. Convert the weights alone, or to torch."
+                    "text. Convert with --weights-only, or to torch."
                 )
             yield from _leaves(each, (*path, key))
     elif isinstance(value, list) and _has_parts(value):

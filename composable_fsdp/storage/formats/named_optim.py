@@ -45,7 +45,7 @@ def named_optim(
         raise CheckpointError(
             f"{where}: the optimizer holds {sorted(map(str, tree))[:8]}; expected "
             "'state' and 'param_groups'. Save composable_fsdp.optim_state_dict(model, "
-            "optim) with FULL_STATE_DICT set, or convert the weights alone."
+            "optim) with FULL_STATE_DICT set, or convert with --weights-only."
         )
     if not isinstance(state, Mapping) or not isinstance(groups, list):
         raise CheckpointError(
@@ -66,7 +66,8 @@ def _checked(
         if name not in names or not isinstance(values, Mapping):
             raise CheckpointError(
                 f"{where}: the optimizer has state of {name!r}, which is no parameter "
-                "of the model in it. Convert the weights alone, or save the two again."
+                "of the model in it. Save the two again, or convert with "
+                "--weights-only."
             )
     return {names[name]: dict(values) for name, values in state.items() if values}
 
@@ -89,7 +90,7 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
                 f"{where}: the optimizer's parameters are numbers, which say nothing "
                 "without the model's code. Save composable_fsdp.optim_state_dict("
                 "model, optim), which keys them by name, or build the optimizer from "
-                "model.named_parameters(); or convert the weights alone."
+                "model.named_parameters(); or convert with --weights-only."
             )
         found.update(zip(map(str, params), known, strict=True))
     return found
@@ -113,7 +114,7 @@ def _unflatten(
         if name not in names:
             raise CheckpointError(
                 f"{where}: {key!r} of the optimizer belongs to no parameter of the "
-                "model in it. Convert the weights alone, or save the two again."
+                "model in it. Convert with --weights-only, or save the two again."
             )
         (state if kind == "state" else options).setdefault(name, {})[last] = value
     groups: list[Group] = []

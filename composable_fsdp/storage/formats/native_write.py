@@ -49,7 +49,7 @@ def write_native(out: Path, source: Source) -> None:
         part = maker.part()
     except TypeError as error:
         raise CheckpointError(
-            f"{error} Convert the weights alone, or to another format."
+            f"{error} Convert with --weights-only, or to another format."
         ) from error
     entries = in_order(maker.pieces)
     file = write_file(str(out / DATA), entries)
