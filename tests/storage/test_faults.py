@@ -167,6 +167,35 @@ def test_keep_removes_older_checkpoints_of_the_series_alone(tmp_path: Path) -> N
     assert (tmp_path / "latest").read_text() == "step-9\n"
 
 
+def test_the_name_latest_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A checkpoint of that name would stand in the way of all later saves."""
+    text = message_of(lambda: save(tmp_path / "latest", make("plain")))
+
+    assert "the name 'latest' is kept for the text file" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_latest_is_found_whatever_blanks_its_name_has(tmp_path: Path) -> None:
+    """Also where somebody wrote the file by hand."""
+    model = make("plain")
+    save(tmp_path / " a b ", model, extra=1)
+    save(tmp_path / "c", model, extra=2)
+
+    (tmp_path / "latest").write_bytes(b" a b \r\n")
+
+    assert load(tmp_path, model) == 1
+
+
+def test_what_is_no_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    """A list of optimizers, and extra where the optimizer stands."""
+    model = make("plain")
+    for wrong in ([optimizer_of(model)], {"epoch": 1}):
+        text = message_of(lambda what=wrong: save(tmp_path / "x", model, what))
+
+        assert text.startswith("TypeError: save expects one optimizer, got a ")
+        assert "extra=... by its name" in text
+
+
 def test_a_number_to_keep_below_one_is_refused(tmp_path: Path) -> None:
     """With the call that was meant."""
     text = message_of(lambda: save(tmp_path / "x", make("plain"), keep=0))
