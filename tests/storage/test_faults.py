@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,7 +191,7 @@ def test_what_is_no_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     """A list of optimizers, and extra where the optimizer stands."""
     model = make("plain")
     for wrong in ([optimizer_of(model)], {"epoch": 1}):
-        text = message_of(lambda what=wrong: save(tmp_path / "x", model, what))
+        text = message_of(partial(save, tmp_path / "x", model, wrong))
 
         assert text.startswith("TypeError: save expects one optimizer, got a ")
         assert "extra=... by its name" in text
