@@ -21,11 +21,9 @@ from composable_fsdp.naming import TRANSPARENT, join, shown
 from composable_fsdp.optim.names import names_of
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import require_idle, settle
+from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
-
-OWN_STATE = "_extra_state"
-"""What a state dict calls a module's own state, below the module's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +241,17 @@ def _require_values(
             f"{' ..' if meta[8:] else ''} are on meta. Call model.to_empty(device=...) "
             "first; load then fills it."
         )
+
+
+def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
+    """The error for an optimizer's parameter that the module does not have."""
+    return CheckpointError(
+        f"Parameter {i} of the optimizer's group {g}, of shape "
+        f"{tuple(parameter.shape)}, is not a parameter of the module that is {what}. "
+        "Pass the model that the optimizer trains. If it was on meta: to_empty parts "
+        "tied parameters until the first load or forward, so make the optimizer after "
+        "that, or tie them before it."
+    )
 
 
 def require_optimizer(optim: object, what: str) -> None:

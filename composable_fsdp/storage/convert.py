@@ -57,7 +57,7 @@ def convert(
         destination: a directory to be made; a file for ``torch``, and for
             ``safetensors`` if it ends in ``.safetensors``.
         to: ``native``, ``dcp``, ``safetensors`` or ``torch``.
-        weights_only: leave optimizer and extra state out, unread.
+        weights_only: leave optimizer, extra state and modules' own states out, unread.
         max_shard_bytes: above it, ``safetensors`` makes several files.
         progress: called with the bytes read since its last call.
 
@@ -142,6 +142,7 @@ def _beside_weights(source: Source) -> list[str]:
         for words, part in (
             ("optimizer state", lambda: source.param_groups),
             ("extra state", lambda: source.extra),
+            ("modules' own states", lambda: source.own_states or None),
         )
         if _is_there(part)
     ]
@@ -200,6 +201,7 @@ class _Watched(Source):
             self.optim_values = source.optim_values
             self.param_groups = source.param_groups
             self.extra = source.extra
+            self.own_states = source.own_states
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """See ``Source``."""

@@ -19,6 +19,8 @@ class LoadReport:
     """What did not fit, by name; ``load`` adds to it. All empty: everything fitted.
 
     ``misshaped`` and ``dtypes`` say what was expected and what the checkpoint has.
+    ``untied`` names tensors that the model ties to another one with other values there;
+    each rank compares its own part.
     ``optimizer`` holds the same of the optimizer's parameters and states.
     """
 
@@ -26,6 +28,7 @@ class LoadReport:
     unexpected: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
+    untied: list[str] = field(default_factory=list)
     optimizer: list[str] = field(default_factory=list)
 
     def is_empty(self) -> bool:
@@ -38,6 +41,7 @@ class LoadReport:
             "not in the model": map(shown, self.unexpected),
             "of another shape": self.misshaped,
             "of another dtype": self.dtypes,
+            "tied in the model and different in the checkpoint": self.untied,
             "of the optimizer": self.optimizer,
         }
         lines = [(what, ", ".join(names)) for what, names in parts.items()]
@@ -118,7 +122,8 @@ def fit_model(
 ) -> Fit:
     """Compare names, shapes and dtypes; what does not fit goes to ``report``.
 
-    Reads no tensor, changes nothing.
+    Reads no tensors but those saved under several names of a tied parameter, and
+    changes nothing.
     """
     targets: list[Target] = []
     used: set[str] = set()
@@ -142,17 +147,38 @@ def fit_model(
         if found is not None and stop > start:
             into = held.region.shard[at : at + stop - start]
             targets.append(Target(found, start, stop, into))
+            report.untied += _untied(source, held.names[i], targets[-1])
     for tensor in contents.tensors:
         found = fits(tensor.names, tuple(tensor.tensor.shape), tensor.dtype)
         if found is not None:
             numel = tensor.tensor.numel()
             targets.append(Target(found, 0, numel, tensor.tensor.detach()))
+            report.untied += _untied(source, tensor.names, targets[-1])
     report.unexpected += [name for name in source.model if name not in used]
     own_states = contents.own_states
     report.missing += [name for name in own_states if name not in source.own_states]
     report.unexpected += [name for name in source.own_states if name not in own_states]
     fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
     return Fit(source, targets, fitting)
+
+
+def _untied(source: Source, names: tuple[str, ...], target: Target) -> list[str]:
+    """Other names of a tied tensor under which the checkpoint has other values."""
+    others = [name for name in names if name in source.model and name != target.name]
+    if not others:
+        return []
+    span = target.start, target.stop
+    info, value = source.model[target.name], source.read_model(target.name, *span)
+    return [
+        f"{shown(name)} (tied to {shown(target.name)})"
+        for name in others
+        if source.model[name] != info
+        or not _same_bytes(source.read_model(name, *span), value)
+    ]
+
+
+def _same_bytes(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def _is_fitting(

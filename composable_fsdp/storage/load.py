@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.contents import (
     Contents,
     contents_of,
@@ -48,7 +49,7 @@ def load(
     The model may be sharded over any number of ranks, by any policy, on either path, or
     be a plain one. Each rank reads the slices that it holds and nothing else; with a
     native checkpoint it verifies the blocks of those first. Nothing has changed when
-    this raises.
+    this raises, unless the message says that it had begun to change the model.
 
     Args:
         path: a checkpoint, a directory whose file ``latest`` names one, or an open
@@ -61,8 +62,8 @@ def load(
             rank of its number; ranks beyond keep their own.
         report: is filled with what did not fit.
 
-    Collective: one gather of objects on a private gloo group, as ``save``; all ranks of
-    the module's mesh must call.
+    Collective: two gathers of objects on a private gloo group, as ``save``; all ranks
+    of the module's mesh must call.
     Raises: CheckpointError or PhaseError, the same on every rank.
     """
     require_module(module, "load")
@@ -96,14 +97,28 @@ def load(
         assert source is not None
         assert result is not None
         _, fit, optimizer, state = result
-        fit.copy()
-        if optimizer is not None:
-            optimizer.copy()
-        if state is not None:
-            set_rng_state(state, str(path))
+        try:
+            fit.copy()
+            if optimizer is not None:
+                optimizer.copy()
+            if state is not None:
+                set_rng_state(state, str(path))
+        except Exception as raised:
+            error = _halfway(raised)
+        team.agree(error)
         if tell:
             report.warn()
         return source.extra
     finally:
         if source is not None and source is not path:
             source.close()
+
+
+def _halfway(error: Exception) -> CheckpointError:
+    """The error for what only shows when values are taken over: a module's or an
+    optimizer's own code, or a disk that fails between check and copy."""
+    what = error.args[0] if isinstance(error, CheckpointError) else repr(error)
+    return CheckpointError(
+        f"load had begun to change the model when it failed: {what} Model and "
+        "optimizer hold a part of the checkpoint; load again before training goes on."
+    )

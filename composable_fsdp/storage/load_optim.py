@@ -17,7 +17,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.sharded import SCALARS
 from composable_fsdp.optim.watch import meet
-from composable_fsdp.storage.contents import Contents, HeldTensor, named
+from composable_fsdp.storage.contents import Contents, HeldTensor, named, not_in_module
 from composable_fsdp.storage.fit import LoadReport, find
 from composable_fsdp.storage.source import Source
 
@@ -71,11 +71,7 @@ class OptimizerLoad:
             members: list[Member | None] = []
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
-                    raise CheckpointError(
-                        f"Parameter {i} of the optimizer's group {g}, of shape "
-                        f"{tuple(parameter.shape)}, is not a parameter of the module "
-                        "that is loaded. Pass the model that the optimizer trains."
-                    )
+                    raise not_in_module(parameter, g, i, "loaded")
                 members.append(self._member(parameter, known[id(parameter)]))
             groups.append(members)
         return groups

@@ -76,7 +76,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
 
     Raises: CheckpointError, if there is none.
     """
-    path = os.path.abspath(path)
+    asked = path = os.path.abspath(path)
     name = _format_at(path)
     if name is None and os.path.isfile(os.path.join(path, LATEST)):
         path = follow_latest(path)
@@ -84,6 +84,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     if name is not None:
         return path, name
     there = "nothing" if not os.path.lexists(path) else "something else"
+    if path != asked:
+        path = f"{path}, which {os.path.join(asked, LATEST)} names,"
     words = [each.words for each in _FORMATS.values()]
     raise CheckpointError(
         f"{path} holds {there}; expected {', '.join(words[:-1])} or {words[-1]}, or a "

@@ -23,6 +23,7 @@ from composable_fsdp.storage.contents import (
     HeldRegion,
     HeldTensor,
     named,
+    not_in_module,
 )
 from composable_fsdp.storage.dtypes import require_storable
 from composable_fsdp.storage.manifest import Json, Slot
@@ -125,11 +126,7 @@ class PartMaker:
         for g, group in enumerate(optim.param_groups):
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
-                    raise CheckpointError(
-                        f"Parameter {i} of the optimizer's group {g}, of shape "
-                        f"{tuple(parameter.shape)}, is not a parameter of the module "
-                        "that is saved. Pass the model that the optimizer trains."
-                    )
+                    raise not_in_module(parameter, g, i, "saved")
                 state = optim.state.get(parameter, {})
                 if state:
                     found[id(parameter)] = state

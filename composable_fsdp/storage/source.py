@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OWN_STATE = "_extra_state"
+"""What a state dict calls a module's own state, below the module's name."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

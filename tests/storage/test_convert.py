@@ -298,6 +298,23 @@ def test_files_from_before_archives_are_read(tmp_path: Path) -> None:
     assert same(loaded(path), loaded(saved(tmp_path / "new.pt")))
 
 
+@pytest.mark.parametrize("to", ["native", "dcp", "torch"])
+def test_what_modules_keep_beside_tensors_is_converted(tmp_path: Path, to: str) -> None:
+    """As a state dict has it, in a dictionary and as a tensor; or told as left out."""
+    own: dict[str, Any] = {"0._extra_state": {"scale": torch.ones(2), "n": (1, None)}}
+    own["_extra_state"] = torch.tensor([1, 2])
+    torch.save({**sample()["model"], **own}, tmp_path / "file.pt")
+    convert(tmp_path / "file.pt", tmp_path / "out", to)
+    convert(tmp_path / "out", tmp_path / "back.pt", "torch")
+
+    with open_source(tmp_path / "back.pt") as source:
+        assert same(dict(source.own_states), own)
+        assert source.model.keys() == loaded(tmp_path / "file.pt")["model"].keys()
+    assert convert(tmp_path / "out", tmp_path / "weights", "safetensors") == [
+        "modules' own states"
+    ]
+
+
 @pytest.mark.parametrize(("to", "what"), [("dcp", "1"), ("native", "1")])
 def test_extra_state_that_a_format_cannot_hold_is_named(
     tmp_path: Path, to: str, what: str

@@ -176,6 +176,15 @@ def test_latest_is_followed_inside_its_directory_alone(tmp_path: Path) -> None:
         assert "which is no name of a directory beside it" in text
 
 
+def test_a_checkpoint_that_latest_names_and_is_gone_is_said_so(tmp_path: Path) -> None:
+    """With the file that names it."""
+    (tmp_path / "latest").write_text("gone\n")
+
+    text = message_of(lambda: load(tmp_path, make("plain")))
+
+    assert f"gone, which {tmp_path / 'latest'} names, holds nothing;" in text
+
+
 def test_nothing_at_a_path_is_said_so(tmp_path: Path) -> None:
     """With what was expected there."""
     text = message_of(lambda: load(tmp_path / "none", make("plain")))

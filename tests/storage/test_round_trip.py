@@ -230,12 +230,13 @@ def check_traffic(world: World, folder: Path) -> None:
         "gather_object",
         "broadcast_object",
         "all_gather_object",
+        "all_gather_object",
     ]
     assert sum(call.nbytes for call in calls) == 0
 
 
 def test_saving_and_loading_send_no_tensor(ranks: RankCount, tmp_path: Path) -> None:
-    """Four exchanges of small objects, none in the path of a shard."""
+    """Five exchanges of small objects, none in the path of a shard."""
     ranks(2).run(check_traffic, tmp_path)
 
 
@@ -379,6 +380,30 @@ def check_own_state(world: World, folder: Path) -> Any:
     text = message_of(lambda: load(folder / "run", plain))
     assert "not in the model: 'linear.weight', 'linear.bias', '_extra_state'" in text
     return other.history
+
+
+class Refusing(Counting):
+    """Takes its state back on the first rank alone."""
+
+    def set_extra_state(self, state: Any) -> None:
+        if torch.distributed.get_rank():
+            raise ValueError("no room")
+
+
+def check_refusing(world: World, folder: Path) -> str:
+    save(folder / "run", fully_shard(Counting(3)))
+    return message_of(lambda: load(folder, fully_shard(Refusing(4))))
+
+
+def test_what_fails_while_values_are_taken_over_is_raised_on_all_ranks(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """A module's own code, on one rank: the others would go on with the step."""
+    first, second = ranks(2).run(check_refusing, tmp_path)
+
+    assert first == second
+    assert "On rank 1: load had begun to change the model when it failed" in first
+    assert "ValueError('no room')" in first
 
 
 def test_what_modules_keep_beside_tensors_is_saved_with_them(

@@ -137,6 +137,50 @@ def test_groups_that_mix_saved_groups_are_refused(tmp_path: Path) -> None:
     assert "The optimizer's group 0 holds parameters of several saved groups" in text
 
 
+class Tied(nn.Module):
+    """Two layers, which may share their weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        if tied:
+            self.last.weight = self.first.weight
+
+
+def test_different_values_for_a_tied_parameter_are_not_lost_in_silence(
+    tmp_path: Path,
+) -> None:
+    """Equal ones load: other formats keep a tied tensor under each of its names."""
+    save(tmp_path / "apart", Tied(tied=False))
+    torch.save(
+        {k: v.clone() for k, v in Tied(tied=True).state_dict().items()},
+        tmp_path / "copies.pt",
+    )
+
+    model = Tied(tied=True)
+    load(tmp_path / "copies.pt", model)
+    text = message_of(lambda: load(tmp_path / "apart", model))
+
+    assert "different in the checkpoint: 'last.weight' (tied to 'first.weight')" in text
+
+
+def test_an_optimizer_made_while_ties_were_apart_is_told_when_to_make_it(
+    tmp_path: Path,
+) -> None:
+    """to_empty gives each place of a tied parameter on meta one of its own."""
+    model = Tied(tied=True)
+    save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
+    other = Tied(tied=False)
+    early = torch.optim.AdamW(other.parameters())
+    other.last.weight = other.first.weight
+
+    text = message_of(lambda: load(tmp_path, other, early))
+    load(tmp_path, other, torch.optim.AdamW(other.parameters()))
+
+    assert "is not a parameter of the module that is loaded" in text
+    assert "make the optimizer after that, or tie them before it" in text
+
+
 def test_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     """It would take the options' place; options of the same kind may come and go."""
     model = saved_model()

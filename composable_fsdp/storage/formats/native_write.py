@@ -84,6 +84,8 @@ class _Maker:
                 where = f"optimizer state {key!r} of {name!r}"
                 single.values[key] = self._encode(value, where)
             part.singles.append(single)
+        for name, value in source.own_states.items():
+            part.own_states[name] = self._encode(value, name)
         if source.param_groups is not None:
             part.param_groups = [
                 self._encode(dict(group), f"param_groups[{g}]")

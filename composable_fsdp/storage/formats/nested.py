@@ -6,6 +6,7 @@ These are understood::
     {name: tensor, ...}                                        a model's state dict
     {"model": {name: tensor}, "optim": {...}, "extra": ...}    a training run
 
+In the model, ``<module>._extra_state`` is what a module keeps beside its tensors.
 For ``"model"`` also ``"state_dict"`` and ``"model_state_dict"``; for ``"optim"`` also
 ``"optimizer"``, ``"optim_state_dict"`` and ``"optimizer_state_dict"``. All other keys
 are the user's own: ``extra``. Optimizer state is keyed by parameter name, nested or
@@ -24,7 +25,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.sharded import SCALARS
 from composable_fsdp.storage.formats.named_optim import Optim, named_optim
 from composable_fsdp.storage.formats.stored import Stored
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.source import OWN_STATE, Source, TensorInfo
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIM_KEYS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
@@ -46,7 +47,9 @@ class NestedSource(Source):
     ) -> None:
         self.path = where
         model, self._optim_tree, self._extra_tree = _split(where, tree)
-        self._model, self.aliases = _tied(where, model, aliases or {})
+        self._own = {name: v for name, v in model.items() if _is_own_state(name)}
+        tensors = {name: v for name, v in model.items() if name not in self._own}
+        self._model, self.aliases = _tied(where, tensors, aliases or {})
         self.model = {name: stored.info for name, stored in self._model.items()}
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
@@ -101,6 +104,11 @@ class NestedSource(Source):
         return None if groups is None else [read_all(group) for group in groups]
 
     @cached_property
+    def own_states(self) -> Mapping[str, Any]:  # type: ignore[override]  # computed when asked for
+        """See ``Source``; tensors read."""
+        return {name: read_all(value) for name, value in self._own.items()}
+
+    @cached_property
     def extra(self) -> Any:
         """What was saved beside model and optimizer, tensors read; see ``Source``."""
         return read_all(self._extra_tree)
@@ -115,7 +123,7 @@ def _split(
     """The parts of the dictionary: model, optimizer (or None), the user's own."""
     model_key = _one_of(where, tree, MODEL_KEYS)
     if model_key is None:
-        if tree and all(isinstance(value, Stored) for value in tree.values()):
+        if tree and all(_fits_model(*item) for item in tree.items()):
             return tree, None, None
         keys = sorted(map(str, tree))
         raise CheckpointError(
@@ -128,12 +136,20 @@ def _split(
     extra = rest[EXTRA_KEY] if list(rest) == [EXTRA_KEY] else rest or None
     model = tree[model_key]
     for name, value in model.items():
-        if not isinstance(value, Stored):
+        if not _fits_model(name, value):
             raise CheckpointError(
                 f"{where}: {name!r} of the model is a {type(value).__name__}, expected "
                 "a tensor. Save the tensors under the model, other values beside it."
             )
     return model, None if optim_key is None else tree[optim_key], extra
+
+
+def _is_own_state(name: object) -> bool:
+    return str(name).rpartition(".")[2] == OWN_STATE
+
+
+def _fits_model(name: object, value: Any) -> bool:
+    return isinstance(value, Stored) or _is_own_state(name)
 
 
 def _one_of(where: str, tree: Mapping[str, Any], keys: Sequence[str]) -> str | None:

@@ -43,7 +43,7 @@ def nested_tree(source: Source) -> dict[str, Any]:
     }
     for name, kept in source.aliases.items():
         model[name] = model[kept]
-    tree: dict[str, Any] = {"model": model}
+    tree: dict[str, Any] = {"model": {**model, **source.own_states}}
     if source.param_groups is not None:
         state: dict[str, dict[str, Any]] = {}
         for name in (*source.optim, *source.optim_values):
