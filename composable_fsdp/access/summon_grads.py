@@ -157,6 +157,11 @@ def _set_gradients(
     handle: FlatParamHandle, region: FlatParameter, flags: list[int], shard: Tensor
 ) -> None:
     """Set the sharded leaves' gradients to their parts of ``shard``, or to None."""
+    if not any(flags):
+        # The buffer is empty then: there is nothing to cut.
+        for leaf in region.leaves:
+            leaf.grad = None
+        return
     views, _ = shard_views(region, shard, rows=handle.rows)
     for i, (leaf, flag) in enumerate(zip(region.leaves, flags, strict=True)):
         if not flag:

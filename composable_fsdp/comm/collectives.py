@@ -194,8 +194,8 @@ def gather_flat(
     Collective: one gather over ``group``.
     """
     _note("gather", [shard], group)
-    parts = list(full.chunk(group.size())) if full is not None else None
-    dist.gather(shard, parts, dst=dist.get_global_rank(group, rank), group=group)
+    first = dist.get_global_rank(group, rank)
+    dist.gather(shard.view(torch.uint8), _parts(full, group), dst=first, group=group)
 
 
 def scatter_flat(
@@ -206,8 +206,13 @@ def scatter_flat(
     Collective: one scatter over ``group``.
     """
     _note("scatter", [shard], group)
-    parts = list(full.chunk(group.size())) if full is not None else None
-    dist.scatter(shard, parts, src=dist.get_global_rank(group, rank), group=group)
+    first = dist.get_global_rank(group, rank)
+    dist.scatter(shard.view(torch.uint8), _parts(full, group), src=first, group=group)
+
+
+def _parts(full: Tensor | None, group: dist.ProcessGroup) -> list[Tensor] | None:
+    # As bytes: gloo gathers and scatters no complex numbers.
+    return None if full is None else list(full.view(torch.uint8).chunk(group.size()))
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> None:

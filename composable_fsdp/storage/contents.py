@@ -2,7 +2,8 @@
 
 Both saving and loading start here. Names come from the places where modules hold
 tensors, so they are those of the plain model's state dict on both paths, whichever form
-a unit shows; wrappers, ours and DistributedDataParallel, leave no trace in them.
+a unit shows; wrappers leave no trace in them: ours, DistributedDataParallel, and what
+torch.compile returns.
 """
 
 from __future__ import annotations
@@ -147,17 +148,26 @@ def places(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Every module below ``module`` at every path, in the order of ``.modules()``.
 
-    ``through_ddp`` leaves DistributedDataParallel's ``module`` out of the paths.
+    ``through_ddp`` leaves DistributedDataParallel's ``module`` out of the paths, and
+    ``_orig_mod`` of a module that torch.compile returned.
     """
     stack = [("", module)]
     while stack:
         path, current = stack.pop()
         yield path, current
-        ddp = through_ddp and incompatible_api(current) == TORCH_DDP
+        outer = _wrapped_as(current) if through_ddp else None
         for name, child in reversed(current._modules.items()):
             if child is not None:
-                hidden = name in TRANSPARENT or (ddp and name == "module")
+                hidden = name in TRANSPARENT or name == outer
                 stack.append((path if hidden else join(path, name), child))
+
+
+def _wrapped_as(module: nn.Module) -> str | None:
+    """The name under which one of torch's wrappers holds the plain model's module."""
+    if incompatible_api(module) == TORCH_DDP:
+        return "module"
+    # By name: importing torch's compiler takes seconds.
+    return "_orig_mod" if type(module).__name__ == "OptimizedModule" else None
 
 
 def units_in(module: nn.Module) -> list[_FSDPState]:

@@ -14,6 +14,7 @@ from composable_fsdp import (
     MixedPrecision,
     ShardingStrategy,
     fully_shard,
+    get_full_param,
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
@@ -232,6 +233,59 @@ def test_parameters_without_a_gradient_have_none_and_none_is_sent(
     asked = [numel for op, numel in sent if op == "all_reduce"]
     assert asked == [2, 2]
     assert len(gathers) == 3  # the values of both units, the gradients of one
+
+
+def check_new_gradients(world: World, rank0_only: bool) -> list[str]:
+    model = apply_units(tiny_mlp(), ["0", "2"])
+    visible = world.rank == 0 or not rank0_only
+    with unshard_params(model, rank0_only=rank0_only, with_grads=True):
+        assert gradients(model) == {}
+    with unshard_params(model, rank0_only=rank0_only, with_grads=True):
+        if visible:
+            model[2].bias.grad = torch.ones_like(model[2].bias)  # type: ignore[index]
+    with unshard_params(model, writeback=False, with_grads=True):
+        return list(gradients(model))
+
+
+@pytest.mark.req("D-12")
+@everywhere
+def test_a_block_may_write_back_where_no_parameter_has_a_gradient(
+    ranks: RankCount, rank0_only: bool
+) -> None:
+    """In one unit or in all: none appears but what the block sets."""
+    found = ranks(2).run(check_new_gradients, rank0_only)
+
+    assert found == [["2.bias"]] * 2
+
+
+def check_complex(world: World) -> Tensor:
+    torch.manual_seed(0)
+    model = fully_shard(Complex())
+    with unshard_params(model, rank0_only=True), torch.no_grad():
+        if world.rank == 0:
+            model.weight.mul_(1j)
+    return get_full_param(model, "weight")
+
+
+class Complex(nn.Module):
+    """A parameter of complex numbers, which gloo does not gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 2, dtype=torch.complex64))
+
+    def forward(self) -> None: ...
+
+
+def test_complex_parameters_are_gathered_to_the_first_rank_and_written_back(
+    ranks: RankCount,
+) -> None:
+    """As all others: what is sent are bytes."""
+    torch.manual_seed(0)
+    expected = torch.randn(5, 2, dtype=torch.complex64) * 1j
+
+    for found in ranks(2).run(check_complex):
+        assert torch.equal(found, expected)
 
 
 def half_precision(

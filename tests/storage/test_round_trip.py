@@ -18,6 +18,7 @@ from composable_fsdp import (
     MixedPrecision,
     fully_shard,
     load,
+    open_source,
     save,
     verify,
 )
@@ -315,6 +316,24 @@ def test_what_extra_may_not_hold_is_named_by_its_path(tmp_path: Path) -> None:
         assert found.startswith("TypeError: ")
         assert text in found
     assert os.listdir(tmp_path) == []
+
+
+def test_a_compiled_model_has_the_plain_names(tmp_path: Path) -> None:
+    """As torch's own DCP helpers have it: whole or in parts, in either direction."""
+    plain, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    compiled: Any = torch.compile(nn.Sequential(plain), backend="eager")
+    optimizer = torch.optim.AdamW(plain.parameters())
+    save(tmp_path / "whole", compiled, optimizer)
+    inner: Any = torch.compile(other, backend="eager")
+    parts = nn.Sequential(inner)
+
+    load(tmp_path / "whole", parts, torch.optim.AdamW(other.parameters()))
+    save(tmp_path / "parts", parts)
+    load(tmp_path / "parts", compiled)
+
+    assert torch.equal(other.weight, plain.weight)
+    with open_source(tmp_path / "parts") as source:
+        assert list(source.model) == ["0.weight", "0.bias"]
 
 
 class Stage(str, Enum):
