@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.outcome import team_of
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
-from composable_fsdp.storage.rng import set_rng_state
+from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Source
 from composable_fsdp.tree.traversal import require_module
 
@@ -80,10 +81,15 @@ def load(
             if optimizer is not None:
                 optimizer.check()
             state = source.rng(team.rank, team.world_size) if rng else None
+            if state is not None:
+                check_rng_state(state, str(getattr(source, "path", "the checkpoint")))
             result = contents, fit, optimizer, state
         except Exception as raised:
             error = raised
-        raise_unseen(team.agree(error, before))
+        opened = () if source is None else _identity(source)
+        answers = team.agree(error, (before, opened))
+        raise_unseen(team, [before for before, _ in answers])
+        _require_same([opened for _, opened in answers])
         assert source is not None
         assert result is not None
         _, fit, optimizer, state = result
@@ -98,3 +104,24 @@ def load(
     finally:
         if source is not None and source is not path:
             source.close()
+
+
+def _identity(source: Source) -> tuple[str, str]:
+    """What tells a checkpoint from others, and where it is."""
+    return source.fingerprint, str(getattr(source, "path", ""))
+
+
+def _require_same(opened: list[Any]) -> None:
+    """Refuse ranks that have opened different checkpoints, and would mix them.
+
+    So does a path that each rank looks up for itself, or ``latest`` while another save
+    replaces it. All ranks know all answers.
+    """
+    (first, path), *_ = opened
+    for rank, (fingerprint, other) in enumerate(opened):
+        if fingerprint != first:
+            raise CheckpointError(
+                f"The ranks opened different checkpoints: rank 0 {path}, rank {rank} "
+                f"{other}. Nothing was loaded. Pass the same on every rank, such as "
+                "what rank 0 has found."
+            )

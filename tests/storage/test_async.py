@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ import pytest
 
 import composable_fsdp
 from composable_fsdp import async_save, load, save, verify
+from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage import writer
 from composable_fsdp.testing.world import World
@@ -115,6 +118,82 @@ def test_a_failure_surfaces_through_the_future_or_at_the_next_call(
     assert last == other[2] == "nothing was raised"
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["latest", "step-4"]
+
+
+def check_other_error(world: World, folder: Path) -> list[str]:
+    model = make("composable")
+    texts = []
+    for at, act in enumerate((other_save, other_load)):
+        with full_disk(world.rank == 1):
+            future = async_save(folder / f"step-{at}", model)
+            while not future.done():
+                time.sleep(0.01)
+        world.barrier()
+        texts.append(message_of(partial(act, world, folder, model)))
+        texts.append(message_of(lambda: save(folder / "next", model)))
+    return texts
+
+
+def other_save(world: World, folder: Path, model: Any) -> None:
+    save(folder / "other", model, extra=object() if world.rank else None)
+
+
+def other_load(world: World, folder: Path, model: Any) -> None:
+    load(folder / "nothing-here", model)
+
+
+@pytest.mark.req("X-26")
+def test_a_failure_outlives_a_call_that_fails_for_another_reason(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The call that should have raised it raised something else; the next one does."""
+    first, second = ranks(2).run(check_other_error, tmp_path)
+
+    assert first == second
+    assert first[0].startswith("TypeError: On rank 1: extra is a builtins.object")
+    assert "step-0 failed. On rank 1: " in first[1]
+    assert "nothing-here holds nothing" in first[2]
+    assert "step-1 failed. On rank 1: " in first[3]
+
+
+def check_no_thread(world: World, folder: Path) -> list[bool]:
+    model = make("composable")
+    error = RuntimeError("can't start new thread")
+    if world.rank:
+        with mock.patch("threading.Thread.start", side_effect=error):
+            future = async_save(folder / "run", model)
+    else:
+        future = async_save(folder / "run", model)
+    early = future.cancel()
+    future.result()
+    return [early, bool(verify(folder / "run"))]
+
+
+@pytest.mark.req("X-26")
+def test_a_rank_without_threads_and_a_cancel_leave_no_rank_waiting(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Such a rank writes in the call; what has begun on all ranks is not cancelled."""
+    assert ranks(2).run(check_no_thread, tmp_path) == [[False, True]] * 2
+
+
+def test_a_save_cannot_be_cancelled_before_its_thread_runs(tmp_path: Path) -> None:
+    """It has been agreed on by then, and its directory is there."""
+    begun = threading.Event()
+    behind = saving_behind._run
+
+    def run(*args: Any) -> None:
+        begun.wait(10)
+        behind(*args)
+
+    with mock.patch.object(saving_behind, "_run", run):
+        future = async_save(tmp_path / "run", make("plain"))
+        cancelled = future.cancel()
+        begun.set()
+
+    assert not cancelled
+    assert future.result() is None
+    assert verify(tmp_path / "run")
 
 
 EXIT = """

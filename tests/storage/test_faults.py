@@ -172,3 +172,27 @@ def test_a_number_to_keep_below_one_is_refused(tmp_path: Path) -> None:
     text = message_of(lambda: save(tmp_path / "x", make("plain"), keep=0))
 
     assert text == "TypeError: save expects keep=None or a number from 1, got 0."
+
+
+def load_by_rank(world: World, folder: Path) -> tuple[str, bool]:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "step-1", model, optimizer)
+    step(model, optimizer, 0)
+    save(folder / "step-2", model, optimizer)
+    step(model, optimizer, 1)
+    before = everything(model, optimizer)
+    mine = folder / f"step-{world.rank + 1}"
+    text = message_of(lambda: load(mine, model, optimizer))
+    return text, same(everything(model, optimizer), before)
+
+
+def test_ranks_that_open_different_checkpoints_load_none(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """As when each looks for the newest while a save commits: a mix would be silent."""
+    first, second = ranks(2).run(load_by_rank, tmp_path)
+
+    assert first == second
+    assert first[1]
+    assert f"rank 0 {tmp_path}/step-1, rank 1 {tmp_path}/step-2. Nothing" in first[0]
