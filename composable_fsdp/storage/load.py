@@ -2,7 +2,7 @@
 
 ::
 
-    all ranks   open, compare names | verify what this rank needs | agree | copy
+    all ranks   open, compare names | verify what this rank needs | agree | copy | agree
 
 Until all ranks agree nothing has changed. Then each reads its own slices.
 """
@@ -20,7 +20,7 @@ from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.outcome import team_of
+from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Source
@@ -42,7 +42,7 @@ def load(
     The model may be sharded over any number of ranks, by any policy, on either path, or
     be a plain one. Each rank reads the slices that it holds and nothing else; with a
     native checkpoint it verifies the blocks of those first. Nothing has changed when
-    this raises.
+    this raises, unless the message says so.
 
     Args:
         path: a checkpoint, a directory whose file ``latest`` names one, or an open
@@ -55,8 +55,8 @@ def load(
             rank of its number; ranks beyond keep their own.
         report: is filled with what did not fit.
 
-    Collective: one gather of objects on a private gloo group, as ``save``; all ranks of
-    the module's mesh must call.
+    Collective: two gathers of objects on a private gloo group, as ``save``; all ranks
+    of the module's mesh must call.
     Raises: CheckpointError or PhaseError, the same on every rank.
     """
     require_module(module, "load")
@@ -93,17 +93,39 @@ def load(
         assert source is not None
         assert result is not None
         _, fit, optimizer, state = result
-        fit.copy()
-        if optimizer is not None:
-            optimizer.copy()
-        if state is not None:
-            set_rng_state(state, str(path))
+        _copy(team, fit, optimizer, state)
         if tell:
             report.warn()
         return source.extra
     finally:
         if source is not None and source is not path:
             source.close()
+
+
+def _copy(
+    team: Team,
+    fit: Fit,
+    optimizer: OptimizerLoad | None,
+    state: dict[str, Any] | None,
+) -> None:
+    """Change everything on all ranks, or raise on all of them.
+
+    Little can fail by now: a disk, or a module's own ``set_extra_state``.
+    """
+    error: Exception | None = None
+    try:
+        fit.copy()
+        if optimizer is not None:
+            optimizer.copy()
+        if state is not None:
+            set_rng_state(state, str(getattr(fit.source, "path", "the checkpoint")))
+    except Exception as raised:
+        error = CheckpointError(
+            f"load failed when a part was loaded already ({type(raised).__name__}: "
+            f"{raised}). The model is of no use now; load a checkpoint into it."
+        )
+        error.__cause__ = raised
+    team.agree(error)
 
 
 def _identity(source: Source) -> tuple[str, str]:

@@ -7,6 +7,8 @@ raised there, on every rank.
 
 from __future__ import annotations
 
+import atexit
+import warnings
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -63,6 +65,21 @@ def wait_for_pending(team: Team) -> Before:
 def remember(team: Team, future: SaveFuture) -> None:
     """Have the next call on these ranks wait for ``future``."""
     _pending[team.ranks] = future
+
+
+def _tell_unseen() -> None:
+    """At the interpreter's exit: no call comes any more that could raise it."""
+    for future in _pending.values():
+        error = Future.exception(future) if future.done() else None
+        if error is not None and not future.is_seen:
+            warnings.warn(
+                f"The asynchronous save of {future.path} failed, and nobody has asked "
+                f"its future. {error}",
+                stacklevel=1,
+            )
+
+
+atexit.register(_tell_unseen)
 
 
 def raise_unseen(team: Team, answers: list[Before]) -> None:

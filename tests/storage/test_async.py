@@ -12,9 +12,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import composable_fsdp
 from composable_fsdp import async_save, load, save, verify
+from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage import writer
@@ -224,6 +226,58 @@ def test_the_interpreters_exit_waits_for_the_save(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert verify(tmp_path / "run")
+
+
+UNSEEN = """
+import errno, sys
+from torch import nn
+from composable_fsdp import async_save
+from composable_fsdp.storage import save as saving
+def full(*args, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+saving.write_file = full
+async_save(sys.argv[1], nn.Linear(3, 3))
+"""
+
+
+@pytest.mark.req("X-26")
+def test_a_failure_that_nobody_asked_about_is_told_at_exit(tmp_path: Path) -> None:
+    """The last save of a script has no next call that could raise it."""
+    root = Path(composable_fsdp.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", UNSEEN, str(tmp_path / "run")],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert f"The asynchronous save of {tmp_path / 'run'} failed, and nobody" in (
+        done.stderr
+    )
+    assert "No space left on device" in done.stderr
+
+
+def check_destroyed(world: World, folder: Path) -> str:
+    model = make("composable")
+    with slowly(0.3):
+        future = async_save(folder / "step-1", model)
+        group = private_group((0, 1), "asynchronous checkpoint")
+        torch.distributed.destroy_process_group(group)
+        text = message_of(future.result)
+    async_save(folder / "step-2", model).result()
+    return text
+
+
+@pytest.mark.req("X-26")
+def test_a_group_destroyed_under_a_save_ends_it_with_an_error(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """No rank hangs, nothing is committed or left, and the next save goes through."""
+    for text in ranks(2).run(check_destroyed, tmp_path):
+        assert text.startswith("CheckpointError: Another rank was lost, or the process")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["latest", "step-2"]
 
 
 def test_a_wrong_path_is_refused_at_the_call(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import shutil
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -351,3 +352,33 @@ def test_a_compressed_archive_is_refused_by_its_record(tmp_path: Path) -> None:
             out.writestr(record.filename, source.read(record), kind)
 
     assert "record 'good/data/0' is compressed" in refusal(packed)
+
+
+@pytest.mark.req("X-21")
+def test_a_pickle_that_numbers_a_value_by_a_huge_number_fills_no_memory(
+    dcp: Path,
+) -> None:
+    """Python's reader in C makes a table of twice that many places."""
+    place = (2**24).to_bytes(4, "little")
+    (dcp / ".metadata").write_bytes(b"\x80\x04Nr" + place + b".")
+
+    tracemalloc.start()
+    try:
+        message = refusal(dcp)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert "has a NoneType in place of a Metadata" in message
+    assert peak < 2**22
+
+
+@pytest.mark.req("X-21")
+def test_an_archive_of_several_disks_is_refused_by_name(tmp_path: Path) -> None:
+    """As a flipped bit may claim."""
+    file = saved(tmp_path / "bad.pt")
+    data = bytearray(file.read_bytes())
+    data[data.rindex(b"PK\x06\x07") + 16] = 2
+    file.write_bytes(data)
+
+    assert f"{file} is damaged" in refusal(file)

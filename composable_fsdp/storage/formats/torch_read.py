@@ -54,9 +54,9 @@ def require_checksums(path: Path) -> None:
 
     Raises: CheckpointError, naming the file.
     """
-    if not zipfile.is_zipfile(path):
-        return
     try:
+        if not zipfile.is_zipfile(path):
+            return
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
     except (OSError, zipfile.BadZipFile, zlib.error) as error:
@@ -71,9 +71,9 @@ def require_checksums(path: Path) -> None:
 
 def load_safely(path: Path) -> Any:
     """What the file holds, tensors mapped. Raises: CheckpointError, as above."""
-    # Files from before torch 1.6 are no archives, and cannot be mapped.
-    mapped = zipfile.is_zipfile(path)
     try:
+        # Files from before torch 1.6 are no archives, and cannot be mapped.
+        mapped = zipfile.is_zipfile(path)
         if mapped:
             require_uncompressed(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
