@@ -93,8 +93,8 @@ class _lost_ranks:
             raise CheckpointError(
                 "Another rank was lost, or the process group destroyed, while the "
                 f"ranks agreed on a checkpoint ({error}). Nothing was committed unless "
-                "the path is there now; verify(path) tells. Start the ranks again and load the last good "
-                "checkpoint."
+                "the path is there now; verify(path) tells. Start the ranks again and "
+                "load the last good checkpoint."
             ) from error
 
 

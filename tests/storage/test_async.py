@@ -260,10 +260,18 @@ def test_a_failure_that_nobody_asked_about_is_told_at_exit(tmp_path: Path) -> No
 
 def check_destroyed(world: World, folder: Path) -> str:
     model = make("composable")
-    with slowly(0.3):
+    gone = threading.Event()
+    write_file = saving.write_file
+
+    def late(*args: Any, **options: Any) -> Any:
+        gone.wait(30)
+        return write_file(*args, **options)
+
+    with mock.patch.object(saving, "write_file", late):
         future = async_save(folder / "step-1", model)
         group = private_group((0, 1), "asynchronous checkpoint")
         torch.distributed.destroy_process_group(group)
+        gone.set()
         text = message_of(future.result)
     async_save(folder / "step-2", model).result()
     return text
