@@ -153,9 +153,7 @@ def _write_piece(payload: _Payload, piece: Piece) -> None:
                 payload.write(memoryview(_ZEROS)[:part])
                 part -= len(_ZEROS)
         else:
-            host = part.detach().to("cpu").contiguous()
-            if host.is_complex():
-                host = host.resolve_conj().resolve_neg()
+            host = part.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
             payload.write(bytes_of(host))
     assert payload.done == end, f"{piece.key} has another size than its shape says"
 

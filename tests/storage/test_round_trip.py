@@ -16,6 +16,7 @@ from torch import nn
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
+    async_save,
     fully_shard,
     load,
     save,
@@ -111,6 +112,27 @@ def test_every_strategy_saves_what_the_plain_model_loads(
         assert rest
     sizes = [file.stat().st_size for file in tmp_path.glob("step-2/*.safetensors")]
     assert (max(sizes) > 2 * min(sizes)) == (name == "NO_SHARD")
+
+
+def save_on_two(world: World, folder: Path) -> bool:
+    # Of three: rank 0 is in one group more than rank 1, rank 2 takes no part.
+    torch.distributed.new_group([0])
+    pair = torch.distributed.new_group([0, 1])
+    if world.rank < 2:
+        model = make("composable", process_group=pair)
+        optimizer = optimizer_of(model)
+        async_save(folder / "step-1", model, optimizer)
+        save(folder / "step-2", model, optimizer)
+    world.barrier()
+    return bool(verify(folder / "step-1")) and bool(verify(folder))
+
+
+@pytest.mark.req("S3-06")
+def test_some_of_the_ranks_save_whatever_other_groups_they_are_in(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Nobody else comes to the call; a rank's other groups do not matter."""
+    assert ranks(3).run(save_on_two, tmp_path) == [True] * 3
 
 
 def save_hybrid(world: World, folder: Path) -> State:
@@ -230,12 +252,13 @@ def check_traffic(world: World, folder: Path) -> None:
         "gather_object",
         "broadcast_object",
         "all_gather_object",
+        "all_gather_object",
     ]
     assert sum(call.nbytes for call in calls) == 0
 
 
 def test_saving_and_loading_send_no_tensor(ranks: RankCount, tmp_path: Path) -> None:
-    """Four exchanges of small objects, none in the path of a shard."""
+    """Five exchanges of small objects, none in the path of a shard."""
     ranks(2).run(check_traffic, tmp_path)
 
 
