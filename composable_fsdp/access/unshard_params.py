@@ -159,11 +159,17 @@ def _unshard_params_recurse(
 
 @contextmanager
 def _unshard_states(
-    states: list[_FSDPState], *, writeback: bool, check_same: bool = False, **how: bool
+    states: list[_FSDPState],
+    *,
+    writeback: bool,
+    check_same: bool = False,
+    what: str = "unshard_params(writeback=True)",
+    **how: bool,
 ) -> Iterator[None]:
     """Full parameters of ``states``, written back on all ranks of a unit or on none.
 
-    ``how`` is passed on. Collective, Raises: as ``unshard_params``.
+    ``what`` is what the user called; ``how`` is passed on. Collective, Raises: as
+    ``unshard_params``.
     """
     handles = [state.handle for state in states]
     failed: list[int | None] = []
@@ -193,9 +199,9 @@ def _unshard_states(
     rank = next((rank for rank in failed if rank is not None), None)
     if rank is not None:
         raise DesyncError(
-            f"Rank {rank} raised inside unshard_params(writeback=True), so nothing was "
-            "written here either, and all ranks have the values from before the block. "
-            f"Look at the error of rank {rank}."
+            f"Rank {rank} raised inside {what}, so nothing was written here either, "
+            "and all ranks have the values from before the block. Look at the error of "
+            f"rank {rank}."
         )
 
 
@@ -207,8 +213,10 @@ def unshard_own(module: nn.Module, state: _FSDPState) -> Iterator[None]:
     nothing inside a block that shows them already. A tree that was not initialised is
     left so: units above may still be made.
 
-    Collective: one all-gather per unit.
-    Raises: PhaseError, inside forward or backward.
+    Collective: one all-gather per unit, and one all-reduce of a number per shard and
+    replicate group, as ``unshard_params``.
+    Raises: PhaseError, inside forward or backward; DesyncError, if another rank raised
+    inside.
     """
     lists = [each for each in _get_fsdp_states(module) if len(each.modules) > 1]
     hidden = [s for s in (state, *lists) if s.handle.phase is not Phase.SUMMON]
@@ -219,8 +227,9 @@ def unshard_own(module: nn.Module, state: _FSDPState) -> Iterator[None]:
             stack.enter_context(
                 _summon(require_idle(state, "apply"), state, rank0_only=False)
             )
-        for each in hidden:
-            stack.enter_context(_unshard_state(each, writeback=True, rank0_only=False))
+        stack.enter_context(
+            _unshard_states(hidden, writeback=True, rank0_only=False, what="apply")
+        )
         yield
     if was_new:
         forget_root(context)

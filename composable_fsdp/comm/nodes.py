@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from composable_fsdp.errors import PlanError
 
@@ -121,13 +123,40 @@ def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | N
     made = _private.get((ranks, purpose))
     group = made() if made is not None else None
     if group is None or not _is_known(group):
-        group = dist.new_group(
-            list(ranks),
-            backend="gloo",
-            # The other ranks do not come here, if there are any.
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-            group_desc=f"composable_fsdp {purpose}",
-        )
+        described = f"composable_fsdp {purpose}"
+        if len(ranks) == dist.get_world_size():
+            group = dist.new_group(backend="gloo", group_desc=described)
+        else:
+            group = _group_of_some(ranks, described)
         assert group is not None
         _private[ranks, purpose] = weakref.ref(group)
+    return group
+
+
+_count: Counter[str] = Counter()
+
+
+def _group_of_some(ranks: tuple[int, ...], described: str) -> dist.ProcessGroup:
+    """A gloo group that only its own ranks make.
+
+    ``new_group(use_local_synchronization=True)`` names it by how many groups a process
+    knows. Ranks that are in different groups count differently, and then wait for each
+    other under different names. So this gives the name, by what its ranks have in
+    common. Private names of torch, checked on 2.13.
+    """
+    name = f"{described} {' '.join(map(str, ranks))}"
+    _count[name] += 1
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend("gloo"),
+        distributed_c10d._get_default_store(),
+        f"{name} {_count[name]}",  # type: ignore[arg-type]  # its own kind of str
+        timeout=distributed_c10d.default_pg_timeout,
+        group_desc=described,
+    )
+    places = {rank: i for i, rank in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[group] = places
     return group

@@ -207,8 +207,10 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every module below, with full parameters; its writes are kept.
 
-        Each unit is full while ``fn`` runs in it. Collective: one all-gather per unit.
-        Raises: PhaseError, inside forward or backward.
+        Each unit is full while ``fn`` runs in it. Collective: one all-gather per unit,
+        and at its end one all-reduce of a number per shard and replicate group.
+        Raises: PhaseError, inside forward or backward; what ``fn`` raises, and on the
+        other ranks DesyncError: the unit in which it happened keeps its values.
         """
         with unshard_own(self, self._state):
             super().apply(fn)

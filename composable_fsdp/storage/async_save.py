@@ -64,10 +64,16 @@ def async_save(
         # Told in the background, where all ranks learn of it alike.
         error = raised
     future = SaveFuture(job.path)
+    # Now, so that nobody can cancel it: the other ranks count on this one.
+    future.set_running_or_notify_cancel()
     remember(team, future)
-    threading.Thread(
+    thread = threading.Thread(
         target=_run, args=(behind, job, error, future), name="composable_fsdp save"
-    ).start()
+    )
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads, and the other ranks have begun
+        _run(behind, job, error, future)
     return future
 
 
@@ -85,7 +91,6 @@ def _staged(piece: Piece) -> Piece:
 
 
 def _run(team: Team, job: Job, error: Exception | None, future: SaveFuture) -> None:
-    future.set_running_or_notify_cancel()
     try:
         write(team, job, error)
     except BaseException as raised:

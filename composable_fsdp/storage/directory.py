@@ -42,7 +42,7 @@ def make_temporary(path: str) -> str:
         )
     made = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(8)}")
     try:
-        os.makedirs(parent, exist_ok=True)
+        _make_parents(parent)
         os.mkdir(made)
     except OSError as error:
         raise CheckpointError(
@@ -51,6 +51,18 @@ def make_temporary(path: str) -> str:
             "this process may write."
         ) from error
     return made
+
+
+def _make_parents(path: str) -> None:
+    """Make a directory and those above it; their names are on the disk afterwards."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    if missing:
+        os.makedirs(missing[0], exist_ok=True)
+        for each in missing:
+            sync_directory(os.path.dirname(each))
 
 
 def require_free(path: str) -> None:

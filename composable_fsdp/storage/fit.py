@@ -93,8 +93,16 @@ class Fit:
     own_states: list[tuple[nn.Module, str]]
 
     def check(self) -> None:
-        """Verify what ``copy`` will read. Raises: CheckpointError."""
+        """Verify what ``copy`` will read, and where to. Raises: CheckpointError."""
         for each in self.targets:
+            into = each.into
+            if any(
+                s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)
+            ):
+                raise CheckpointError(
+                    f"Elements of {shown(each.name)} share memory (it is expanded), so "
+                    "nothing can be loaded into it. Register a clone() of it."
+                )
             self.source.check_model(each.name, each.start, each.stop)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 ::
 
-    all ranks   open, compare names | verify what this rank needs | agree | copy
+    all ranks   open, compare names | verify what this rank needs | agree | copy | agree
 
 Until all ranks agree nothing has changed. Then each reads its own slices.
 """
@@ -25,9 +25,9 @@ from composable_fsdp.storage.contents import (
 from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.outcome import team_of
+from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
-from composable_fsdp.storage.rng import set_rng_state
+from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Source
 from composable_fsdp.tree.traversal import require_module
 
@@ -49,7 +49,7 @@ def load(
     The model may be sharded over any number of ranks, by any policy, on either path, or
     be a plain one. Each rank reads the slices that it holds and nothing else; with a
     native checkpoint it verifies the blocks of those first. Nothing has changed when
-    this raises, unless the message says that it had begun to change the model.
+    this raises, unless the message says so.
 
     Args:
         path: a checkpoint, a directory whose file ``latest`` names one, or an open
@@ -90,22 +90,19 @@ def load(
             if optimizer is not None:
                 optimizer.check()
             state = source.rng(team.rank, team.world_size) if rng else None
+            if state is not None:
+                check_rng_state(state, str(getattr(source, "path", "the checkpoint")))
             result = contents, fit, optimizer, state
         except Exception as raised:
             error = raised
-        raise_unseen(team.agree(error, before))
+        opened = () if source is None else _identity(source)
+        answers = team.agree(error, (before, opened))
+        raise_unseen(team, [before for before, _ in answers])
+        _require_same([opened for _, opened in answers])
         assert source is not None
         assert result is not None
         _, fit, optimizer, state = result
-        try:
-            fit.copy()
-            if optimizer is not None:
-                optimizer.copy()
-            if state is not None:
-                set_rng_state(state, str(path))
-        except Exception as raised:
-            error = _halfway(raised)
-        team.agree(error)
+        _copy(team, fit, optimizer, state)
         if tell:
             report.warn()
         return source.extra
@@ -114,11 +111,48 @@ def load(
             source.close()
 
 
-def _halfway(error: Exception) -> CheckpointError:
-    """The error for what only shows when values are taken over: a module's or an
-    optimizer's own code, or a disk that fails between check and copy."""
-    what = error.args[0] if isinstance(error, CheckpointError) else repr(error)
-    return CheckpointError(
-        f"load had begun to change the model when it failed: {what} Model and "
-        "optimizer hold a part of the checkpoint; load again before training goes on."
-    )
+def _copy(
+    team: Team,
+    fit: Fit,
+    optimizer: OptimizerLoad | None,
+    state: dict[str, Any] | None,
+) -> None:
+    """Change everything on all ranks, or raise on all of them.
+
+    Little can fail by now: a disk, or a module's own ``set_extra_state``.
+    """
+    error: Exception | None = None
+    try:
+        fit.copy()
+        if optimizer is not None:
+            optimizer.copy()
+        if state is not None:
+            set_rng_state(state, str(getattr(fit.source, "path", "the checkpoint")))
+    except Exception as raised:
+        error = CheckpointError(
+            f"load failed when a part was loaded already ({type(raised).__name__}: "
+            f"{raised}). The model is of no use now; load a checkpoint into it."
+        )
+        error.__cause__ = raised
+    team.agree(error)
+
+
+def _identity(source: Source) -> tuple[str, str]:
+    """What tells a checkpoint from others, and where it is."""
+    return source.fingerprint, str(getattr(source, "path", ""))
+
+
+def _require_same(opened: list[Any]) -> None:
+    """Refuse ranks that have opened different checkpoints, and would mix them.
+
+    So does a path that each rank looks up for itself, or ``latest`` while another save
+    replaces it. All ranks know all answers.
+    """
+    (first, path), *_ = opened
+    for rank, (fingerprint, other) in enumerate(opened):
+        if fingerprint != first:
+            raise CheckpointError(
+                f"The ranks opened different checkpoints: rank 0 {path}, rank {rank} "
+                f"{other}. Nothing was loaded. Pass the same on every rank, such as "
+                "what rank 0 has found."
+            )

@@ -186,6 +186,31 @@ class OptimizerLoad:
             index += len(ids)
         meet(self.optim)
         self.optim.load_state_dict({"state": states, "param_groups": options})
+        self._keep_dtypes(states)
+
+    def _keep_dtypes(self, states: dict[int, dict[str, Any]]) -> None:
+        """Give back what torch has cast: it gives all state the parameter's dtype.
+
+        Unless the parameter itself was saved in another one.
+        """
+        members = [member for group in self.groups for member in group]
+        for i, state in states.items():
+            member = members[i]
+            if member is None:
+                continue
+            parameter = member.parameter
+            if self.source.model[member.name].dtype != parameter.dtype:
+                continue
+            present = self.optim.state[parameter]
+            for name in self.source.optim.get(member.name, {}):
+                value, cast = state.get(name), present.get(name)
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(cast, Tensor)
+                    and cast.dtype != value.dtype
+                    and name not in SCALARS
+                ):
+                    present[name] = value.to(cast.device)
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
         source = self.source

@@ -41,8 +41,10 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return _HEAD % zlib.crc32(body) + body + _TAIL
 
 
-def read_manifest(path: str) -> Manifest:
+def read_manifest(path: str) -> tuple[Manifest, str]:
     """Read, verify and validate the manifest in the directory ``path``.
+
+    With its checksum, which is also one of all checksums in it.
 
     Raises: CheckpointError, naming the file.
     """
@@ -60,7 +62,7 @@ def read_manifest(path: str) -> Manifest:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no JSON ({error}).") from error
-    return parse(document, file)
+    return parse(document, file), data[:size].decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class NativeSource(Source):
 
     def __init__(self, path: str | os.PathLike[str], *, values: bool = True) -> None:
         self.path = os.path.abspath(path)
-        self.manifest = manifest = read_manifest(self.path)
+        self.manifest, self.fingerprint = read_manifest(self.path)
+        manifest = self.manifest
         entries = entries_by_file(manifest, os.path.join(self.path, MANIFEST))
         self.files = [
             BlockFile(os.path.join(self.path, file.name), file, _Blame(found, manifest))

@@ -87,12 +87,14 @@ class _lost_ranks:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, FSDPError):
+        # torch raises ValueError for a group that was destroyed.
+        kinds = (RuntimeError, ValueError)
+        if isinstance(error, kinds) and not isinstance(error, FSDPError):
             raise CheckpointError(
-                "Another rank was lost while the ranks agreed on a checkpoint "
-                f"({error}). Nothing was committed unless the path is there now; "
-                "verify(path) tells. Start the ranks again and load the last good "
-                "checkpoint."
+                "Another rank was lost, or the process group destroyed, while the "
+                f"ranks agreed on a checkpoint ({error}). Nothing was committed unless "
+                "the path is there now; verify(path) tells. Start the ranks again and "
+                "load the last good checkpoint."
             ) from error
 
 

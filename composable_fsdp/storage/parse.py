@@ -29,6 +29,8 @@ from composable_fsdp.storage.manifest import (
 
 LARGEST = 2**62
 """No size or offset of a real file reaches it, and products of two stay cheap."""
+_HEADER = 100_000_000
+"""The safetensors library reads no larger one."""
 _CRC = 2**32 - 1
 _MAX_DIMS = 64
 
@@ -186,7 +188,7 @@ class _Parser:
         name, header, crc, payload, blocks = self.fields(value, where, *names)
         return File(
             self.text(name, f"{where}.name"),
-            self.integer(header, f"{where}.header_nbytes"),
+            self.integer(header, f"{where}.header_nbytes", _HEADER),
             self.integer(crc, f"{where}.header_crc32", _CRC),
             self.integer(payload, f"{where}.payload_nbytes"),
             self.integers(blocks, f"{where}.blocks", _CRC),

@@ -7,6 +7,8 @@ raised there, on every rank.
 
 from __future__ import annotations
 
+import atexit
+import warnings
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -44,8 +46,12 @@ class Before(NamedTuple):
 
 
 def wait_for_pending(team: Team) -> Before:
-    """Wait until no save of these ranks is running. Sends nothing."""
-    future = _pending.pop(team.ranks, None)
+    """Wait until no save of these ranks is running. Sends nothing.
+
+    It stays remembered until ``raise_unseen``: the ranks may have something else to
+    raise first.
+    """
+    future = _pending.get(team.ranks)
     if future is None:
         return Before()
     seen = future.is_seen
@@ -61,11 +67,29 @@ def remember(team: Team, future: SaveFuture) -> None:
     _pending[team.ranks] = future
 
 
-def raise_unseen(answers: list[Before]) -> None:
+def _tell_unseen() -> None:
+    """At the interpreter's exit: no call comes any more that could raise it."""
+    for future in _pending.values():
+        error = Future.exception(future) if future.done() else None
+        if error is not None and not future.is_seen:
+            warnings.warn(
+                f"The asynchronous save of {future.path} failed, and nobody has asked "
+                f"its future. {error}",
+                stacklevel=1,
+            )
+
+
+atexit.register(_tell_unseen)
+
+
+def raise_unseen(team: Team, answers: list[Before]) -> None:
     """Raise the failure that no rank has asked about; all ranks know all answers.
+
+    The save is forgotten then.
 
     Raises: CheckpointError, the same on every rank.
     """
+    _pending.pop(team.ranks, None)
     failures = [each.failure for each in answers if each.failure]
     if failures and not any(each.is_seen for each in answers):
         raise CheckpointError(

@@ -35,6 +35,11 @@ def rng_state() -> dict[str, Any]:
     }
 
 
+def check_rng_state(state: dict[str, Any], where: str) -> None:
+    """Try ``state`` on generators that nobody uses; see ``set_rng_state``."""
+    _give(state, where, is_trial=True)
+
+
 def set_rng_state(state: dict[str, Any], where: str) -> None:
     """Make this rank's generators go on from ``state``.
 
@@ -43,19 +48,36 @@ def set_rng_state(state: dict[str, Any], where: str) -> None:
 
     Raises: CheckpointError, naming ``where``, for a state that no generator takes.
     """
+    _give(state, where, is_trial=False)
+
+
+def _give(state: dict[str, Any], where: str, *, is_trial: bool) -> None:
+    numpy_random: Any = sys.modules.get("numpy.random")
+    python: Any = random.Random() if is_trial else random
+    host = torch.Generator() if is_trial else torch.default_generator
     try:
         others = json.loads(bytes(state["others"].tolist()))
         version, keys, gauss = others["python"]
-        numpy_random: Any = sys.modules.get("numpy.random")
-        random.setstate((version, tuple(keys), gauss))
+        python.setstate((version, tuple(keys), gauss))
         if numpy_random is not None and "numpy" in others:
-            numpy_random.set_state(tuple(others["numpy"]))
-        torch.set_rng_state(state["torch"])
+            numpy = numpy_random.RandomState() if is_trial else numpy_random
+            numpy.set_state(tuple(others["numpy"]))
+        host.set_state(state["torch"])
         if state["cuda"] and torch.cuda.is_available():
-            count = min(len(state["cuda"]), torch.cuda.device_count())
-            for device in range(count):
-                torch.cuda.set_rng_state(state["cuda"][device], device)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            for i, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                if is_trial:
+                    torch.Generator(f"cuda:{i}").set_state(each)
+                else:
+                    torch.cuda.set_rng_state(each, i)
+    except (
+        AttributeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(
             f"{where}: a random state is of another kind than this version of Python "
             f"and torch takes ({error}). Pass rng=False to leave the generators alone."

@@ -121,7 +121,7 @@ def prepare(
         error = raised
     try:
         answers = team.agree(error, (target, temporary, before))
-        raise_unseen([before for _, _, before in answers])
+        raise_unseen(team, [before for _, _, before in answers])
     except BaseException:
         _discard(temporary)
         raise

@@ -65,6 +65,9 @@ class Source(ABC):
     By parameter name, then by the name of the state; none of it stands in ``optim``.
     """
 
+    fingerprint: str = ""
+    """Differs if the content does; empty if the format has nothing for it."""
+
     own_states: Mapping[str, Any] = MappingProxyType({})
     """What modules' ``get_extra_state`` gave, by its name in a state dict."""
 

@@ -26,6 +26,7 @@ from tests.access.sharded import (
     both_paths,
     gpt,
     is_full,
+    message_of,
     one_to_three_ranks,
     several_ranks,
 )
@@ -343,6 +344,30 @@ def check_apply(world: World) -> tuple[list[int], bool, bool]:
     state = {f"0.{name}": value for name, value in plain.state_dict().items()}
     equal = differences(again.state_dict(), state) == {}
     return sorted(set(seen)), same, equal
+
+
+def check_apply_raises(world: World) -> tuple[str, bool]:
+    model = gpt("wrapper")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def note(module: nn.Module) -> None:
+        if world.rank == 1 and isinstance(module, nn.LayerNorm):
+            raise ValueError("not here")
+        if isinstance(module, nn.LayerNorm):
+            fill(module)
+
+    text = message_of(lambda: model.apply(note))
+    return text, differences(model.state_dict(), before) == {}
+
+
+@pytest.mark.req("X-07")
+def test_an_error_in_apply_reaches_every_rank(ranks: RankCount) -> None:
+    """The others do not wait at the next unit, and the values stay."""
+    (told, kept), raised = ranks(2).run(check_apply_raises)
+
+    assert "Rank 1 raised inside apply, so nothing was written here either" in told
+    assert raised == ("ValueError: not here", True)
+    assert kept
 
 
 @several_ranks

@@ -6,12 +6,15 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from composable_fsdp import load, open_source, save, verify
 from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.rng import rng_state
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, message_of
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -191,3 +194,27 @@ def test_nothing_at_a_path_is_said_so(tmp_path: Path) -> None:
 
     assert "none holds nothing; expected a checkpoint of this library" in text
     assert not verify(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"torch": 5, "cuda": [], "others": 5},
+        {**rng_state(), "torch": torch.zeros(3, dtype=torch.uint8)},
+    ],
+    ids=["nothing", "numbers", "short"],
+)
+def test_a_random_state_that_no_generator_takes_changes_nothing(
+    tmp_path: Path, state: Any
+) -> None:
+    """As from another version; found before the weights are written."""
+    with mock.patch("composable_fsdp.storage.part.rng_state", return_value=state):
+        save(tmp_path / "run", make("plain"))
+    model = make("plain", seed=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    text = message_of(lambda: load(tmp_path / "run", model))
+
+    assert "a random state is of another kind than this version of Python" in text
+    assert same(dict(model.state_dict()), before)

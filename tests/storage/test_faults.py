@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from composable_fsdp import load, save, verify
+from composable_fsdp.storage.fit import Fit
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, message_of
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -203,3 +204,57 @@ def test_a_number_to_keep_below_one_is_refused(tmp_path: Path) -> None:
     text = message_of(lambda: save(tmp_path / "x", make("plain"), keep=0))
 
     assert text == "TypeError: save expects keep=None or a number from 1, got 0."
+
+
+def load_by_rank(world: World, folder: Path) -> tuple[str, bool]:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "step-1", model, optimizer)
+    step(model, optimizer, 0)
+    save(folder / "step-2", model, optimizer)
+    step(model, optimizer, 1)
+    before = everything(model, optimizer)
+    mine = folder / f"step-{world.rank + 1}"
+    text = message_of(lambda: load(mine, model, optimizer))
+    return text, same(everything(model, optimizer), before)
+
+
+def test_ranks_that_open_different_checkpoints_load_none(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """As when each looks for the newest while a save commits: a mix would be silent."""
+    first, second = ranks(2).run(load_by_rank, tmp_path)
+
+    assert first == second
+    assert first[1]
+    assert f"rank 0 {tmp_path}/step-1, rank 1 {tmp_path}/step-2. Nothing" in first[0]
+
+
+def check_late_fault(world: World, folder: Path) -> tuple[str, bool]:
+    model = make("composable")
+    optimizer = optimizer_of(model)
+    save(folder / "run", model, optimizer)
+    copy = Fit.copy
+
+    def half(fit: Fit) -> None:
+        copy(fit)
+        if world.rank:
+            raise OSError(errno.EIO, "Input/output error", "a shard")
+
+    with mock.patch.object(Fit, "copy", half):
+        text = message_of(lambda: load(folder, model, optimizer))
+    load(folder, model, optimizer)
+    return text, bool(torch.isfinite(torch.tensor(step(model, optimizer, 0))))
+
+
+def test_a_fault_after_the_ranks_agreed_is_raised_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """No rank trains on while another has half of the checkpoint."""
+    first, second = ranks(2).run(check_late_fault, tmp_path)
+
+    assert first == second
+    assert (
+        "On rank 1: load failed when a part was loaded already (OSError: " in first[0]
+    )
+    assert first[1]

@@ -11,6 +11,8 @@ import os
 import pickle
 import re
 import shutil
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,3 +307,78 @@ def test_metadata_of_the_first_versions_is_read(dcp: Path) -> None:
     (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
 
     read_all(dcp)
+
+
+def endless(depth: int = 100) -> Any:
+    """A tuple of a few bytes in a pickle, and of 2 ** depth when it is printed."""
+    value: Any = (1,)
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize("place", ["size", "path", "file", "transforms", "digits"])
+def test_values_too_large_to_print_are_refused_at_once(dcp: Path, place: str) -> None:
+    """Nested tuples that share their halves, and an integer of 5000 digits."""
+    metadata: Any = FileSystemReader(dcp).read_metadata()
+    item = next(iter(metadata.storage_data.values()))
+    if place == "size":
+        metadata.state_dict_metadata["model.scale"].size = endless()
+    elif place == "path":
+        metadata.planner_data["model.scale"] = endless()
+    elif place == "file":
+        item.relative_path = endless()
+    elif place == "transforms":
+        item.transform_descriptors = endless()
+    else:
+        item.length = 10**5000
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    message = refusal(dcp)
+
+    assert f"{dcp / '.metadata'} is damaged: " in message
+    assert len(message) < 500
+
+
+@pytest.mark.req("X-21")
+def test_a_compressed_archive_is_refused_by_its_record(tmp_path: Path) -> None:
+    """A small one may fill any memory, and mapped its bytes are no values."""
+    good, packed = saved(tmp_path / "good.pt"), tmp_path / "packed.pt"
+    with zipfile.ZipFile(good) as source, zipfile.ZipFile(packed, "w") as out:
+        for record in source.infolist():
+            last = record.filename.endswith("data/0")
+            kind = zipfile.ZIP_DEFLATED if last else zipfile.ZIP_STORED
+            out.writestr(record.filename, source.read(record), kind)
+
+    assert "record 'good/data/0' is compressed" in refusal(packed)
+
+
+@pytest.mark.req("X-21")
+def test_a_pickle_that_numbers_a_value_by_a_huge_number_fills_no_memory(
+    dcp: Path,
+) -> None:
+    """Python's reader in C makes a table of twice that many places."""
+    place = (2**24).to_bytes(4, "little")
+    (dcp / ".metadata").write_bytes(b"\x80\x04Nr" + place + b".")
+
+    tracemalloc.start()
+    try:
+        message = refusal(dcp)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert "has a NoneType in place of a Metadata" in message
+    assert peak < 2**22
+
+
+@pytest.mark.req("X-21")
+def test_an_archive_of_several_disks_is_refused_by_name(tmp_path: Path) -> None:
+    """As a flipped bit may claim."""
+    file = saved(tmp_path / "bad.pt")
+    data = bytearray(file.read_bytes())
+    data[data.rindex(b"PK\x06\x07") + 16] = 2
+    file.write_bytes(data)
+
+    assert f"{file} is damaged" in refusal(file)

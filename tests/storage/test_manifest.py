@@ -119,6 +119,10 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         put("files.0.payload_nbytes", HUGE),
         "rank0.safetensors has 1 check",
     ),
+    "huge header": (
+        put("files.0.header_nbytes", HUGE),
+        "files[0].header_nbytes is",
+    ),
     "huge shard": (put("regions.0.shard_numel", HUGE), "region of unit 'u'"),
     "way out": (put("files.0.name", "../x.safetensors"), "is no plain name inside the"),
     "absolute": (put("files.0.name", "/etc/passwd"), "is no plain name inside the"),
@@ -262,7 +266,7 @@ def test_a_file_of_another_size_than_claimed_is_refused_before_it_is_read(
 ) -> None:
     """A sound manifest that promises a terabyte: the file has not got it."""
     save(tmp_path / "run", torch.nn.Linear(2, 2))
-    manifest = read_manifest(str(tmp_path / "run"))
+    manifest, _ = read_manifest(str(tmp_path / "run"))
     document = manifest.to_json()
     size = 2**40
     document["singles"][0]["tensor"]["shape"] = [size]

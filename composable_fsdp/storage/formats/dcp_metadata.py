@@ -10,6 +10,7 @@ What comes out is checked again before it is believed. The names are those that 
 from __future__ import annotations
 
 import pickle
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,12 @@ import torch
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.files import inner_file
 from composable_fsdp.storage.formats.torch_read import refusal
+from composable_fsdp.storage.parse import LARGEST
 from composable_fsdp.storage.source import TensorInfo
 
 METADATA = ".metadata"
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
 PathOf = tuple[str | int, ...]
 
 
@@ -102,7 +106,11 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):
+    """The reader in Python: for one in C, a few bytes that number a value by 2 ** 31
+    fill 32 GiB of memory.
+    """
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KEPT:
             return type(name, (_Kept,), {"kind": name})
@@ -132,7 +140,9 @@ def read_metadata(directory: Path) -> dict[str, Entry]:
         raise refusal(file, error) from error
     try:
         return dict(_entries(directory, metadata))
-    except _Malformed as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # so do values that are of other kinds
         raise CheckpointError(
             f"{file} is damaged: {error}. Copy the checkpoint again, with all its "
             "files."
@@ -151,10 +161,10 @@ def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, Entry]]:
     for key, about in keys.items():
         path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
         if not isinstance(about, _Kept) or not isinstance(key, str):
-            raise _Malformed(f"{key!r} is of no known kind")
+            raise _Malformed(f"{_short(key)} is of no known kind")
         for part in _a(tuple, path):
             if not isinstance(part, str | int):
-                raise _Malformed(f"{key!r} lies at {path!r}")
+                raise _Malformed(f"{key!r} lies at {_short(path)}")
         if about.kind == "BytesStorageMetadata":
             item = items.get((key, None))
             if item is None:
@@ -198,10 +208,13 @@ def _items(directory: Path, storage: dict[Any, Any]) -> dict[tuple[str, Any], It
         start, length = info.get("offset"), info.get("length")
         if info.get("transform_descriptors"):
             raise _Malformed(
-                f"{fqn!r} was written through {info.get('transform_descriptors')!r}, "
-                "which only the program that wrote it can undo"
+                f"{_short(fqn)} was written through "
+                f"{_short(info.get('transform_descriptors'))}, which only the program "
+                "that wrote it can undo"
             )
-        if not isinstance(name, str) or name not in files:
+        if not isinstance(name, str) or not isinstance(fqn, str):
+            raise _Malformed(f"{_short(fqn)} lies in the file {_short(name)}")
+        if name not in files:
             path = inner_file(directory, name)
             files[name] = (path, path.stat().st_size)
         path, size = files[name]
@@ -285,7 +298,15 @@ def _a(kind: type, value: Any) -> Any:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(
-        type(size) is int and size >= 0 for size in value
+        type(size) is int and 0 <= size <= LARGEST for size in value
     ):
-        raise _Malformed(f"{value!r} stands in place of sizes")
+        raise _Malformed(f"{_short(value)} stands in place of sizes")
     return value
+
+
+def _short(value: Any) -> str:
+    """``repr``, cut off: a few bytes of pickle can stand for endless nested tuples."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return f"a {type(value).__name__}"

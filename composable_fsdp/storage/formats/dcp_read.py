@@ -31,7 +31,11 @@ from composable_fsdp.storage.formats.dcp_metadata import (
 )
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.formats.stored import Stored
-from composable_fsdp.storage.formats.torch_read import refusal, stored
+from composable_fsdp.storage.formats.torch_read import (
+    refusal,
+    require_uncompressed,
+    stored,
+)
 
 NOTES = "composable_fsdp.notes"
 """Key of what our own converter keeps beside what DCP does, as JSON text.
@@ -110,6 +114,7 @@ class _Items:
 def _require_checksums(data: io.BytesIO) -> None:
     """Raise unless the archive's records have the checksums that they say."""
     if zipfile.is_zipfile(data):
+        require_uncompressed(data)
         record = zipfile.ZipFile(data).testzip()
         if record is not None:
             raise zipfile.BadZipFile(f"the record {record!r} has another checksum")

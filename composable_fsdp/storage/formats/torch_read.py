@@ -12,6 +12,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def require_checksums(path: Path) -> None:
 
     Raises: CheckpointError, naming the file.
     """
-    if not zipfile.is_zipfile(path):
-        return
     try:
+        if not zipfile.is_zipfile(path):
+            return
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
     except (OSError, zipfile.BadZipFile, zlib.error) as error:
@@ -70,9 +71,11 @@ def require_checksums(path: Path) -> None:
 
 def load_safely(path: Path) -> Any:
     """What the file holds, tensors mapped. Raises: CheckpointError, as above."""
-    # Files from before torch 1.6 are no archives, and cannot be mapped.
-    mapped = zipfile.is_zipfile(path)
     try:
+        # Files from before torch 1.6 are no archives, and cannot be mapped.
+        mapped = zipfile.is_zipfile(path)
+        if mapped:
+            require_uncompressed(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from error
@@ -81,6 +84,20 @@ def load_safely(path: Path) -> Any:
             f"{path} is damaged or no torch.save file: {first_line(error)} Copy it "
             "again."
         ) from error
+
+
+def require_uncompressed(file: Path | BytesIO) -> None:
+    """Refuse an archive with compressed records.
+
+    ``torch.save`` writes none. Mapped, their bytes would be taken for values, and a
+    small one may fill any memory.
+
+    Raises: zipfile.BadZipFile, naming the record.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
 
 
 def refusal(what: object, error: Exception) -> CheckpointError:

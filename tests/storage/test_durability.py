@@ -1,0 +1,147 @@
+"""Claims on the order of file system calls: what a power cut leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from composable_fsdp import convert, save, verify
+from tests.storage.samples import saved
+from tests.storage.training import make
+
+_watcher: Callable[[str], None] | None = None
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    """Python calls it before every operation on files; it cannot be taken off."""
+    global _watcher
+    if _watcher is not None and (
+        event == "open" or event.startswith(("os.", "shutil."))
+    ):
+        watcher, _watcher = _watcher, None
+        try:
+            watcher(event)
+        finally:
+            _watcher = watcher
+
+
+sys.addaudithook(_audit)
+
+
+@contextmanager
+def watched(watcher: Callable[[str], None]) -> Iterator[None]:
+    """Have ``watcher`` called wherever a process could be killed between two calls."""
+    global _watcher
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = None
+
+
+@pytest.mark.req("X-04")
+def test_between_any_two_calls_the_path_is_absent_or_whole(tmp_path: Path) -> None:
+    """So it takes one rename: files that are moved one by one are there in part."""
+    path, model = tmp_path / "runs" / "step-1", make("plain")
+    seen: list[tuple[str, bool]] = []
+
+    def look(event: str) -> None:
+        there = path.exists()
+        seen.append((event, there))
+        assert not there or verify(path), f"in part before {event}"
+
+    with watched(look):
+        save(path, model)
+
+    assert ("os.rename", False) in seen
+    assert ("os.rename", True) in seen  # that of latest
+
+
+class Log:
+    """Syncs and renames, by path, and what had been written and not synced before."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self._fsync, self._rename, self._replace = os.fsync, os.rename, os.replace
+
+    def fsync(self, handle: int) -> None:
+        self._fsync(handle)
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        size = os.fstat(handle).st_size
+        self.calls.append(("sync", path if os.path.isdir(path) else f"{path} {size}"))
+
+    def rename(self, source: Any, target: Any) -> None:
+        self.calls.append(("rename", f"{os.fspath(source)} {os.fspath(target)}"))
+        self._rename(source, target)
+
+    def replace(self, source: Any, target: Any) -> None:
+        self.calls.append(("rename", f"{os.fspath(source)} {os.fspath(target)}"))
+        self._replace(source, target)
+
+
+@contextmanager
+def logged() -> Iterator[Log]:
+    log = Log()
+    with (
+        mock.patch("os.fsync", log.fsync),
+        mock.patch("os.rename", log.rename),
+        mock.patch("os.replace", log.replace),
+    ):
+        yield log
+
+
+def require_durable(log: Log, path: Path) -> None:
+    """What ``path`` holds was synced before its rename, names and parents after it."""
+    at = next(i for i, call in enumerate(log.calls) if call[1].endswith(f" {path}"))
+    work = log.calls[at][1].removesuffix(f" {path}")
+    before, after = log.calls[:at], log.calls[at + 1 :]
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert files
+    for file in files:
+        there = os.path.join(work, file.relative_to(path))
+        assert ("sync", f"{there} {file.stat().st_size}") in before, file
+    assert before[-1][0] == "sync"
+    assert ("sync", work) in before
+    assert after[0] == ("sync", str(path.parent))
+
+
+@pytest.mark.req("X-04")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for a file's path")
+def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
+    """Files, then their directory, rename, parent; and the parents that it made."""
+    path = tmp_path / "new" / "runs" / "step-1"
+
+    with logged() as log:
+        save(path, make("plain"))
+
+    require_durable(log, path)
+    assert log.calls[:2] == [
+        ("sync", str(tmp_path / "new")),
+        ("sync", str(tmp_path)),
+    ]
+    latest, renamed, parent = log.calls[-3:]
+    assert latest[0] == "sync"
+    assert latest[1].endswith(" 7")
+    assert renamed[1] == f"{latest[1].removesuffix(' 7')} {path.parent / 'latest'}"
+    assert parent == ("sync", str(path.parent))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for a file's path")
+@pytest.mark.parametrize("to", ["native", "dcp", "safetensors"])
+def test_what_convert_wrote_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, to: str
+) -> None:
+    """Every file of the directory, as a save does."""
+    source = saved(tmp_path / "source.pt")
+
+    with logged() as log:
+        convert(source, tmp_path / to, to)
+
+    require_durable(log, tmp_path / to)
