@@ -32,8 +32,9 @@ check: $(DEV) ## lint, format, types and the fast tests
 test-gpu: ## run the CUDA tests with the system's python3
 	$(PYTHON) -m pytest -m gpu -rs
 
-bench: $(DEV) ## host time per unit and step, as ratios against the peers
+bench: $(DEV) ## host time per unit and step, and checkpoints, beside the peers
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.host_overhead
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.checkpoint
 
 docs: $(DOCS) ## build the documentation; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -22,7 +22,8 @@ from composable_fsdp import (
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _get_module_fsdp_state
-from property_tests.combination_pair import Pair, named, states_of
+from property_tests.casting import named, shown
+from property_tests.combination_pair import Pair, states_of
 from tests.runtime.reference import sgd
 
 
@@ -61,7 +62,7 @@ def evaluate(pair: Pair, how: str) -> None:
     x = pair.inputs(pair.world.rank, 0).detach()
     with torch.inference_mode() if how == "inference" else torch.no_grad():
         ours = pair.model.eval()(x).clone()
-        with pair.shown(pair.leaves()):
+        with shown(pair.plain, pair.leaves()):
             expected = pair.plain.eval()(x).clone()
     pair.model.train()
     pair.plain.train()
@@ -94,12 +95,6 @@ def reshard_unit(pair: Pair, index: int) -> None:
     reshard(pair.unit(index).module)
 
 
-def reshard_all(pair: Pair) -> None:
-    """What a script has to do before it writes parameters."""
-    for state in states_of(pair.model):
-        reshard(state.module)
-
-
 def look(pair: Pair, index: int) -> None:
     """At the full parameters of a unit and of those below it."""
     expected = named(pair.plain)
@@ -119,7 +114,6 @@ def look(pair: Pair, index: int) -> None:
 
 def write(pair: Pair, index: int) -> None:
     """Halve the parameters of one unit."""
-    reshard_all(pair)
     state = pair.unit(index)
     chosen = [name for name, owned in pair.owner.items() if owned.state is state]
     with unshard_params(state.module, recurse=False):
@@ -132,8 +126,12 @@ def write(pair: Pair, index: int) -> None:
 
 
 def freeze(pair: Pair, which: int) -> None:
-    """Flip ``requires_grad`` of one parameter."""
-    reshard_all(pair)
+    """Flip ``requires_grad`` of one parameter: of the sharded one, not of its stand-in.
+
+    A unit that is full by hand shows the latter, which is not asked.
+    """
+    for state in states_of(pair.model):
+        reshard(state.module)
     for model, optimizer in zip((pair.model, pair.plain), pair.optimizers, strict=True):
         optimizer.zero_grad()
         chosen = sorted(named(model).items())
@@ -158,5 +156,4 @@ def save_and_load(pair: Pair) -> None:
     assert list(saved) == [strip_wrapper(name) for name in expected]
     for name, value in expected.items():
         pair.equal(saved[strip_wrapper(name)], value, f"saved {name}")
-    reshard_all(pair)
     pair.model.load_state_dict(saved)

@@ -6,8 +6,6 @@ the dtype of their unit, and casts inputs and outputs at the places of the units
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,12 +13,12 @@ from torch import Tensor, nn
 
 from composable_fsdp import MixedPrecision, set_reduce_scatter_unused_params
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.testing.models import build
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from property_tests.casting import named
 from property_tests.combination_models import Layout, add_hook, add_switches, shard
 from property_tests.combination_recipes import Combination
 from tests.runtime.reference import sgd, wide_input
@@ -35,11 +33,6 @@ class Owned(NamedTuple):
     region: FlatParameter
     slot: ParameterSlot
     leaf: nn.Parameter
-
-
-def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters under the names of the plain model."""
-    return {strip_wrapper(name): p for name, p in model.named_parameters()}
 
 
 def states_of(model: nn.Module) -> list[_FSDPState]:
@@ -143,24 +136,6 @@ class Pair:
             .requires_grad_(p.requires_grad)
             for name, p in named(self.plain).items()
         }
-
-    @contextmanager
-    def shown(self, leaves: Leaves) -> Iterator[None]:
-        """Have the plain model compute with ``leaves``."""
-        by_id = {id(p): leaves[name] for name, p in named(self.plain).items()}
-        swaps = [
-            (module._parameters, key, p)
-            for module in self.plain.modules()
-            for key, p in module._parameters.items()
-            if p is not None
-        ]
-        for table, key, p in swaps:
-            table[key] = by_id[id(p)]  # type: ignore[assignment]  # plain tensors serve
-        try:
-            yield
-        finally:
-            for table, key, p in swaps:
-                table[key] = p
 
     def equal(self, value: Tensor, expected: Tensor, what: str) -> None:
         """Compare, bit by bit unless sums have another order."""

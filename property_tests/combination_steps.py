@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from composable_fsdp import no_sync, set_requires_all_reduce
+from property_tests.casting import named, shown
 from property_tests.combination_models import Switch
-from property_tests.combination_pair import Leaves, Pair, named, tops_of
+from property_tests.combination_pair import Leaves, Pair, tops_of
 from property_tests.combination_recipes import Micro
 
 Choose = Callable[[Sequence[Tensor]], Tensor]
@@ -59,7 +60,7 @@ def expect(pair: Pair, micro: Micro) -> Result:
     losses = []
     for rank, xs in enumerate(inputs):
         switch(pair.twin_switches, micro, rank)
-        with pair.shown(leaves[rank]):
+        with shown(pair.plain, leaves[rank]):
             losses.append([pair.loss(pair.plain, x) for x in xs])
     several = micro.forwards > 1 and micro.backward in ("joint", "twice")
     for choose in passes(micro):
@@ -69,7 +70,7 @@ def expect(pair: Pair, micro: Micro) -> Result:
         for rank in range(world.world_size):
             # Checkpoints compute again, so each rank's bypass stands while it runs.
             switch(pair.twin_switches, micro, rank)
-            with pair.shown(leaves[rank]):
+            with shown(pair.plain, leaves[rank]):
                 run(micro, choose(losses[rank]))
             arrive(pair, rank, leaves[rank])
         reduce(pair, micro)

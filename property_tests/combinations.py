@@ -17,7 +17,8 @@ from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests import combination_actions
-from property_tests.combination_pair import Pair, named, tops_of
+from property_tests.casting import named
+from property_tests.combination_pair import Pair, tops_of
 from property_tests.combination_recipes import Combination, Micro, Step
 from property_tests.combination_steps import carry_out, expect
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp import (
@@ -39,6 +38,7 @@ from composable_fsdp.testing.recipes import ModelRecipe
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from property_tests.casting import shown
 from tests.access.sharded import own_parts
 from tests.runtime.reference import (
     apply_units,
@@ -125,7 +125,8 @@ class Trio:
         """What the plain model makes of ``x``, cast as the units cast."""
         low = torch.bfloat16 if self.low else self.dtype
         cast = {name: p.to(low) for name, p in self.plain.named_parameters()}
-        y: Tensor = functional_call(self.plain, cast, (x.to(low),))
+        with shown(self.plain, cast):
+            y: Tensor = self.plain(x.to(low))
         return y
 
     # ---- the step -----------------------------------------------------------

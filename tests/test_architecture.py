@@ -281,3 +281,10 @@ def test_the_command_lines_door_may_call_one_function(
 
     assert source_rules.door_logic(allowed) == []
     assert source_rules.door_logic(refused) != []
+
+
+def test_directories_of_tests_are_no_packages() -> None:
+    """A rank imports a test module by the name that pytest gave it: its whole path."""
+    tests = Path(__file__).parent
+
+    assert [str(p.relative_to(tests)) for p in tests.rglob("__init__.py")] == []

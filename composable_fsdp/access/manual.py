@@ -39,8 +39,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
     They stay until the unit reshards after its next forward or backward, or until
     ``reshard``. Units below are left alone. A unit that is full already sends nothing.
-    What is written into full parameters is lost (see ``unshard_params``), and what is
-    written into the shards meanwhile is refused by the next forward. Do not make an
+    What is written into full parameters or set on them (``requires_grad``) is lost, see
+    ``unshard_params``. What anything but ``load_state_dict`` or ``set_full_param`` has
+    written into the shards meanwhile, the next forward refuses. Do not make an
     optimizer now: ``module.parameters()`` are the full ones, which nobody trains.
 
     With ``async_op`` returns at once; ``wait()`` of what it returns shows the

@@ -21,7 +21,7 @@ from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import join, shown, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.runtime.recover import settle
+from composable_fsdp.runtime.recover import drop_full, settle
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -72,6 +72,7 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
     if not isinstance(found, Held):
         found.copy_(value)
     else:
+        drop_full(found.state)
         found.leaf.copy_(own_part(found, value))
 
 

@@ -200,6 +200,16 @@ def settle(state: _FSDPState, what: str) -> None:
         take_up_unless_on_meta(state)
 
 
+def drop_full(state: _FSDPState) -> None:
+    """Reshard a unit that was left full: its shards are written next. Sends nothing.
+
+    After ``settle``. Backward, if one comes, and the next forward gather it again.
+    """
+    if state.handle.gathered:
+        assert state.context is not None
+        reshard(state.context, state.handle)
+
+
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     """Settle the tree of ``state``, initialise it if needed, and return its context.
 

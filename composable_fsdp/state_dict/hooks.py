@@ -22,7 +22,7 @@ from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, shown, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.runtime.recover import settle
+from composable_fsdp.runtime.recover import drop_full, settle
 from composable_fsdp.state_dict.full import gather_unit, part_of
 from composable_fsdp.state_dict.in_force import settings_in_force
 from composable_fsdp.state_dict.local import (
@@ -175,6 +175,7 @@ class _Load:
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
         settle(self.state, "load_state_dict")
+        drop_full(self.state)
         kind = settings_in_force(self.state).state_dict_type
         local = kind is StateDictType.LOCAL_STATE_DICT
         if local:

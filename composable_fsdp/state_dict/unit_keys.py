@@ -9,6 +9,7 @@ from torch import nn
 from composable_fsdp.naming import TRANSPARENT, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import wrapped_in
 
 
 class Reach(NamedTuple):
@@ -117,7 +118,7 @@ def _holds(
 def _submodule(module: nn.Module, name: str) -> nn.Module:
     """The submodule of that plain name; wrappers are gone through."""
     for part in [*name.split("."), ""] if name else [""]:
-        while inner := next(filter(None, map(module._modules.get, TRANSPARENT)), None):
+        while (inner := wrapped_in(module)) is not None:
             module = inner
         if part:
             module = module.get_submodule(part)

@@ -245,6 +245,16 @@ def _require_values(
         )
 
 
+def require_optimizer(optim: object, what: str) -> None:
+    """Raise TypeError in the name of ``what`` unless ``optim`` is one optimizer."""
+    if not hasattr(optim, "param_groups") or not hasattr(optim, "state"):
+        raise TypeError(
+            f"{what} expects one optimizer, got a {type(optim).__name__}. Pass the "
+            "optimizer itself, or extra=... by its name; save each of several "
+            "optimizers with the module it trains, in a checkpoint of its own."
+        )
+
+
 def named(contents: Contents) -> dict[int, tuple[HeldRegion, int] | HeldTensor]:
     """What each of an optimizer's parameters is, by identity."""
     found: dict[int, tuple[HeldRegion, int] | HeldTensor] = {}

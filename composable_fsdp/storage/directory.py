@@ -34,6 +34,12 @@ def make_temporary(path: str) -> str:
     """
     require_free(path)
     parent, name = os.path.split(path)
+    if name == LATEST:
+        raise CheckpointError(
+            f"{path}: the name {LATEST!r} is kept for the text file that names the "
+            "newest checkpoint beside it. Save under another name; load of the "
+            "directory above finds it."
+        )
     made = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(8)}")
     try:
         _make_parents(parent)
@@ -111,7 +117,7 @@ def follow_latest(path: str) -> str:
     file = os.path.join(path, LATEST)
     try:
         with open(file, "rb") as found:
-            name = found.read(4096).decode().strip()
+            name = found.read(4096).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{file} cannot be read ({error}); expected the name of a checkpoint "

@@ -61,7 +61,7 @@ class LoadReport:
         if not self.is_empty():
             warnings.warn(
                 f"load left out what does not fit. {'; '.join(self._lines())}.",
-                stacklevel=3,
+                stacklevel=4,  # warn, load, its inference_mode, the caller
             )
 
 

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.contents import Contents, contents_of, units_in
+from composable_fsdp.storage.contents import (
+    Contents,
+    contents_of,
+    require_optimizer,
+    units_in,
+)
 from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.opening import open_source
@@ -27,6 +32,8 @@ from composable_fsdp.storage.source import Source
 from composable_fsdp.tree.traversal import require_module
 
 
+# Tensors made in inference mode could not be trained with.
+@torch.inference_mode(False)
 def load(
     path: str | os.PathLike[str] | Source,
     module: nn.Module,
@@ -70,6 +77,8 @@ def load(
     try:
         try:
             source = source or open_source(path)  # type: ignore[arg-type]  # no Source
+            if optim is not None:
+                require_optimizer(optim, "load")
             contents = contents_of(module, "load")
             fit = fit_model(source, contents, report, cast=cast)
             optimizer = None

@@ -58,6 +58,7 @@ class OptimizerLoad:
         self.groups = self._members(contents)
         left = set(self.home) - {m.name for g in self.groups for m in g if m}
         report.optimizer += [f"{shown(name)} is not in it" for name in sorted(left)]
+        self._compare_options()
         for members in self.groups:
             for member in members:
                 if member is not None:
@@ -95,6 +96,22 @@ class OptimizerLoad:
             return None
         is_cut = not isinstance(held, HeldTensor)
         return Member(parameter, found, start, stop, shape, is_cut)
+
+    def _compare_options(self) -> None:
+        """Report groups that another kind of optimizer saved: it lacks some of this
+        one's options and has others. Another version of torch only adds or drops some.
+        """
+        for g, members in enumerate(self.groups):
+            for origin in {self.home[member.name] for member in members if member}:
+                saved = (self.source.param_groups or ())[origin]
+                lacks = sorted(self.optim.defaults.keys() - saved.keys())
+                others = sorted(saved.keys() - self.optim.param_groups[g].keys())
+                if lacks and others:
+                    self.report.optimizer.append(
+                        f"group {g} expects {', '.join(map(repr, lacks))} and the "
+                        f"checkpoint has {', '.join(map(repr, others))} instead, as "
+                        "of another kind of optimizer"
+                    )
 
     def _compare(self, member: Member) -> None:
         for state, info in self.source.optim.get(member.name, {}).items():
@@ -158,7 +175,8 @@ class OptimizerLoad:
         for g, origin in enumerate(self._origins()):
             own = self.optim.param_groups[g]
             saved = self.source.param_groups or ()
-            chosen = own if origin is None else saved[origin]
+            # What an older version did not save stays as it is.
+            chosen = own if origin is None else {**own, **saved[origin]}
             ids = range(index, index + len(self.groups[g]))
             options.append({**chosen, "params": list(ids)})
             for i, member, parameter in zip(

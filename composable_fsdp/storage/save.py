@@ -22,7 +22,11 @@ from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage import crash
-from composable_fsdp.storage.contents import contents_of, units_in
+from composable_fsdp.storage.contents import (
+    contents_of,
+    require_optimizer,
+    units_in,
+)
 from composable_fsdp.storage.directory import (
     MANIFEST,
     commit,
@@ -107,6 +111,8 @@ def prepare(
         target = _absolute(path)
         if keep is not None and (type(keep) is not int or keep < 1):
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
+        if optim is not None:
+            require_optimizer(optim, "save")
         contents = contents_of(module, "save")
         part, pieces = PartMaker(contents, is_first=team.rank == 0).make(optim, extra)
         if team.rank == 0:
@@ -124,7 +130,7 @@ def prepare(
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if not isinstance(text, str) or not text.strip():
         raise TypeError(f"save expects a path, got {path!r}.")
     return os.path.abspath(text)

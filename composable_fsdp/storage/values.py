@@ -54,8 +54,10 @@ class _Encoder:
                 f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, or "
                 "holds itself. Save something flatter."
             )
-        if value is None or isinstance(value, (bool, str)):
+        if value is None or isinstance(value, bool):
             return value
+        if isinstance(value, str):
+            return _text(value)
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
@@ -78,10 +80,11 @@ class _Encoder:
             if not isinstance(key, str):
                 raise TypeError(
                     f"{where} has the key {key!r} of type {type(key).__name__}; a "
-                    "checkpoint holds dicts whose keys are strings. Rename it."
+                    "checkpoint holds dicts whose keys are strings. Save it under "
+                    f"{str(key)!r}, or as a list of pairs, or leave it out."
                 )
             path = f"{where}[{key!r}]"
-            pairs.append([str(key), self.encode(item, path, depth + 1)])
+            pairs.append([_text(key), self.encode(item, path, depth + 1)])
         if any(key.startswith("$") for key, _ in pairs):
             return {"$dict": pairs}
         return dict(pairs)
@@ -89,6 +92,12 @@ class _Encoder:
     def _tensor(self, value: Tensor, where: str) -> Any:
         if type(value) not in (Tensor, torch.nn.Parameter):
             raise _refused(value, where)
+        if value.is_meta or value.layout is not torch.strided:
+            kind = "on meta" if value.is_meta else f"of layout {value.layout}"
+            raise TypeError(
+                f"{where} is a tensor {kind}; a checkpoint holds dense tensors with "
+                "values. Convert it (to_dense()), or leave it out."
+            )
         if self.python_values and value.ndim == 0 and not value.is_complex():
             number = value.item()
             if isinstance(number, float):
@@ -104,6 +113,12 @@ def _refused(value: Any, where: str) -> TypeError:
         "nested dicts and lists of strings, numbers, booleans, None and plain tensors, "
         "and no pickled objects. Convert it, or save its state_dict()."
     )
+
+
+def _text(value: str) -> str:
+    # Of a subclass its characters: an enum's str() is another text, and a class that
+    # other ranks cannot unpickle would end the save on one rank alone.
+    return str.__str__(value)
 
 
 def _float(value: float) -> Any:

@@ -100,11 +100,24 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
     around the other. Without a unit inside it is what the innermost wrapper holds.
     """
     while _get_unit_state(module) is None:
-        inner = next(filter(None, map(module._modules.get, TRANSPARENT)), None)
+        inner = wrapped_in(module)
         if inner is None:
             break
         module = inner
     return module
+
+
+def wrapped_in(module: nn.Module) -> nn.Module | None:
+    """Return what ``module`` holds under a name that wrappers use, if it is one."""
+    # Not by truth: a module may have a length, even one it cannot tell.
+    return next(
+        (
+            module._modules[name]
+            for name in TRANSPARENT
+            if module._modules.get(name) is not None
+        ),
+        None,
+    )
 
 
 def _get_fsdp_states_with_modules(

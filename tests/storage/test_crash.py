@@ -84,7 +84,7 @@ def save_again(world: World, folder: Path, point: str) -> str:
         os.environ.pop(crash.VARIABLE, None)
 
 
-@pytest.mark.req("X-05")
+@pytest.mark.req("X-05", "D-18")
 def test_an_existing_name_is_never_written_over(
     ranks: RankCount, tmp_path: Path
 ) -> None:

@@ -14,7 +14,16 @@ import transformers
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from composable_fsdp import Block, CheckpointError, export_safetensors, fully_shard
+from composable_fsdp import (
+    Block,
+    CheckpointError,
+    convert,
+    export_safetensors,
+    fully_shard,
+    open_source,
+    optim_state_dict,
+    save,
+)
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
@@ -26,10 +35,11 @@ from tests.access.sharded import (
     gpt,
     message_of,
     one_to_three_ranks,
+    several_ranks,
     step,
 )
 from tests.runtime.reference import gpt_input, loss_of
-from tests.storage.samples import same
+from tests.storage.samples import everything, same
 
 
 class Parts(nn.Module):
@@ -236,3 +246,33 @@ def test_an_export_between_forward_and_backward_harms_neither(
 ) -> None:
     """It says so or works, on every rank alike, and backward still runs."""
     ranks(2).run(check_between, str(tmp_path))
+
+
+def check_run(world: World, folder: str) -> None:
+    model = gpt("composable", tied_head=True)
+    optim = torch.optim.AdamW(model.parameters())
+    step(model, optim, world.rank, 0)
+    save(Path(folder) / "native", model, optim, extra={"epoch": 1})
+    full = {"model": dict(model.state_dict()), "optim": optim_state_dict(model, optim)}
+    if world.rank == 0:
+        torch.save(full, Path(folder) / "expected.pt")
+
+
+@pytest.mark.req("U-06")
+@pytest.mark.parametrize("to", ["dcp", "torch", "native"])
+@several_ranks
+def test_what_several_ranks_saved_converts_to_what_gathering_gives(
+    ranks: RankCount, tmp_path: Path, world_size: int, to: str
+) -> None:
+    """Weights, ties and optimizer state of a sharded run, by the plain names."""
+    ranks(world_size).run(check_run, str(tmp_path))
+
+    convert(tmp_path / "native", tmp_path / "out", to)
+
+    with open_source(tmp_path / "out") as out:
+        found = everything(out)
+    with open_source(tmp_path / "expected.pt") as expected:
+        gathered = everything(expected)
+    assert found.pop("extra") == {"epoch": 1}
+    assert gathered.pop("extra") is None
+    assert same(found, gathered)

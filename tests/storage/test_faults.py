@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,6 +167,36 @@ def test_keep_removes_older_checkpoints_of_the_series_alone(tmp_path: Path) -> N
 
     assert sorted(os.listdir(tmp_path)) == ["best", "latest", "step-10", "step-9"]
     assert (tmp_path / "latest").read_text() == "step-9\n"
+
+
+def test_the_name_latest_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A checkpoint of that name would stand in the way of all later saves."""
+    text = message_of(lambda: save(tmp_path / "latest", make("plain")))
+
+    assert "the name 'latest' is kept for the text file" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_latest_is_found_whatever_blanks_its_name_has(tmp_path: Path) -> None:
+    """Also where somebody wrote the file by hand."""
+    model = make("plain")
+    save(tmp_path / " a b ", model, extra=1)
+    save(tmp_path / "c", model, extra=2)
+
+    (tmp_path / "latest").write_bytes(b" a b \r\n")
+
+    assert load(tmp_path, model) == 1
+
+
+def test_what_is_no_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    """A list of optimizers, and extra where the optimizer stands."""
+    model = make("plain")
+    wrongs: list[Any] = [[optimizer_of(model)], {"epoch": 1}]
+    for wrong in wrongs:
+        text = message_of(partial(save, tmp_path / "x", model, wrong))
+
+        assert text.startswith("TypeError: save expects one optimizer, got a ")
+        assert "extra=... by its name" in text
 
 
 def test_a_number_to_keep_below_one_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,8 @@ def test_what_extra_may_not_hold_is_named_by_its_path(tmp_path: Path) -> None:
         ({"a": [1, 2, object()]}, r"extra['a'][2] is a builtins.object;"),
         ({"a": {"b": (1, 2)}}, r"extra['a']['b'] is a builtins.tuple;"),
         ({1: 2}, "extra has the key 1 of type int;"),
+        ({"a": torch.eye(2).to_sparse()}, "extra['a'] is a tensor of layout torch.s"),
+        ({"a": torch.ones(2, device="meta")}, "extra['a'] is a tensor on meta;"),
     ]
     for extra, text in bad:
         act = partial(save, tmp_path / "x", make("plain"), extra=extra)
@@ -334,6 +337,43 @@ def test_what_extra_may_not_hold_is_named_by_its_path(tmp_path: Path) -> None:
         assert found.startswith("TypeError: ")
         assert text in found
     assert os.listdir(tmp_path) == []
+
+
+class Stage(str, Enum):
+    """What ``str()`` says of its members is not what they are equal to."""
+
+    WARM = "warm"
+
+
+def check_kinds_of_text(world: World, folder: Path) -> Any:
+    class Label(str):
+        """Other ranks cannot unpickle it."""
+
+    model = make("composable")
+    save(folder / "run", model, extra={Stage.WARM: [Stage.WARM, Label("a")]})
+    return load(folder, model)
+
+
+def test_kinds_of_strings_in_extra_are_saved_as_their_characters(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Enum members and classes of the script's own; no rank waits for another."""
+    assert ranks(2).run(check_kinds_of_text, tmp_path) == [{"warm": ["warm", "a"]}] * 2
+
+
+def test_state_loaded_in_inference_mode_can_be_trained_with(tmp_path: Path) -> None:
+    """The optimizer's, which load makes before the first step."""
+    model = make("plain")
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    save(tmp_path / "run", model, optimizer, {"mean": torch.ones(2)})
+    other = optimizer_of(model)
+    with torch.inference_mode():
+        extra = load(tmp_path, model, other)
+
+    step(model, other, 1)
+
+    assert not extra["mean"].is_inference()
 
 
 class Counting(nn.Module):

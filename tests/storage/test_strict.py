@@ -137,6 +137,27 @@ def test_groups_that_mix_saved_groups_are_refused(tmp_path: Path) -> None:
     assert "The optimizer's group 0 holds parameters of several saved groups" in text
 
 
+def test_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    """It would take the options' place; options of the same kind may come and go."""
+    model = saved_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["initial_lr"] = 0.5
+    save(tmp_path / "adamw", model, optimizer)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    text = message_of(lambda: load(tmp_path, model, sgd))
+    del optimizer.param_groups[0]["amsgrad"]
+    save(tmp_path / "older", model, optimizer)
+    newer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    newer.param_groups[0]["initial_lr"] = 0.1
+    load(tmp_path, model, newer)
+
+    assert "of the optimizer: group 0 expects 'dampening', 'momentum'" in text
+    assert "the checkpoint has 'amsgrad', 'betas'" in text
+    assert sgd.param_groups[0]["momentum"] == 0.9
+    assert newer.param_groups[0]["amsgrad"] is True
+    assert newer.param_groups[0]["initial_lr"] == 0.5
+
+
 def test_meta_parameters_are_refused_with_the_way_out(tmp_path: Path) -> None:
     """``to_empty`` first; then every parameter is filled."""
     plain = saved_model()

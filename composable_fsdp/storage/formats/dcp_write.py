@@ -16,16 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
@@ -38,6 +28,10 @@ DATA = "__0_0.distcp"
 
 def write_dcp(out: Path, source: Source) -> None:
     """Make the directory ``out``. Holds one tensor at a time."""
+    # Here and below, because it loads half of torch.distributed, FSDP included, which
+    # who only imports this package should not wait for.
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
     out.mkdir()
     tree = nested_tree(source)
     leaves = list(_leaves(tree, ()))
@@ -82,9 +76,16 @@ def _has_parts(values: list[Any]) -> bool:
     )
 
 
-def _write(
-    file: BinaryIO, metadata: Metadata, path: tuple[Any, ...], value: Any
-) -> None:
+def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> None:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     key = ".".join(map(str, path))
     value = value.read() if isinstance(value, Later) else value
     begin, offset = file.tell(), None

@@ -1,0 +1,77 @@
+"""Parameters written while units are full: the next forward uses the new values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    ShardingStrategy,
+    no_sync,
+    set_full_param,
+    set_reshard_after_backward,
+    unshard,
+)
+from composable_fsdp.testing.models import TinyGPT
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, gpt
+from tests.runtime.reference import backward, gpt_input, loss_of
+
+
+def by_hand(model: nn.Module, x: Tensor) -> None:
+    model(x)
+    unshard(model)
+
+
+def kept_by_no_sync(model: nn.Module, x: Tensor) -> None:
+    with no_sync(model):
+        backward(loss_of(model, x))
+
+
+def kept_on_request(model: nn.Module, x: Tensor) -> None:
+    set_reshard_after_backward(model, False)
+    backward(loss_of(model, x))
+
+
+def before_backward(model: nn.Module, x: Tensor) -> None:
+    loss_of(model, x)
+
+
+def load(model: nn.Module, values: dict[str, Tensor]) -> None:
+    model.load_state_dict(values)
+
+
+def set_each(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        set_full_param(model, name, value)
+
+
+def write(
+    world: World,
+    fill: Callable[[nn.Module, Tensor], None],
+    assign: Callable[[nn.Module, dict[str, Tensor]], None],
+) -> None:
+    model = gpt("composable", strategy=ShardingStrategy.SHARD_GRAD_OP)
+    other = TinyGPT(seed=1)
+    x = gpt_input(0, world.rank)
+    fill(model, x)
+
+    assign(model, other.state_dict())
+
+    assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("assign", [load, set_each])
+@pytest.mark.parametrize(
+    "fill", [by_hand, kept_by_no_sync, kept_on_request, before_backward]
+)
+def test_what_is_written_while_units_are_full_is_used(
+    ranks: RankCount,
+    fill: Callable[[nn.Module, Tensor], None],
+    assign: Callable[[nn.Module, dict[str, Tensor]], None],
+) -> None:
+    """Full parameters of before are given up, however they came to be left."""
+    ranks(2).run(write, fill, assign)

@@ -1,0 +1,132 @@
+"""Checkpoints of shards that are on GPUs: what was saved is what was there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+from composable_fsdp import (
+    CPUOffload,
+    StateDictType,
+    async_save,
+    load,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    save,
+    state_dict_type,
+    verify,
+)
+from composable_fsdp.testing.models import TinyGPT
+from composable_fsdp.testing.place import _same
+from composable_fsdp.testing.world import RankPool, World
+from tests.runtime.reference import (
+    adamw,
+    apply_units,
+    backward,
+    gpt_input,
+    gpt_units,
+    loss_of,
+)
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: NCCL was not tried at all"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks on NCCL, one per GPU, at most two."""
+    with RankPool(min(GPUS, 2), "nccl") as ranks:
+        yield ranks
+
+
+class Trainee:
+    """A small sharded GPT on this rank's GPU, with its optimizer."""
+
+    def __init__(self, world: World, path: str, *, offload: bool = False) -> None:
+        self.world = world
+        plain: nn.Module = TinyGPT().to(world.device)
+        self.model = apply_units(
+            plain,
+            gpt_units(TinyGPT()),
+            path=path,
+            cpu_offload=CPUOffload(offload_params=offload),
+        )
+        self.optimizer = adamw(self.model.parameters())
+
+    def step(self, at: int) -> None:
+        tokens = gpt_input(at, self.world.rank).to(self.world.device)
+        backward(loss_of(self.model, tokens))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def everything(self) -> object:
+        state = optim_state_dict(self.model, self.optimizer)
+        return copy.deepcopy([dict(self.model.state_dict()), state])
+
+
+def check_native(world: World, folder: Path, path: str, offload: bool) -> None:
+    first, second = (Trainee(world, path, offload=offload) for _ in range(2))
+    first.step(0)
+    before = first.everything()
+
+    save(folder / "step-1", first.model, first.optimizer)
+    # The next step writes the same memory while the file is being written.
+    saving = async_save(folder / "step-2", first.model, first.optimizer)
+    first.step(1)
+    saving.result()
+
+    for name in ("step-1", "step-2"):
+        load(folder / name, second.model, second.optimizer)
+        assert _same(second.everything(), before)
+    second.step(1)
+    assert _same(second.everything(), first.everything())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("path", ["composable", "wrapper"])
+def test_a_checkpoint_of_shards_on_gpus_resumes(
+    pool: RankPool, path: str, offload: bool, tmp_path: Path
+) -> None:
+    """Also one that was written while training went on: it has the call's values."""
+    pool.run(check_native, tmp_path, path, offload, timeout=120)
+
+    assert verify(tmp_path / "step-1")
+    assert verify(tmp_path / "step-2")
+
+
+def check_dcp(world: World, folder: Path) -> None:
+    first, second = Trainee(world, "composable"), Trainee(world, "wrapper")
+    first.step(0)
+    second.step(3)
+    states = []
+    for trainee in (first, second):
+        with state_dict_type(trainee.model, StateDictType.SHARDED_STATE_DICT):
+            optim = optim_state_dict(trainee.model, trainee.optimizer)
+            states.append({"model": trainee.model.state_dict(), "optim": optim})
+
+    state_dict_saver.save(states[0], checkpoint_id=folder)
+    state_dict_loader.load(states[1], checkpoint_id=folder)
+
+    with state_dict_type(second.model, StateDictType.SHARDED_STATE_DICT):
+        second.model.load_state_dict(states[1]["model"])
+        optim_state_dict_to_load(
+            second.model, second.optimizer, states[1]["optim"], load_directly=True
+        )
+    assert _same(second.everything(), first.everything())
+
+
+def test_torchs_checkpoint_of_shards_on_gpus_loads_on_the_other_path(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Sharded values on GPUs are saved and loaded as they lie."""
+    pool.run(check_dcp, tmp_path / "dcp", timeout=120)
