@@ -18,12 +18,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from composable_fsdp.storage import crash
+from composable_fsdp.storage.direct import DirectFile
 from composable_fsdp.storage.dtypes import CODES
 from composable_fsdp.storage.manifest import BLOCK, File
 
@@ -84,14 +84,12 @@ def write_file(path: str, pieces: Sequence[Piece], *, rank: int = 0) -> File:
     """
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(path, flags, 0o666), "wb", 1 << 18) as out:
+    with DirectFile(path) as out:
         out.write(header)
         payload = _Payload(out, total, rank)
         for piece in pieces:
             _write_piece(payload, piece)
-        out.flush()
-        os.fsync(out.fileno())
+        out.finish()
     return File(
         name=os.path.basename(path),
         header_nbytes=len(header),
@@ -119,7 +117,7 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 class _Payload:
     """Passes bytes on and keeps a checksum of each block."""
 
-    def __init__(self, out: BinaryIO, total: int, rank: int) -> None:
+    def __init__(self, out: DirectFile, total: int, rank: int) -> None:
         self.out, self.rank, self.done, self.half = out, rank, 0, total // 2
         self.crc, self.blocks = 0, list[int]()
 

@@ -263,7 +263,7 @@ def test_a_failure_that_nobody_asked_about_is_told_at_exit(tmp_path: Path) -> No
 def check_destroyed(world: World, folder: Path) -> str:
     model = make("composable")
     gone = threading.Event()
-    write_file = writer.write_file
+    write_file = vars(saving)["write_file"]
 
     def late(*args: Any, **options: Any) -> Any:
         gone.wait(30)
