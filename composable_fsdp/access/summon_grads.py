@@ -149,7 +149,8 @@ def _full_gradient(
     views, _ = full_views(region.layout, full)
     for leaf, view in zip(leaves, views, strict=True):
         if leaf.grad is not None:
-            view.copy_(leaf.grad)
+            # Sparse ones as well: an error here would leave the other ranks waiting.
+            view.copy_(leaf.grad.to_dense())
     return full
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -30,6 +31,7 @@ from composable_fsdp.optim.parts import local_state_dict, unwrapped
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -132,18 +134,25 @@ def _agreed(
 
     Refuses on all ranks alike what one of them cannot put together.
     """
-    for state in _get_fsdp_states(model):
-        settle(state, "optim_state_dict")
-    groups = name_parameters(model, optim.param_groups)
-    members = [named for group_members in groups for named in group_members]
-    given = state_by_name(given, model, groups, optim.param_groups, "optim_state_dict")
-    given = unwrapped(given)
+    units = _get_fsdp_states(model)
+    try:
+        for state in units:
+            settle(state, "optim_state_dict")
+        groups = name_parameters(model, optim.param_groups)
+        members = [named for group_members in groups for named in group_members]
+        what = "optim_state_dict"
+        given = state_by_name(given, model, groups, optim.param_groups, what)
+        given = unwrapped(given)
+    except Exception as error:
+        # The others are on their way to the exchange.
+        tell_problem(units, error)
+        raise
     states: list[dict[str, Any]] = [given["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
         if named.is_cut:
             by_handle.setdefault(id(named.handle), []).append(i)
-    require_same_state(members, states, by_handle)
+    require_same_state(members, states, by_handle, units)
     options = aligned_groups(groups, given, optim.param_groups)
     return members, options, states, by_handle
 
@@ -186,16 +195,34 @@ Entry = tuple[str, list[str]]
 """A parameter's name, and the names of its state tensors."""
 
 
+def tell_problem(units: Sequence[_FSDPState], error: Exception) -> None:
+    """Take part in ``require_same_state`` of the other ranks, to tell an error."""
+    text = str(error.args[0]) if error.args else type(error).__name__
+    for group in _shard_groups(units):
+        collectives.all_gather_object(([], text), group)
+
+
+def _shard_groups(units: Sequence[_FSDPState]) -> dict[dist.ProcessGroup, list[Entry]]:
+    """The groups over which units are cut, each once, in the order of the units."""
+    groups = [unit.handle.groups.shard for unit in units]
+    return {group: [] for group in groups if group is not None}
+
+
 def require_same_state(
-    members: list[Named], states: list[dict[str, Any]], by_handle: dict[int, list[int]]
+    members: list[Named],
+    states: list[dict[str, Any]],
+    by_handle: dict[int, list[int]],
+    units: Sequence[_FSDPState] = (),
 ) -> None:
     """Refuse on all ranks what one of them cannot put together.
 
     First, because a rank that raises alone, or has nothing to send, hangs the others.
+    The groups of ``units`` take part, whether or not the optimizer has their parameters
+    here.
     """
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
     problem = next(filter(None, misfits), "")
-    by_group: dict[dist.ProcessGroup, list[Entry]] = {}
+    by_group = _shard_groups(units)
     for indices in by_handle.values():
         for i in indices:
             handle = members[i].handle
@@ -204,8 +231,12 @@ def require_same_state(
             keys = sorted(k for k, v in states[i].items() if not _is_scalar(v))
             entry = (members[i].fqn, keys)
             by_group.setdefault(handle.groups.shard, []).append(entry)
-    for group, mine in by_group.items():
-        answers = collectives.all_gather_object((mine, problem), group)
+    # All exchanges before any error, so that nobody is missed in the next one.
+    told = [
+        (mine, collectives.all_gather_object((mine, problem), group))
+        for group, mine in by_group.items()
+    ]
+    for mine, answers in told:
         for rank, (theirs, their_problem) in enumerate(answers):
             if their_problem:
                 raise CheckpointError(

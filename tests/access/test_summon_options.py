@@ -346,6 +346,26 @@ def check_apply(world: World) -> tuple[list[int], bool, bool]:
     return sorted(set(seen)), same, equal
 
 
+def check_sparse(world: World) -> list[bool]:
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    results = []
+    for rank0_only in (False, True):
+        with unshard_params(model, with_grads=True, rank0_only=rank0_only):
+            if not rank0_only or world.rank == 0:
+                model.weight.grad = torch.eye(4).to_sparse()
+        grad = model.weight.grad
+        assert grad is not None
+        start = world.rank * grad.numel()
+        wanted = torch.eye(4).flatten()[start : start + grad.numel()]
+        results.append(bool(torch.equal(grad.flatten(), wanted)))
+    return results
+
+
+def test_a_sparse_gradient_is_written_back(ranks: RankCount) -> None:
+    """It could not be taken back any more where it is met, and other ranks wait."""
+    assert ranks(2).run(check_sparse) == [[True, True]] * 2
+
+
 def check_apply_raises(world: World) -> tuple[str, bool]:
     model = gpt("wrapper")
     before = {name: value.clone() for name, value in model.state_dict().items()}

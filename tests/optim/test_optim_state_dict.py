@@ -480,6 +480,33 @@ class Scalars(nn.Module):
         return x * self.scale + self.shift
 
 
+def check_one_bad_rank(world: World, how: str) -> str:
+    model = apply_units(tiny_mlp(), ["0"])
+    params = list(model.parameters())
+    if how == "foreign" and world.rank:
+        params = [nn.Parameter(torch.ones(2))]
+    given = {"nothing": 1} if how == "given" and world.rank else None
+    return message_of(lambda: optim_state_dict(model, torch.optim.Adam(params), given))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("foreign", "Parameter 0 of the optimizer's group 0, of shape (2,), is not"),
+        ("given", "expects a dict with the keys 'state' and 'param_groups', got"),
+    ],
+)
+def test_what_one_rank_refuses_is_refused_on_all(
+    ranks: RankCount, how: str, expected: str
+) -> None:
+    """Nobody waits for a rank that has raised before anything was exchanged."""
+    first, second = ranks(2).run(check_one_bad_rank, how)
+
+    assert first.startswith("CheckpointError: On rank 1: ")
+    assert expected in first
+    assert expected in second
+
+
 def check_scalars(world: World, kind: type[torch.optim.Optimizer]) -> None:
     model = fully_shard(Scalars())
     optimizer = kind(model.parameters())  # type: ignore[call-arg]
