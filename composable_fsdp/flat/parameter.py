@@ -132,7 +132,8 @@ def build_region(
     region.offload = offload
     region.shard = _new_shard(region, layout.dtype)
     region.grad_dtype = dtypes.gradient
-    with torch.inference_mode(False), torch.no_grad():
+    # Nothing here is recorded: the parameters are detached, and all else is made here.
+    with storage.outside_inference():
         _fill_shard(region, parameters, rows=rows, sharded=sharded)
         _make_sharded_leaves(region, parameters, rows=rows, sharded=sharded)
         make_full(region, dtypes.compute)
@@ -276,7 +277,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     the activations'.
     """
     region.grad_shard = _new_shard(region, region.grad_dtype)
-    with torch.inference_mode(False), torch.no_grad():
+    with storage.outside_inference():
         # Sums are added to it as a whole: padding has to start from zero.
         region.grad_shard.zero_()
         views, region.grad_gaps = shard_views(region, region.grad_shard, rows=rows)
