@@ -24,7 +24,7 @@ from composable_fsdp.flat.parameter import make_full
 class Form(NamedTuple):
     """What belongs to one precision; per region: buffer, slice, is_cut, leaves."""
 
-    regions: tuple[tuple[Tensor, Tensor, bool, tuple[nn.Parameter, ...]], ...]
+    regions: tuple[tuple[Tensor, Tensor | None, bool, tuple[nn.Parameter, ...]], ...]
     placed: tuple[nn.Parameter, ...]
     gather_lists: tuple[list[Tensor], list[Tensor]]
     fills: tuple[tuple[Tensor, Tensor], ...]

@@ -313,16 +313,10 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
     handle.needs_gather = bool(gathering)
     # Gather from the shard, if it is what compute takes and where compute is. Else it
     # is cast, or copied to the device, into our slice, and the gather is in place.
-    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
-    inputs = [
-        r.own_slice if fill else r.shard
-        for r, fill in zip(gathering, filled, strict=True)
-    ]
+    inputs = [r.shard if r.own_slice is None else r.own_slice for r in gathering]
     handle.gather_lists = ([r.full for r in gathering], inputs)
     handle.fills = tuple(
-        (r.own_slice, r.shard)
-        for r, fill in zip(gathering, filled, strict=True)
-        if fill
+        [(r.own_slice, r.shard) for r in gathering if r.own_slice is not None]
     )
 
 

@@ -64,8 +64,9 @@ class FlatParameter:
     """Whether ``shard`` and ``grad_shard`` are on the host, pinned for a GPU."""
     shard: Tensor
     full: Tensor
-    own_slice: Tensor
-    """This rank's slice of ``full``, ``(shard_numel,)``."""
+    own_slice: Tensor | None
+    """This rank's slice of ``full``, ``(shard_numel,)``, where the shard is copied into
+    it before the gather: cast, or from the host. Else the shard itself is gathered."""
     leaves: tuple[nn.Parameter, ...]
     full_leaves: tuple[nn.Parameter, ...]
     reduce_buffer: Tensor | None
@@ -225,8 +226,10 @@ def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
         region.full = storage.new_buffer(layout.padded_numel, dtype, region.device)
     else:
         region.full = region.shard
-    start = region.rank * layout.shard_numel
-    region.own_slice = region.full[start : start + layout.shard_numel]
+    region.own_slice = None
+    if dtype != layout.dtype or region.offload:
+        start = region.rank * layout.shard_numel
+        region.own_slice = region.full[start : start + layout.shard_numel]
     views, _ = full_views(layout, region.full)
     region.full_leaves = tuple(
         _full_leaf(view, leaf, trainable=layout.trainable)

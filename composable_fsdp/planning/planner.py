@@ -287,13 +287,13 @@ def plan(
 
 def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
     """Return what was given for ``argument``, which may be an iterator, as a list."""
-    if isinstance(given, (nn.Module, torch.Tensor)) or not (
-        given is None or isinstance(given, Iterable)
-    ):
+    if given is None:
+        return []
+    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
         raise TypeError(
             f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
         )
-    return list(given or ())
+    return list(given)
 
 
 def expand_ignored(

@@ -46,11 +46,12 @@ def arm_leaves(state: _FSDPState) -> None:
     nodes: tuple[Any, ...] = ()
     if handle.gather_event is not None and handle.leaf_stream is None:
         handle.leaf_stream = torch.cuda.current_stream(handle.device)
-    # Turns gradients on, too. Under inference mode a view has no node to ask. The
-    # engine runs a node, and our hook with it, on the stream it was made on.
+    # Without gradients there is no node to ask; leaving inference mode turns them on.
+    # The engine runs a node, and our hook with it, on the stream it was made on.
     stream = handle.leaf_stream
     on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
-    with torch.inference_mode(False), on_stream:
+    grads = torch.is_grad_enabled()
+    with nullcontext() if grads else torch.inference_mode(False), on_stream:
         for region in handle.trainable:
             arrivals = make_arrivals(state, region)
             nodes += _accumulators(region.full_leaves)
