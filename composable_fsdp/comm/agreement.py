@@ -62,12 +62,12 @@ class Peers:
     to a collective, so the first, second .. user of a group is the same on each.
     """
 
-    __slots__ = ("_group", "_prefix", "_topic")
+    __slots__ = ("_group", "_prefix", "_rank", "_topic")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self._group = GroupRef(group)
         self._topic = topic
-        self._prefix = ""
+        self._prefix, self._rank = "", dist.get_rank()
 
     def say(self, place: str, text: str, note: str = "") -> Said | None:
         """Say ``text`` at ``place``; what a peer said first, if that is something else.
@@ -75,7 +75,7 @@ class Peers:
         ``note`` goes along and is not compared. One round trip to the store; waits for
         nobody.
         """
-        mine = f"{dist.get_rank()} {text}{_NOTE}{note}"
+        mine = f"{self._rank} {text}{_NOTE}{note}"
         key = self._key(place)
         # An empty expected value means: only if nobody has written here.
         first = bytes(_store().compare_set(key, "", mine)).decode()
@@ -86,7 +86,7 @@ class Peers:
     def arrive(self, place: str) -> None:
         """Count this rank in at ``place``; the last one opens it. Waits for nobody."""
         store, key = _store(), self._key(place)
-        store.append(f"{key}/here", f"{dist.get_rank()} ")
+        store.append(f"{key}/here", f"{self._rank} ")
         if store.add(f"{key}/count", 1) == self._group.get().size():
             store.set(f"{key}/open", "1")
 

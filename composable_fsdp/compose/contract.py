@@ -206,14 +206,14 @@ def _outline(module: nn.Module) -> _Outline:
 
 def _collect(module: nn.Module, outline: _Outline) -> None:
     for table in (module._parameters, module._buffers):
-        if table:
-            outline += [key for key, value in table.items() if value is not None]
-        outline.append(None)
-    if module._modules:
-        for key, child in module._modules.items():
-            if child is not None:
+        for key, value in table.items():
+            if value is not None:
                 outline.append(key)
-                _collect(child, outline)
+        outline.append(None)
+    for key, child in module._modules.items():
+        if child is not None:
+            outline.append(key)
+            _collect(child, outline)
     outline.append(None)
 
 

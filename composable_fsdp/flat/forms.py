@@ -13,15 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.handle import FlatParamHandle, Swap, make_gather_lists
+from composable_fsdp.flat.handle import (
+    FlatParamHandle,
+    make_gather_lists,
+    place_leaves,
+)
 from composable_fsdp.flat.parameter import make_full
 
 
 class Form(NamedTuple):
     """What belongs to one precision; per region: buffer, slice, is_cut, leaves."""
 
-    regions: tuple[tuple[Tensor, Tensor, bool, tuple[nn.Parameter, ...]], ...]
-    swaps: tuple[Swap, ...]
+    regions: tuple[tuple[Tensor, Tensor | None, bool, tuple[nn.Parameter, ...]], ...]
+    placed: tuple[nn.Parameter, ...]
     gather_lists: tuple[list[Tensor], list[Tensor]]
     fills: tuple[tuple[Tensor, Tensor], ...]
     needs_gather: bool
@@ -54,7 +58,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
     ):
         region.full, region.own_slice = full, own_slice
         region.is_cut, region.full_leaves = is_cut, leaves
-    handle.swaps, handle.gather_lists = other.swaps, other.gather_lists
+    handle.full_placed, handle.gather_lists = other.placed, other.gather_lists
     handle.fills = other.fills
     handle.needs_gather, handle.accumulators = other.needs_gather, other.accumulators
     return False
@@ -63,7 +67,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
 def _current(handle: FlatParamHandle) -> Form:
     return Form(
         tuple((r.full, r.own_slice, r.is_cut, r.full_leaves) for r in handle.regions),
-        handle.swaps,
+        handle.full_placed,
         handle.gather_lists,
         handle.fills,
         handle.needs_gather,
@@ -75,12 +79,5 @@ def _make_wide(handle: FlatParamHandle) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for region in handle.regions:
             make_full(region, region.layout.dtype)
-    fulls = {
-        id(leaf): full
-        for region in handle.regions
-        for leaf, full in zip(region.leaves, region.full_leaves, strict=True)
-    }
-    handle.swaps = tuple(
-        (table, name, leaf, fulls[id(leaf)]) for table, name, leaf, _ in handle.swaps
-    )
+    handle.full_placed = place_leaves(handle, [r.full_leaves for r in handle.regions])
     make_gather_lists(handle)

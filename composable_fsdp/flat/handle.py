@@ -7,6 +7,8 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
-from composable_fsdp.planning.assign import ParamInfo
+from composable_fsdp.planning.assign import ParamInfo, Place
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -29,8 +31,11 @@ NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
 
 
-Swap = tuple[dict[str, "nn.Parameter | None"], str, nn.Parameter, nn.Parameter]
-"""``module._parameters``, key, sharded leaf, full leaf."""
+Table = dict[str, "nn.Parameter | None"]
+"""``module._parameters``."""
+
+Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
+"""A place: table, key in it, sharded leaf, full leaf."""
 
 
 class FlatParamHandle:
@@ -48,6 +53,7 @@ class FlatParamHandle:
         "fqn",
         "free_event",
         "full_fqn",
+        "full_placed",
         "full_since",
         "gather_check",
         "gather_event",
@@ -55,9 +61,9 @@ class FlatParamHandle:
         "gathered",
         "groups",
         "held",
-        "infos",
         "is_full",
         "kept",
+        "keys",
         "leaf_stream",
         "needs_gather",
         "offload",
@@ -65,8 +71,10 @@ class FlatParamHandle:
         "open_calls",
         "origin",
         "other_form",
+        "owners",
         "pending",
         "phase",
+        "places",
         "plan",
         "ready",
         "reduce_event",
@@ -78,7 +86,8 @@ class FlatParamHandle:
         "retiring",
         "rows",
         "rule",
-        "swaps",
+        "sharded_placed",
+        "tables",
         "tapes",
         "task",
         "trainable",
@@ -103,8 +112,14 @@ class FlatParamHandle:
     on_meta: bool
     """Whether the shards have no values yet."""
     rows: bool
-    infos: tuple[ParamInfo, ...]
-    swaps: tuple[Swap, ...]
+    places: tuple[Place, ...]
+    """Where modules show the parameters. What goes with each place is beside it in
+    tuples of their own, because the collector looks at every tuple of every unit:"""
+    owners: tuple[nn.Module, ...]
+    tables: tuple[Table, ...]
+    keys: tuple[str, ...]
+    sharded_placed: tuple[nn.Parameter, ...]
+    full_placed: tuple[nn.Parameter, ...]
     phase: Phase
     is_full: bool
     """Whether the full leaves are in the modules and may be read."""
@@ -125,7 +140,7 @@ class FlatParamHandle:
     """The autograd nodes that accumulate into the trainable full leaves."""
     calls: list[Any]
     """Forwards that are running, outermost first; ``None`` if without gradients."""
-    gather_check: tuple[tuple[nn.Parameter, int], ...]
+    gather_check: tuple[tuple[nn.Parameter, ...], tuple[int, ...]]
     """Leaves with elements on this rank, and where their data has to be."""
     wide: bool
     """Whether the full form is that of the parameters' own dtype; see ``forms``."""
@@ -165,6 +180,21 @@ class FlatParamHandle:
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The sharded leaves, which are the original parameters, in region order."""
         return tuple(leaf for region in self.regions for leaf in region.leaves)
+
+    @property
+    def infos(self) -> tuple[ParamInfo, ...]:
+        """The places of all parameters, in region order."""
+        return tuple(
+            ParamInfo(place.fqn, owner, *place[1:])
+            for place, owner in zip(self.places, self.owners, strict=True)
+        )
+
+    @property
+    def swaps(self) -> Iterator[Swap]:
+        """The places of all parameters, with what they show in either form."""
+        return zip(
+            self.tables, self.keys, self.sharded_placed, self.full_placed, strict=True
+        )
 
     @property
     def _fqns(self) -> tuple[str, ...]:
@@ -238,7 +268,7 @@ def build_handle(
             )
         )
     handle.regions = tuple(regions)
-    handle.infos = target.infos
+    handle.places, handle.owners = target.places, target.owners
     handle.rule = ReduceRule()
     make_tables(handle)
     set_divisions(handle)
@@ -249,29 +279,13 @@ def build_handle(
 
 def make_tables(handle: FlatParamHandle) -> None:
     """Compute once what every step needs."""
-    leaves = {
-        slot.index: (leaf, full)
-        for region in handle.regions
-        for slot, leaf, full in zip(
-            region.layout.parameters, region.leaves, region.full_leaves, strict=True
-        )
-    }
-    handle.swaps = tuple(
-        [
-            (info.module._parameters, info.name, *leaves[info.slot_index])
-            for info in handle.infos
-        ]
-    )
+    handle.tables = tuple([owner._parameters for owner in handle.owners])
+    handle.keys = tuple([place.name for place in handle.places])
+    handle.sharded_placed = place_leaves(handle, [r.leaves for r in handle.regions])
+    handle.full_placed = place_leaves(handle, [r.full_leaves for r in handle.regions])
     make_gather_lists(handle)
-    handle.gather_check = tuple(
-        [
-            (leaf, leaf.data_ptr())
-            for region in handle.regions
-            if not region.shard.is_meta
-            for leaf in region.leaves
-            if leaf.numel()
-        ]
-    )
+    here = [leaf for region in handle.regions for leaf in region.leaves if leaf.numel()]
+    handle.gather_check = tuple(here), tuple([leaf.data_ptr() for leaf in here])
     handle.on_meta = any(region.shard.is_meta for region in handle.regions)
     handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     groups: dict[torch.dtype, list[FlatParameter]] = {}
@@ -282,22 +296,27 @@ def make_tables(handle: FlatParamHandle) -> None:
     handle.accumulators = ()
 
 
+def place_leaves(
+    handle: FlatParamHandle, leaves: Sequence[tuple[nn.Parameter, ...]]
+) -> tuple[nn.Parameter, ...]:
+    """The leaf at each place, from the leaves of each region."""
+    if len(leaves) == 1 and len(leaves[0]) == len(handle.places):
+        return leaves[0]  # each has one place
+    slots = (s.index for r in handle.regions for s in r.layout.parameters)
+    by_slot = dict(zip(slots, chain.from_iterable(leaves), strict=True))
+    return tuple([by_slot[place.slot_index] for place in handle.places])
+
+
 def make_gather_lists(handle: FlatParamHandle) -> None:
     """Note what is gathered, and from where."""
     gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
     handle.needs_gather = bool(gathering)
     # Gather from the shard, if it is what compute takes and where compute is. Else it
     # is cast, or copied to the device, into our slice, and the gather is in place.
-    filled = [r.offload or r.full.dtype != r.shard.dtype for r in gathering]
-    inputs = [
-        r.own_slice if fill else r.shard
-        for r, fill in zip(gathering, filled, strict=True)
-    ]
+    inputs = [r.shard if r.own_slice is None else r.own_slice for r in gathering]
     handle.gather_lists = ([r.full for r in gathering], inputs)
     handle.fills = tuple(
-        (r.own_slice, r.shard)
-        for r, fill in zip(gathering, filled, strict=True)
-        if fill
+        [(r.own_slice, r.shard) for r in gathering if r.own_slice is not None]
     )
 
 

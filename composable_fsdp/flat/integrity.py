@@ -26,13 +26,19 @@ def leaves_are_home(handle: FlatParamHandle) -> bool:
 
     The sharded form must be current.
     """
-    for parameters, name, leaf, full in handle.swaps:
+    for parameters, name, leaf, full in zip(  # the property, without its call
+        handle.tables,
+        handle.keys,
+        handle.sharded_placed,
+        handle.full_placed,
+        strict=True,
+    ):
         if (
             parameters.get(name) is not leaf
             or leaf.requires_grad is not full.requires_grad
         ):
             return False
-    for leaf, pointer in handle.gather_check:
+    for leaf, pointer in zip(*handle.gather_check, strict=True):
         if leaf.data_ptr() != pointer:
             return False
     return not handle.on_meta

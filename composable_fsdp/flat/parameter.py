@@ -64,8 +64,9 @@ class FlatParameter:
     """Whether ``shard`` and ``grad_shard`` are on the host, pinned for a GPU."""
     shard: Tensor
     full: Tensor
-    own_slice: Tensor
-    """This rank's slice of ``full``, ``(shard_numel,)``."""
+    own_slice: Tensor | None
+    """This rank's slice of ``full``, ``(shard_numel,)``, where the shard is copied into
+    it before the gather: cast, or from the host. Else the shard itself is gathered."""
     leaves: tuple[nn.Parameter, ...]
     full_leaves: tuple[nn.Parameter, ...]
     reduce_buffer: Tensor | None
@@ -132,7 +133,8 @@ def build_region(
     region.offload = offload
     region.shard = _new_shard(region, layout.dtype)
     region.grad_dtype = dtypes.gradient
-    with torch.inference_mode(False), torch.no_grad():
+    # Nothing here is recorded: the parameters are detached, and all else is made here.
+    with storage.outside_inference():
         _fill_shard(region, parameters, rows=rows, sharded=sharded)
         _make_sharded_leaves(region, parameters, rows=rows, sharded=sharded)
         make_full(region, dtypes.compute)
@@ -224,8 +226,10 @@ def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
         region.full = storage.new_buffer(layout.padded_numel, dtype, region.device)
     else:
         region.full = region.shard
-    start = region.rank * layout.shard_numel
-    region.own_slice = region.full[start : start + layout.shard_numel]
+    region.own_slice = None
+    if dtype != layout.dtype or region.offload:
+        start = region.rank * layout.shard_numel
+        region.own_slice = region.full[start : start + layout.shard_numel]
     views, _ = full_views(layout, region.full)
     region.full_leaves = tuple(
         _full_leaf(view, leaf, trainable=layout.trainable)
@@ -276,7 +280,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     the activations'.
     """
     region.grad_shard = _new_shard(region, region.grad_dtype)
-    with torch.inference_mode(False), torch.no_grad():
+    with storage.outside_inference():
         # Sums are added to it as a whole: padding has to start from zero.
         region.grad_shard.zero_()
         views, region.grad_gaps = shard_views(region, region.grad_shard, rows=rows)

@@ -62,7 +62,11 @@ def _target(handle: FlatParamHandle) -> Target:
         )
     )
     order = [slot.index for layout in layouts for slot in layout.parameters]
-    place = {index: at for at, index in enumerate(order)}
+    at = {index: i for i, index in enumerate(order)}
+    placed = sorted(
+        zip(handle.places, handle.owners, strict=True),
+        key=lambda pair: at[pair[0].slot_index],
+    )
     return Target(
         plan=replace(handle.plan, regions=layouts),
         modules=(),
@@ -71,7 +75,8 @@ def _target(handle: FlatParamHandle) -> Target:
             tuple(leaves[slot.index] for slot in layout.parameters)
             for layout in layouts
         ),
-        infos=tuple(sorted(handle.infos, key=lambda info: place[info.slot_index])),
+        places=tuple(place for place, _ in placed),
+        owners=tuple(owner for _, owner in placed),
         parent=0,
         units_below=(),
     )

@@ -7,8 +7,18 @@ worst: whoever frees must first have taken the views out of reach.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+
+_STAY = nullcontext()
+
+
+def outside_inference() -> AbstractContextManager[object]:
+    """Leave inference mode for a while; where there is none this takes no time."""
+    inside = torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inside else _STAY
 
 
 def allocate(tensor: Tensor) -> None:
@@ -40,7 +50,5 @@ def new_buffer(
     Made outside inference mode whatever the caller's mode is: it is kept across calls,
     and an inference tensor could never be written to in training.
     """
-    if not torch.is_inference_mode_enabled():
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
-    with torch.inference_mode(False):
+    with outside_inference():
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)

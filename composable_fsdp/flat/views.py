@@ -11,15 +11,19 @@ from composable_fsdp.flat.parameter import FlatParameter
 
 def use_full(handle: FlatParamHandle) -> None:
     """Put the full leaves into the modules. Their data must be there. Sends nothing."""
-    for parameters, name, _, full in handle.swaps:
-        parameters[name] = full
+    for table, key, full in zip(
+        handle.tables, handle.keys, handle.full_placed, strict=True
+    ):
+        table[key] = full
     handle.is_full = True
 
 
 def use_sharded(handle: FlatParamHandle) -> None:
     """Put the sharded leaves, the original parameters, back. Sends nothing."""
-    for parameters, name, sharded, _ in handle.swaps:
-        parameters[name] = sharded
+    for table, key, sharded in zip(
+        handle.tables, handle.keys, handle.sharded_placed, strict=True
+    ):
+        table[key] = sharded
     handle.is_full = False
 
 

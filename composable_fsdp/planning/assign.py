@@ -25,6 +25,7 @@ from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import TRANSPARENT, join, shown
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.checks import (
+    SUSPECT,
     refuse_container,
     refuse_module,
     refuse_overlapping_storage,
@@ -42,11 +43,23 @@ REPLICATE = "replicate"
 """The same for units of ``replicate``, whose subtrees the walks leave alone."""
 
 
+class Place(NamedTuple):
+    """One place of a parameter, without the module: units of equal build share it.
+
+    ``primary`` is the first owner's name from the unit, ``slot_index`` tells parameters
+    apart (in a list of modules two may bear one name).
+    """
+
+    fqn: str
+    name: str
+    primary: str
+    slot_index: int
+
+
 class ParamInfo(NamedTuple):
     """One place of a parameter: ``module._parameters[name]``, ``fqn`` from the unit.
 
-    ``primary`` is the first owner's name, ``slot_index`` tells parameters apart (in a
-    list of modules two may bear one name).
+    The rest is as in ``Place``.
     """
 
     fqn: str
@@ -56,8 +69,7 @@ class ParamInfo(NamedTuple):
     slot_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanRequest(NamedTuple):
     """Everything a plan depends on besides the tree.
 
     ``owner_of`` tells which unit of an earlier application holds a parameter, if any.
@@ -251,7 +263,8 @@ def _note_parameters(
     request: PlanRequest,
 ) -> None:
     """Add the module's own parameters, and refuse those that cannot be sharded."""
-    refuse_module(module, fqn)
+    if isinstance(module, SUSPECT):
+        refuse_module(module, fqn)
     prefix = f"{fqn}." if fqn else ""
     for name, parameter in module._parameters.items():
         if parameter is None or id(parameter) in request.ignored_parameters:

@@ -28,6 +28,10 @@ def refuse_container(module: object) -> None:
         )
 
 
+SUSPECT = (torch.jit.ScriptModule, nn.Embedding, nn.EmbeddingBag)
+"""Classes of which ``refuse_module`` may refuse a module; it passes all others."""
+
+
 def refuse_module(module: nn.Module, fqn: str) -> None:
     """Refuse layers that write to a weight in forward or give it sparse gradients.
 

@@ -232,29 +232,6 @@ def plan_regions(
 
 
 @lru_cache(maxsize=4096)
-def plan_unit_regions(
-    parameters: tuple[tuple[tuple[str, ...], tuple[int, ...], torch.dtype, bool], ...],
-    *,
-    rows: bool,
-    world_size: int,
-) -> tuple[RegionLayout, ...]:
-    """Lay out parameters, each given by names, shape, dtype and ``requires_grad``.
-
-    Blocks are rows, or single elements. Equal arguments, as of the blocks of a
-    transformer, give the same object.
-    """
-    return plan_regions(
-        [
-            ParameterSpec(
-                names, tuple(shape), dtype, trainable, row_block(shape) if rows else 1
-            )
-            for names, shape, dtype, trainable in parameters
-        ],
-        world_size=world_size,
-    )
-
-
-@lru_cache(maxsize=4096)
 def _plan_regions(
     specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
 ) -> tuple[RegionLayout, ...]:

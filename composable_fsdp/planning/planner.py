@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,19 +23,18 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
     API,
     Occurrence,
-    ParamInfo,
+    Place,
     PlanRequest,
     Unit,
     assign_units,
 )
-from composable_fsdp.planning.layout import plan_unit_regions
+from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """The live objects behind one ``UnitPlan``."""
 
     plan: UnitPlan
@@ -45,8 +43,10 @@ class Target:
     """These and the modules below of which this unit is the nearest above."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     """Region by region and slot by slot."""
-    infos: tuple[ParamInfo, ...]
+    places: tuple[Place, ...]
     """Every place of every parameter, in the same order."""
+    owners: tuple[nn.Module, ...]
+    """The modules at these places."""
     parent: int
     """Index of the unit above; of the first target, itself."""
     units_below: tuple[object, ...]
@@ -95,66 +95,105 @@ def group_sizes(
     return world_size, 1
 
 
+class _Build(NamedTuple):
+    """All of a unit that is integers and names; equal units share one."""
+
+    plan: UnitPlan
+    order: tuple[tuple[int, ...], ...]
+    """By region, the indices of its parameters as the walk met them."""
+    places: tuple[Place, ...]
+    notes: tuple[str, ...]
+
+
+_Known = tuple[
+    tuple[str, ...], tuple[tuple[str, str], ...], tuple[int, ...], torch.dtype, bool
+]
+"""A parameter: its names, (name from the unit, key) of its places, shape, dtype, and
+whether it is trainable."""
+
+
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
-    shard_world_size, replicas = sizes(unit.options.strategy)
-    infos = [
-        _infos(occurrences, index, slot_index)
-        for slot_index, (_, occurrences) in enumerate(unit.parameters)
+    found = [_places(occurrences, index) for _, occurrences in unit.parameters]
+    known = [
+        (names, places, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for (names, places, _), (parameter, _) in zip(
+            found, unit.parameters, strict=True
+        )
     ]
-    regions = plan_unit_regions(
-        tuple(
-            [
-                (names, parameter.shape, parameter.dtype, parameter.requires_grad)
-                for (names, _), (parameter, _) in zip(
-                    infos, unit.parameters, strict=True
-                )
-            ]
-        ),
-        rows=unit.options.block is Block.ROW,
-        world_size=shard_world_size,
+    build = _build(
+        unit.fqn,
+        type(unit.modules[0]).__name__,
+        unit.options,
+        tuple(known),
+        sizes(unit.options.strategy),
     )
-    plan = UnitPlan(
-        fqn=unit.fqn,
-        class_name=type(unit.modules[0]).__name__,
-        regions=regions,
-        options=unit.options,
-        shard_world_size=shard_world_size,
-        replicas=replicas,
-    )
-    notes.extend(padding_notes(plan))
-    slots = [[slot.index for slot in region.parameters] for region in regions]
+    notes.extend(build.notes)
     return Target(
-        plan,
+        build.plan,
         unit.modules,
         tuple(unit.members),
-        tuple([tuple([unit.parameters[i][0] for i in region]) for region in slots]),
-        tuple([info for region in slots for i in region for info in infos[i][1]]),
+        tuple([tuple([unit.parameters[i][0] for i in r]) for r in build.order]),
+        build.places,
+        tuple([owner for r in build.order for i in r for owner in found[i][2]]),
         unit.parent,
         tuple(unit.units_below),
     )
 
 
-def _infos(
-    occurrences: list[Occurrence], index: int, slot_index: int
-) -> tuple[tuple[str, ...], tuple[ParamInfo, ...]]:
-    """All names of a parameter from its unit, and the places that hold it.
+@lru_cache(maxsize=4096)
+def _build(
+    fqn: str,
+    class_name: str,
+    options: UnitOptions,
+    parameters: tuple[_Known, ...],
+    sizes: tuple[int, int],
+) -> _Build:
+    """Plan one unit. Equal arguments, as of transformer blocks, give the same object.
+
+    ``sizes`` are the ranks that share the parameters and the number of such groups.
+    """
+    rows = options.block is Block.ROW
+    regions = plan_regions(
+        [
+            ParameterSpec(
+                names, tuple(shape), dtype, trainable, row_block(shape) if rows else 1
+            )
+            for names, _, shape, dtype, trainable in parameters
+        ],
+        world_size=sizes[0],
+    )
+    plan = UnitPlan(fqn, class_name, regions, options, *sizes)
+    order = tuple(tuple(s.index for s in region.parameters) for region in regions)
+    places = [
+        Place(name, key, parameters[i][0][0], i)
+        for region in order
+        for i in region
+        for name, key in parameters[i][1]
+    ]
+    return _Build(plan, order, tuple(places), tuple(padding_notes(plan)))
+
+
+def _places(
+    occurrences: list[Occurrence], index: int
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[nn.Module, ...]]:
+    """All names of a parameter from its unit; the places that hold it, and who does.
 
     A module that is met along two paths holds the parameter once and names it twice.
     """
-    first = _relative(occurrences[0], index)
     if len(occurrences) == 1:
         o = occurrences[0]
-        return (first,), (ParamInfo(first, o.module, o.name, first, slot_index),)
+        first = _relative(o, index)
+        return (first,), ((first, o.name),), (o.module,)
     names: dict[str, None] = {}
-    infos: dict[tuple[int, str], ParamInfo] = {}
+    places: dict[tuple[int, str], tuple[str, str]] = {}
+    owners: dict[tuple[int, str], nn.Module] = {}
     for o in occurrences:
         fqn = _relative(o, index)
         names[fqn] = None
-        infos.setdefault(
-            (id(o.module), o.name), ParamInfo(fqn, o.module, o.name, first, slot_index)
-        )
-    return tuple(names), tuple(infos.values())
+        places.setdefault((id(o.module), o.name), (fqn, o.name))
+        owners.setdefault((id(o.module), o.name), o.module)
+    return tuple(names), tuple(places.values()), tuple(owners.values())
 
 
 def _relative(place: Occurrence, index: int) -> str:
@@ -248,13 +287,13 @@ def plan(
 
 def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
     """Return what was given for ``argument``, which may be an iterator, as a list."""
-    if isinstance(given, (nn.Module, torch.Tensor)) or not (
-        given is None or isinstance(given, Iterable)
-    ):
+    if given is None:
+        return []
+    if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
         raise TypeError(
             f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
         )
-    return list(given or ())
+    return list(given)
 
 
 def expand_ignored(

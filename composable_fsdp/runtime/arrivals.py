@@ -2,17 +2,19 @@
 
 The last one that a graph task will bring makes the unit reduce.
 
-``Tensor._post_accumulate_grad_hooks`` is private; used only here and in ``leaf_hooks``,
-checked on torch 2.13 (and present in 2.11).
+``Tensor._post_accumulate_grad_hooks`` and ``torch._C._functions.DelayedError`` are
+private; used only here (the first in ``leaf_hooks``, too), checked on torch 2.13 (and
+present in 2.11).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,40 +35,46 @@ from composable_fsdp.runtime.unshard import (
 )
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
+_Feeder: Any = torch._C._functions.DelayedError
 OURS = -1
 """Key of the arrival hook among the hooks of a full leaf."""
 
 
 def arm_leaves(state: _FSDPState) -> None:
     """Attach the arrival hooks to the full leaves of the current form, once."""
-    nodes, handle = [], state.handle
+    handle = state.handle
+    nodes: tuple[Any, ...] = ()
     if handle.gather_event is not None and handle.leaf_stream is None:
         handle.leaf_stream = torch.cuda.current_stream(handle.device)
-    # Turns gradients on, too. Under inference mode a view has no node to ask. The
-    # engine runs a node, and our hook with it, on the stream it was made on.
+    # Without gradients there is no node to ask; leaving inference mode turns them on.
+    # The engine runs a node, and our hook with it, on the stream it was made on.
     stream = handle.leaf_stream
     on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
-    with torch.inference_mode(False), on_stream:
+    grads = torch.is_grad_enabled()
+    with nullcontext() if grads else torch.inference_mode(False), on_stream:
         for region in handle.trainable:
             arrivals = make_arrivals(state, region)
+            nodes += _accumulators(region.full_leaves)
             for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
-                # A leaf keeps its node only weakly: the handle does, so that the node
-                # we ask the engine about is the node it runs.
-                nodes.append(_accumulator(leaf))
                 # What register_post_accumulate_grad_hook sets, less its checks and its
                 # handle, which took longer than all else. Torch numbers from 0 up.
-                leaf._post_accumulate_grad_hooks = OrderedDict({OURS: arrive})
-    handle.accumulators = tuple(nodes)
+                leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
+                hooks[OURS] = arrive
+    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
+    # engine about is the node it runs.
+    handle.accumulators = nodes
 
 
-def _accumulator(leaf: nn.Parameter) -> object:
-    """The node that accumulates into ``leaf``, by way of any node that feeds it.
+def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
+    """The nodes that accumulate into ``leaves``, by way of one node that feeds all.
 
-    Gradients must be enabled.
+    It reads no memory, and would raise if it was run. Gradients must be enabled.
     """
-    alias: Tensor = leaf.view_as(leaf)
-    assert alias.grad_fn is not None
-    return alias.grad_fn.next_functions[0][0]
+    if not leaves:
+        return ()
+    fed = _Feeder("never run", len(leaves))(*leaves)
+    feeder: Any = (fed if isinstance(fed, Tensor) else fed[0]).grad_fn
+    return tuple([node for node, _ in feeder.next_functions])
 
 
 def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:

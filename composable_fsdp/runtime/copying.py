@@ -96,10 +96,8 @@ def _copy_handle(
             tuple(copy.deepcopy(leaf, memo) for leaf in region.leaves)
             for region in handle.regions
         ),
-        infos=tuple(
-            info._replace(module=_copy_module(info.module, memo))
-            for info in handle.infos
-        ),
+        places=handle.places,
+        owners=tuple(_copy_module(owner, memo) for owner in handle.owners),
         parent=0,
         units_below=(),
     )

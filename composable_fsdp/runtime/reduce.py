@@ -64,13 +64,18 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     finish_reduction(context)
     _zero_what_is_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
-    arrived = _take_arrived(handle)
+    arrived = _arrived(handle)
     log = handle.reduce_log
-    if log is not None:
-        if log.expected[log.position] == (handle, handle.epoch, arrived):
-            log.position += 1
-        else:
-            depart_in_backward(context, log, (handle, handle.epoch, arrived))
+    try:
+        if log is not None:
+            if log.expected[log.position] == (handle, handle.epoch, arrived):
+                log.position += 1
+            else:
+                depart_in_backward(context, log, (handle, handle.epoch, arrived))
+    finally:
+        # Not before: until then the log tells peers which gradients are not there.
+        views.forget_arrived(handle)
+        handle.held = None
     handle.reduce_is_allocated = False
     for region in handle.trainable:
         if region.grad_shard is None:
@@ -208,8 +213,8 @@ def _zero_what_is_missing(handle: FlatParamHandle) -> None:
         torch._foreach_zero_(missing)
 
 
-def _take_arrived(handle: FlatParamHandle) -> tuple[bytes, ...]:
-    """Per region, which leaves get a gradient; the buffers are the reduction's now."""
+def _arrived(handle: FlatParamHandle) -> tuple[bytes, ...]:
+    """Per region, which leaves get a gradient: by this reduction or one held back."""
     if handle.rule.fill:
         arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
     else:
@@ -219,8 +224,6 @@ def _take_arrived(handle: FlatParamHandle) -> tuple[bytes, ...]:
             bytes(map(or_, now, earlier))
             for now, earlier in zip(arrived, handle.held, strict=True)
         )
-        handle.held = None
-    views.forget_arrived(handle)
     return arrived
 
 

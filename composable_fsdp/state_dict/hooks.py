@@ -148,6 +148,8 @@ _ON_META = (
 class _Load:
     """The load hook of one unit: this rank's part in the place of each full value."""
 
+    __slots__ = ("reach", "state")
+
     def __init__(self, state: _FSDPState, reach: Reach) -> None:
         self.state, self.reach = state, reach
 

@@ -23,6 +23,9 @@ class Reach(NamedTuple):
     """Whether several modules of the unit's module have hooks."""
 
 
+_ALL = Reach()
+
+
 def reaches(state: _FSDPState, module: nn.Module) -> list[tuple[nn.Module, Reach]]:
     """Where the hooks of a unit belong: on its module, unless that passes calls on.
 
@@ -30,7 +33,7 @@ def reaches(state: _FSDPState, module: nn.Module) -> list[tuple[nn.Module, Reach
     are then not run; so its children have some as well, each for what is below it.
     """
     if type(module).state_dict is nn.Module.state_dict:
-        return [(module, Reach())]
+        return [(module, _ALL)]
     found, stack = [], [("", module)]
     while stack:
         start, current = stack.pop()

@@ -290,7 +290,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
     reset = handle_layer.reset_handle
     resize = torch.UntypedStorage.resize_
     new_shard = parameter._new_shard
-    arrive, accumulator = arrivals._arrive, arrivals._accumulator
+    arrive, accumulators = arrivals._arrive, arrivals._accumulators
     finish = graph_task.finish_task
 
     def make_stream(device: torch.device, priority: int) -> FakeStream:
@@ -335,9 +335,9 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         with order.on(stream):
             arrive(*args)
 
-    def note_stream(leaf: Any) -> object:
-        order.leaf_streams[id(leaf)] = order.current
-        return accumulator(leaf)
+    def note_stream(leaves: Any) -> object:
+        order.leaf_streams.update((id(leaf), order.current) for leaf in leaves)
+        return accumulators(leaves)
 
     def finish_behind_leaves(*args: Any) -> None:
         for stream in set(order.leaf_streams.values()):
@@ -361,6 +361,6 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         (offload, "copy_async", copy_async),
         (unshard, "copy_async", copy_async),
         (arrivals, "_arrive", arrive_there),
-        (arrivals, "_accumulator", note_stream),
+        (arrivals, "_accumulators", note_stream),
         (graph_task, "finish_task", finish_behind_leaves),
     ]

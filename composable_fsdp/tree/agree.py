@@ -9,14 +9,15 @@ a rank may evaluate alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
+from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.order_log import REDUCES, WITHOUT, OrderLog
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import join, shown
+from composable_fsdp.naming import shown
 from composable_fsdp.tree.state import RuntimeContext
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
@@ -32,14 +33,22 @@ def give_logs(context: RuntimeContext) -> None:
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = _Waiting(context)
+    known: dict[Groups, tuple[OrderLog | None, ...]] = {}
     for handle in context.handles:
-        shard, replicate = handle.groups.shard, handle.groups.replicate
-        sized = any(region.layout.padded_numel for region in handle.regions)
-        gathers = [shard] if shard is not None and sized else []
-        reduces = [replicate] if replicate is not None and sized else []
-        handle.forward_log = _log(forward, "forward", gathers, str)
-        handle.reduce_log = _log(backward, "backward", gathers + reduces, waiting)
-        handle.backward_log = handle.reduce_log if gathers else None
+        if not any(region.layout.padded_numel for region in handle.regions):
+            handle.forward_log = handle.backward_log = handle.reduce_log = None
+            continue
+        if handle.groups not in known:
+            shard, replicate = handle.groups.shard, handle.groups.replicate
+            gathers = [] if shard is None else [shard]
+            reduces = gathers if replicate is None else [*gathers, replicate]
+            in_forward = _log(forward, "forward", gathers, str)
+            in_backward = _log(backward, "backward", reduces, waiting)
+            gathered = in_backward if gathers else None
+            known[handle.groups] = in_forward, gathered, in_backward
+        handle.forward_log, handle.backward_log, handle.reduce_log = known[
+            handle.groups
+        ]
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
 
@@ -120,19 +129,16 @@ class _Waiting:
         """A line ``unit: parameters`` each."""
         context = self._context()
         tasks = context.tasks if context is not None else {}
-        before, self._open = self._open, {}
+        (before, self._open), (seen, self._seen) = (self._open, {}), (self._seen, {})
         lines = []
         for task, states in tasks.items():
-            opened = before.get(task, [])
-            opened += [state.handle for state in states[self._seen.get(task, 0) :]]
-            missing = {
-                handle: _missing(handle) for handle in opened if handle.task == task
-            }
-            self._open[task] = [handle for handle in missing if missing[handle]]
-            lines += [
-                f"{handle.name}: {missing[handle]}" for handle in self._open[task]
-            ]
-        self._seen = {task: len(states) for task, states in tasks.items()}
+            known = before.get(task, [])
+            opened = self._open[task] = []
+            self._seen[task] = len(states)
+            for handle in known + [s.handle for s in states[seen.get(task, 0) :]]:
+                if handle.task == task and (missing := _missing(handle)):
+                    opened.append(handle)
+                    lines.append(f"{handle.name}: {missing}")
         return "\n".join(lines)
 
 
@@ -140,18 +146,22 @@ def _missing(handle: FlatParamHandle) -> str:
     """The parameters whose gradients the unit waits for; empty if for none."""
     if not handle.reduce_is_allocated:
         return ""
-    arrived = tuple(bytes(region.arrived) for region in handle.trainable)
-    return ", ".join(map(shown, without_gradient(handle, arrived)))
+    arrived = [region.arrived for region in handle.trainable]
+    return ", ".join(map(repr, without_gradient(handle, arrived)))
 
 
 def without_gradient(
-    handle: FlatParamHandle, arrived: tuple[bytes, ...]
-) -> Iterable[str]:
+    handle: FlatParamHandle, arrived: Sequence[bytes | bytearray]
+) -> list[str]:
     """Names, from the root, of the parameters that had no gradient on this rank."""
-    for region, hits in zip(handle.trainable, arrived, strict=True):
-        for slot, hit in zip(region.layout.parameters, hits, strict=True):
-            if not hit:
-                yield join(handle.full_fqn, slot.fqns[0])
+    prefix = f"{handle.full_fqn}." if handle.full_fqn else ""
+    return [
+        prefix + slot.fqns[0]
+        for region, hits in zip(handle.trainable, arrived, strict=True)
+        if 0 in hits
+        for slot, hit in zip(region.layout.parameters, hits, strict=True)
+        if not hit
+    ]
 
 
 def _mode_of_forward(mode: Hashable) -> str:

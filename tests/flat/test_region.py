@@ -195,7 +195,7 @@ def test_a_region_built_under_inference_mode_can_be_trained() -> None:
         region = region_of(params, world_size=2)
 
     assert region.reduce_buffer is not None
-    made = [region.shard, region.full, region.own_slice, region.reduce_buffer]
+    made = [region.shard, region.full, region.reduce_buffer]
     made += [*region.leaves, *region.full_leaves, *region.reduce_views]
     assert not any(tensor.is_inference() for tensor in made)
     gather(region, [region.shard, region.shard])

@@ -203,7 +203,7 @@ def test_a_module_at_two_places_is_counted_once() -> None:
         ("0.weight", "1.0.weight"),
         ("0.bias", "1.0.bias"),
     }
-    assert len(targets[0].infos) == 2
+    assert len(targets[0].places) == 2
 
 
 def test_a_unit_at_two_places_is_one_unit() -> None:
