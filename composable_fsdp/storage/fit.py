@@ -109,8 +109,7 @@ class Fit:
     def copy(self) -> None:
         """Write this rank's shards and whole tensors, one slice at a time."""
         for each in self.targets:
-            value = self.source.read_model(each.name, each.start, each.stop)
-            each.into.copy_(value.view(each.into.shape))
+            self.source.copy_model(each.name, each.start, each.stop, each.into)
         for module, name in self.own_states:
             module.set_extra_state(self.source.own_states[name])
 

@@ -219,15 +219,16 @@ class OptimizerLoad:
             span = self._range(member, name)
             if span is None:
                 continue
-            value = source.read_optim(member.name, name, *span)
-            if self._is_elementwise(member, name):
-                value = value.view(member.parameter.shape)
-                there = present.get(name)
-                if isinstance(there, Tensor) and there.shape == value.shape:
-                    state[name] = there.copy_(value)
-                else:
-                    state[name] = value.to(member.parameter.device)
-            else:
+            if not self._is_elementwise(member, name):
+                value = source.read_optim(member.name, name, *span)
                 state[name] = value.view(source.optim[member.name][name].shape)
+                continue
+            parameter, there = member.parameter, present.get(name)
+            if isinstance(there, Tensor) and there.shape == parameter.shape:
+                source.copy_optim(member.name, name, *span, there)
+                state[name] = there
+            else:
+                value = source.read_optim(member.name, name, *span)
+                state[name] = value.view(parameter.shape).to(parameter.device)
         state.update(source.optim_values.get(member.name, {}))
         return state

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
@@ -181,6 +182,18 @@ class NativeSource(Source):
         runs, _ = self._state_runs(name, state, start, stop)
         self._check(runs, name, state, start, stop)
 
+    def copy_model(self, name: str, start: int, stop: int, into: Tensor) -> None:
+        """Write elements ``[start, stop)`` into ``into``; see ``Source``."""
+        runs, dtype = self._model_runs(name, start, stop)
+        self._copy(runs, dtype, shown(name), into)
+
+    def copy_optim(
+        self, name: str, state: str, start: int, stop: int, into: Tensor
+    ) -> None:
+        """Write elements ``[start, stop)`` of one state; see ``Source``."""
+        runs, dtype = self._state_runs(name, state, start, stop)
+        self._copy(runs, dtype, f"state {state!r} of {shown(name)}", into)
+
     def __enter__(self) -> NativeSource:
         return self
 
@@ -229,15 +242,34 @@ class NativeSource(Source):
 
     def _read(self, runs: list[_Run], dtype: torch.dtype, wanted: str) -> Tensor:
         # Checked before anything is allocated: a damaged manifest may claim any size.
+        self._check_runs(runs, dtype, wanted)
+        result = torch.empty(sum(run.stop - run.start for run in runs), dtype=dtype)
+        self._fill(runs, result)
+        return result
+
+    def _copy(
+        self, runs: list[_Run], dtype: torch.dtype, wanted: str, into: Tensor
+    ) -> None:
+        plain = into.device.type == "cpu" and into.is_contiguous()
+        if not plain or into.dtype != dtype or into.is_conj() or into.is_neg():
+            into.copy_(self._read(runs, dtype, wanted).view(into.shape))
+            return
+        self._check_runs(runs, dtype, wanted)
+        self._fill(runs, into.detach().view(-1))
+        if not into.is_inference():
+            # What autograd has saved of it is not what it was.
+            increment_version(into)
+
+    def _check_runs(self, runs: list[_Run], dtype: torch.dtype, wanted: str) -> None:
         for run in runs:
             end = run.begin + (run.stop - run.start) * dtype.itemsize
             self.files[run.file].check(run.begin, end, wanted)
+
+    def _fill(self, runs: list[_Run], result: Tensor) -> None:
         first = runs[0].start if runs else 0
-        result = torch.empty(sum(run.stop - run.start for run in runs), dtype=dtype)
         for run in runs:
             part = result[run.start - first : run.stop - first]
             self.files[run.file].read(part, run.begin)
-        return result
 
 
 def _require_inside(name: str, info: TensorInfo, start: int, stop: int) -> None:

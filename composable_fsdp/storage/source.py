@@ -103,6 +103,19 @@ class Source(ABC):
         """The random state that ``rank`` of ``world_size`` goes on from, if any."""
         return None
 
+    def copy_model(self, name: str, start: int, stop: int, into: Tensor) -> None:
+        """Write elements ``[start, stop)`` into ``into``, converted to its dtype.
+
+        ``into`` may have any shape of that many elements, and be anywhere.
+        """
+        into.copy_(self.read_model(name, start, stop).view(into.shape))
+
+    def copy_optim(
+        self, name: str, state: str, start: int, stop: int, into: Tensor
+    ) -> None:
+        """The same of one state of parameter ``name``."""
+        into.copy_(self.read_optim(name, state, start, stop).view(into.shape))
+
     @abstractmethod
     def close(self) -> None:
         """Give files back. Tensors that were read stay good."""
