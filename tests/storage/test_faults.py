@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from composable_fsdp import load, save, verify
+from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.storage.fit import Fit
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, message_of
@@ -24,7 +25,15 @@ from tests.storage.training import everything, make, optimizer_of, same, step
 
 @contextmanager
 def full_disk(here: bool = True, limit: int = 8192) -> Iterator[None]:
-    """No file grows beyond ``limit``: Python ignores the signal, so writes fail."""
+    """No file grows beyond ``limit``: Python ignores the signal, so writes fail.
+
+    All ranks enter. The groups of saves are made first, because the ranks meet through
+    a file, which would be full, too.
+    """
+    if torch.distributed.is_initialized():
+        everyone = tuple(range(torch.distributed.get_world_size()))
+        for purpose in ("checkpoint", "asynchronous checkpoint"):
+            private_group(everyone, purpose)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
