@@ -31,6 +31,7 @@ from tests.access.sharded import (
     several_ranks,
     step,
 )
+from tests.optim.models import by_name
 from tests.runtime.reference import (
     PATHS,
     STRATEGIES,
@@ -71,20 +72,6 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
             {"params": rest, "lr": 0.02, "weight_decay": 0.0},
         ]
     )
-
-
-def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a plain model's optimizer, with names in the place of numbers."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    order = [names[id(p)] for g in optimizer.param_groups for p in g["params"]]
-    plain = copy.deepcopy(optimizer.state_dict())
-    return {
-        "state": {order[i]: values for i, values in plain["state"].items()},
-        "param_groups": [
-            {**group, "params": [order[i] for i in group["params"]]}
-            for group in plain["param_groups"]
-        ],
-    }
 
 
 def train_plain(

@@ -29,7 +29,7 @@ from composable_fsdp.testing.memory import LiveBytes
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.access.sharded import RankCount, both_paths, message_of
-from tests.runtime.reference import STRATEGIES
+from tests.runtime.reference import STRATEGIES, backward, gpt_input, loss_of
 from tests.storage.training import State, everything, make, optimizer_of, same, step
 
 UNIT = "gpt.blocks.0"
@@ -456,3 +456,15 @@ def test_above_the_shards_there_is_at_most_one_region_in_memory(
     """At save and load, counted op by op; random states take some kilobytes."""
     for peaks in ranks(2).run(check_memory, tmp_path):
         assert max(peaks) < 1.1
+
+
+def test_a_load_shows_autograd_that_values_have_changed(tmp_path: Path) -> None:
+    """It writes past torch, and a graph made before must not use the new values."""
+    model = make("plain")
+    save(tmp_path / "step-1", model)
+    loss = loss_of(model, gpt_input(0, 0))
+
+    load(tmp_path / "step-1", model)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(loss)
