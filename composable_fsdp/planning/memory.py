@@ -201,13 +201,15 @@ class _Step:
         unit = self.units[index]
         self._note("backward", index, unit.gradient)
         self.tied -= unit.tied
-        if unit.reduce:
+        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
+        if unit.reduce and not behind:
             self._reduce(index)
         if unit.parent >= 0:  # the root stays full until backward is over
             self.reshard(index)
-        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
         if behind and before is not None:
             self.unshard(before, "backward")
+        if unit.reduce and behind:
+            self._reduce(index)
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]
