@@ -22,11 +22,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.counting import Counts, counts
 from benchmarks.measure import (
-    Counts,
     SetUp,
     StepTime,
-    counts,
     in_child,
     median_set_up,
     set_up,
@@ -112,18 +111,19 @@ def _run_counts(variants: Sequence[Variant], options: argparse.Namespace) -> Rec
     found: Mapping[str, Counts] = in_child(
         lambda: counts(variants, units=options.units, world_size=options.world)
     )
+    rows = {name: asdict(row.per(options.units)) for name, row in found.items()}
     _table(
         f"Exact counts per unit and step over plain ({options.units} units): calls "
         "Python can see, operators dispatched (without collectives), collectives",
         ("", "calls fwd+bwd", "calls step", "ops fwd+bwd", "ops step", "collectives"),
-        [(_label(name), *_fixed(asdict(row), 1)) for name, row in found.items()],
+        [(_label(name), *_fixed(row, 1)) for name, row in rows.items()],
     )
     _ratios(
         "calls of ours / calls of the peer",
-        {name: asdict(row) for name, row in found.items()},
+        rows,
         ("calls_forward_backward", "calls_step"),
     )
-    return {name: asdict(row) for name, row in found.items()}
+    return {name: dict(row) for name, row in rows.items()}
 
 
 def _run_setup(

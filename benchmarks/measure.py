@@ -1,4 +1,4 @@
-"""What can be measured of a variant: CPU time of a step, exact counts, set-up time.
+"""What can be measured of a variant: CPU time of a step, set-up time.
 
 All variants are stepped in turn in one process, many rounds, and compared with the
 plain model **within a round**, so that a machine that slows down slows all of them:
@@ -16,19 +16,16 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.null_group import is_collective, null_world
-from benchmarks.variants import TinyModel, Trainee, Variant
+from benchmarks.null_group import null_world
+from benchmarks.variants import PARAMETERS, TinyModel, Trainee, Variant
 
 STEPS_PER_TURN = 3
 WARM_UP_STEPS = 4
@@ -45,17 +42,6 @@ class StepTime:
     clip_update: float
     step: float
     step_spread: float  # half the distance between the quartiles of ``step``
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Exact numbers per unit and step; over plain, except for plain itself."""
-
-    calls_forward_backward: float
-    calls_step: float
-    ops_forward_backward: float
-    ops_step: float
-    collectives_step: float
 
 
 @dataclass(frozen=True)
@@ -117,20 +103,6 @@ def step_times(
     }
 
 
-def counts(
-    variants: Sequence[Variant], *, units: int, world_size: int
-) -> dict[str, Counts]:
-    """Count Python-visible calls and dispatched operators in one steady step."""
-    with null_world(world_size):
-        found = {v.name: _count(warm_trainee(v, units), units) for v in variants}
-    plain = found[variants[0].name]
-    for name, numbers in found.items():
-        if numbers is not plain:
-            pairs = zip(vars(numbers).values(), vars(plain).values(), strict=True)
-            found[name] = Counts(*(number - base for number, base in pairs))
-    return found
-
-
 def set_up(
     variant: Variant, *, units: int, world_size: int, with_update: bool
 ) -> SetUp:
@@ -167,11 +139,11 @@ def median_set_up(repeats: Iterable[SetUp]) -> SetUp:
     return SetUp(*(statistics.median(column) for column in columns))
 
 
-def warm_trainee(variant: Variant, units: int) -> Trainee:
+def warm_trainee(variant: Variant, units: int, parameters: int = PARAMETERS) -> Trainee:
     """A trainee in its steady state, on one thread; needs a ``null_world``."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    trainee = Trainee.of(variant, units)
+    trainee = Trainee.of(variant, units, parameters)
     for _ in range(WARM_UP_STEPS):
         trainee.step()
     return trainee
@@ -217,60 +189,3 @@ def _over(
         statistics.median(whole),
         (quartiles[2] - quartiles[0]) / 2,
     )
-
-
-def _count(trainee: Trainee, units: int) -> Counts:
-    halves = (trainee.forward_backward, trainee.clip_and_update)
-    (calls, sent), (more_calls, more_sent) = (_calls_in(half) for half in halves)
-    ops, more_ops = (_ops_in(half) for half in halves)
-    totals = (calls, calls + more_calls, ops, ops + more_ops, sent + more_sent)
-    return Counts(*(total / units for total in totals))
-
-
-def _calls_in(function: Callable[[], None]) -> tuple[int, int]:
-    """Calls that Python can see, of Python and of C functions; and collectives."""
-    calls = collectives = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls, collectives
-        if event in ("call", "c_call"):
-            calls += 1
-        if event == "call" and is_collective(frame):
-            collectives += 1
-
-    gc.collect()
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls, collectives
-
-
-def _ops_in(function: Callable[[], None]) -> int:
-    counter = _OpCounter()
-    with counter:
-        function()
-    return counter.seen
-
-
-class _OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # ditto
-    """Counts operators on plain tensors; a DTensor's count where it unpacks."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.seen: int = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented
-        self.seen += 1
-        return func(*args, **(kwargs or {}))

@@ -1,7 +1,8 @@
 """The same tiny model under each library, ready to step.
 
 The units are as small as they can be (LayerNorm and two ``Linear(8, 8)``, six
-parameters), so that a step is nearly all host time and a library's own work stands out.
+parameters, unless asked otherwise), so that a step is nearly all host time and a
+library's own work stands out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+PARAMETERS = 6
 WIDTH = 8
 BATCH = 4
 MAX_NORM = 1.0
@@ -26,27 +28,29 @@ Clip = Callable[[nn.Module], object]
 
 
 class Block(nn.Module):
-    """One unit: six parameters, 160 elements."""
+    """One unit of an even number of small parameters: 6 are a norm and two linears."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
+        linears = [nn.Linear(WIDTH, WIDTH) for _ in range(parameters // 2)]
+        norm = [nn.LayerNorm(WIDTH)] if len(linears) > 1 else []
+        self.layers = nn.ModuleList([*norm, *linears[len(norm) :]])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pre-norm residual block on ``(BATCH, WIDTH)``."""
-        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return out
+        """Residual block on ``(BATCH, WIDTH)``."""
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return x + torch.relu(hidden)
 
 
 class TinyModel(nn.Module):
     """A stem that the root unit owns, then ``units`` blocks."""
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, units: int, parameters: int = PARAMETERS) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(units))
+        self.blocks = nn.ModuleList(Block(parameters) for _ in range(units))
 
     def forward(self, x: Tensor) -> Tensor:
         """Stem and blocks in order on ``(BATCH, WIDTH)``."""
@@ -77,9 +81,9 @@ class Trainee:
         )
 
     @classmethod
-    def of(cls, variant: Variant, units: int) -> Trainee:
+    def of(cls, variant: Variant, units: int, parameters: int) -> Trainee:
         """Build the model, shard it, make its optimizer."""
-        return cls(variant, variant.shard(TinyModel(units)))
+        return cls(variant, variant.shard(TinyModel(units, parameters)))
 
     def forward_backward(self) -> None:
         """Forward, loss, backward."""
