@@ -24,7 +24,7 @@ WIDTH = 8
 BATCH = 4
 MAX_NORM = 1.0
 
-Clip = Callable[[nn.Module], object]
+Clip = Callable[[nn.Module, bool], object]
 
 
 class Block(nn.Module):
@@ -62,7 +62,10 @@ class TinyModel(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One library: how it shards the model and how its users clip."""
+    """One library: how it shards the model and how its users clip.
+
+    ``clip`` takes whether torch's clipping may use list operators (``foreach``).
+    """
 
     name: str
     shard: Callable[[TinyModel], nn.Module]
@@ -70,14 +73,20 @@ class Variant:
 
 
 class Trainee:
-    """A sharded model with its optimizer; the step in its two halves."""
+    """A sharded model with its optimizer; the step in its two halves.
 
-    def __init__(self, variant: Variant, sharded: nn.Module) -> None:
+    ``foreach`` says whether clip and AdamW work on lists of tensors or one by one.
+    """
+
+    def __init__(
+        self, variant: Variant, sharded: nn.Module, *, foreach: bool = True
+    ) -> None:
         self.model = sharded
         self._clip = variant.clip
+        self._foreach = foreach
         self._input = torch.randn(BATCH, WIDTH)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-3, foreach=True
+            self.model.parameters(), lr=1e-3, foreach=foreach
         )
 
     @classmethod
@@ -91,7 +100,7 @@ class Trainee:
 
     def clip_and_update(self) -> None:
         """Clip, optimizer step, gradients dropped."""
-        self._clip(self.model)
+        self._clip(self.model, self._foreach)
         self._optimizer.step()
         self.drop_gradients()
 
@@ -105,17 +114,17 @@ class Trainee:
         self.clip_and_update()
 
 
-def _clip_plain(model: nn.Module) -> object:
-    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+def _clip_plain(model: nn.Module, foreach: bool) -> object:
+    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=foreach)
 
 
-def _clip_fsdp1(model: nn.Module) -> object:
+def _clip_fsdp1(model: nn.Module, foreach: bool) -> object:
     assert isinstance(model, FSDP1)
     return model.clip_grad_norm_(MAX_NORM)
 
 
-def _clip_fsdp2(model: nn.Module) -> object:
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+def _clip_fsdp2(model: nn.Module, foreach: bool) -> object:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=foreach)
     # The others return the norm over all ranks; this makes it that here too.
     return norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor at run time
 
@@ -158,7 +167,7 @@ def load_ours() -> Variant:
         fully_shard(model)
         return model
 
-    return Variant("ours", shard, lambda model: clip_grad_norm_(model, MAX_NORM))
+    return Variant("ours", shard, lambda model, _: clip_grad_norm_(model, MAX_NORM))
 
 
 PLAIN = Variant("plain", _shard_plain, _clip_plain)
