@@ -64,7 +64,7 @@ class TinyModel(nn.Module):
 class Variant:
     """One library: how it shards the model and how its users clip.
 
-    ``clip`` takes whether torch's clipping may use list operators (``foreach``).
+    ``clip`` takes whether torch's clipping may use list operators, as it does unasked.
     """
 
     name: str
@@ -114,8 +114,10 @@ class Trainee:
         self.clip_and_update()
 
 
-def _clip_plain(model: nn.Module, foreach: bool) -> object:
-    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=foreach)
+def _clip_plain(model: nn.Module, foreach: bool) -> Tensor:
+    return nn.utils.clip_grad_norm_(
+        model.parameters(), MAX_NORM, foreach=None if foreach else False
+    )
 
 
 def _clip_fsdp1(model: nn.Module, foreach: bool) -> object:
@@ -124,7 +126,7 @@ def _clip_fsdp1(model: nn.Module, foreach: bool) -> object:
 
 
 def _clip_fsdp2(model: nn.Module, foreach: bool) -> object:
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=foreach)
+    norm = _clip_plain(model, foreach)
     # The others return the norm over all ranks; this makes it that here too.
     return norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor at run time
 
