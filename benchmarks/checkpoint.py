@@ -35,7 +35,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_fsdp as ours
-from benchmarks.host_overhead import _say, _table
+from benchmarks.tables import say, table
 from composable_fsdp.testing.pool import RankPool
 from composable_fsdp.testing.world import World
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--folder", type=Path, help="where to write (the temporary directory)")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args(arguments)
-    _say(f"torch {torch.__version__}, Python {platform.python_version()}, 2 ranks")
+    say(f"torch {torch.__version__}, Python {platform.python_version()}, 2 ranks")
     results: dict[str, object] = {}
     sizes = [("large", options.blocks, WIDTH)]
     sizes += [(str(n), n // 6, 16) for n in options.many]
@@ -292,7 +292,7 @@ def _compare(
         for name in options.only
     }
     numel = blocks * (4 * width * width + 5 * width)
-    _table(
+    table(
         f"{parameters} parameters, {numel / 1e6:.1f} M elements, AdamW, on 2 ranks: "
         f"seconds (CPU of both ranks), bytes sent, median of {options.rounds}",
         ("", *next(iter(rows.values()))),
@@ -304,7 +304,7 @@ def _compare(
     if "ours native" in rows:
         for peer in ("fsdp1 dcp", "fsdp2 dcp"):
             if peer in rows:
-                _say(f"  {_ratio(peer, rows)}")
+                say(f"  {_ratio(peer, rows)}")
     return rows
 
 
