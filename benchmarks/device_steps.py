@@ -47,7 +47,7 @@ class Size:
 SIZES = {
     "cuda": (
         Size("host-bound", width=64, layers=32, batch=1, tokens=8),
-        Size("compute-bound", width=2048, layers=16, batch=8, tokens=1024),
+        Size("compute-bound", width=2048, layers=8, batch=4, tokens=1024),
     ),
     "cpu": (Size("tiny", width=32, layers=3, batch=1, tokens=4),),
 }
