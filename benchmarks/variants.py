@@ -7,8 +7,8 @@ library's own work stands out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ class Variant:
     name: str
     shard: Callable[[TinyModel], nn.Module]
     clip: Clip
+    parameters: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters
 
 
 class Trainee:
@@ -86,7 +87,7 @@ class Trainee:
         self._foreach = foreach
         self._input = torch.randn(BATCH, WIDTH)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-3, foreach=foreach
+            variant.parameters(self.model), lr=1e-3, foreach=foreach
         )
 
     @classmethod
@@ -172,13 +173,20 @@ def load_ours() -> Variant:
     return Variant("ours", shard, lambda model, _: clip_grad_norm_(model, MAX_NORM))
 
 
+def load_flat() -> Variant:
+    """The same with an optimizer over flat parameters. Raises: as ``load_ours``."""
+    from composable_fsdp import flat_parameters
+
+    return replace(load_ours(), name="ours flat", parameters=flat_parameters)
+
+
 PLAIN = Variant("plain", _shard_plain, _clip_plain)
 PEERS = (
     Variant("ddp", _shard_ddp, _clip_plain),
     Variant("fsdp1", _shard_fsdp1, _clip_fsdp1),
     Variant("fsdp2", _shard_fsdp2, _clip_fsdp2),
 )
-NAMES = (*(peer.name for peer in PEERS), "ours")
+NAMES = (*(peer.name for peer in PEERS), "ours", "ours flat")
 
 
 def choose(names: Sequence[str]) -> tuple[list[Variant], str | None]:
@@ -187,9 +195,8 @@ def choose(names: Sequence[str]) -> tuple[list[Variant], str | None]:
     Without ours the peers are still worth a run, so its absence is told, not raised.
     """
     chosen = [PLAIN, *(peer for peer in PEERS if peer.name in names)]
-    if "ours" not in names:
-        return chosen, None
+    loaders = {"ours": load_ours, "ours flat": load_flat}
     try:
-        return [*chosen, load_ours()], None
+        return [*chosen, *(loaders[n]() for n in loaders if n in names)], None
     except ImportError as error:
         return chosen, f"ours: not importable ({error})"
