@@ -2,11 +2,14 @@
 # clone needs only python3 (3.10 or later), git and make.
 
 PYTHON ?= python3
+# Processes that share the test files; JOBS=0 runs all of them in one, in order.
+JOBS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check test-gpu bench docs long clean
@@ -19,13 +22,13 @@ demo: $(DEV) ## train a small language model on two ranks and check it against o
 		examples/train_lm.py --check
 
 test: $(DEV) ## run all tests
-	$(PY) -m pytest
+	$(PYTEST)
 
 check: $(DEV) ## lint, format, types and the fast tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict
-	$(PY) -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # For a machine that brings its own CUDA build of torch and pytest: no .venv, nothing
 # installed.
