@@ -32,6 +32,7 @@ class FlatParameter:
         "arrived",
         "division",
         "device",
+        "flat",
         "full",
         "full_leaves",
         "gaps",
@@ -79,6 +80,9 @@ class FlatParameter:
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
+    flat: nn.Parameter | None
+    """``shard`` as one parameter, if it was handed out (``handed_out``): then the flat
+    gradient is its ``.grad``, and the leaves have none."""
     arrived: bytearray
     """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
     has_tensor_hooks: bool
@@ -127,7 +131,7 @@ def build_region(
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
-    region.temporary = region.in_flight = region.partial = None
+    region.temporary = region.in_flight = region.partial = region.flat = None
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload

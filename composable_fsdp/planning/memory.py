@@ -201,19 +201,22 @@ class _Step:
         unit = self.units[index]
         self._note("backward", index, unit.gradient)
         self.tied -= unit.tied
-        if unit.reduce:
-            self._reduce(index)
+        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
+        following = before if behind else None
+        if unit.reduce and following is None:
+            self._reduce(index, unit.last)
         if unit.parent >= 0:  # the root stays full until backward is over
             self.reshard(index)
-        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
-        if behind and before is not None:
-            self.unshard(before, "backward")
+        if following is not None:
+            self.unshard(following, "backward")
+            if unit.reduce:
+                self._reduce(index, 0)
 
-    def _reduce(self, index: int) -> None:
+    def _reduce(self, index: int, gradient: int) -> None:
         unit = self.units[index]
         self.reduce -= self.reducing
         self.reduce += unit.temporary
-        self._note("reduction", index, unit.last)
+        self._note("reduction", index, gradient)
         self.reducing = unit.reduce + unit.temporary
         if not self.streams and not unit.sends:
             self.reduce -= self.reducing

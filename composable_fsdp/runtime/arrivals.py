@@ -153,6 +153,8 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     # With a schedule, in the unit's turn; see ``fill``.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    if handle.expected_calls and handle.expected_calls == handle.open_calls:
+        return
     if state.sync_gradients and not scheduled:
         for region in handle.trainable:
             if handle.open_calls and 0 in region.arrived:

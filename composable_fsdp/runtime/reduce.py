@@ -26,7 +26,12 @@ from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
-from composable_fsdp.runtime.leaf_hooks import call_post_hooks, call_tensor_hooks
+from composable_fsdp.runtime.leaf_hooks import (
+    call_post_hooks,
+    call_tensor_hooks,
+    show_flat_gradient,
+    tensor_hooks_of,
+)
 from composable_fsdp.runtime.offload import drop_landing, send_to_host
 from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
@@ -238,11 +243,15 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         dtype = region.reduce_buffer.dtype
         direct = whole and dtype == region.grad_dtype and not region.offload
         region.has_tensor_hooks = False
-        for leaf in region.leaves:
-            if leaf.grad is not None:
-                direct = False
-            if leaf._backward_hooks:
-                region.has_tensor_hooks = True
+        if region.flat is not None:
+            direct = direct and region.flat.grad is None
+            region.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
+        else:
+            for leaf in region.leaves:
+                if leaf.grad is not None:
+                    direct = False
+                if leaf._backward_hooks:
+                    region.has_tensor_hooks = True
         region.temporary = None
         if not direct:
             region.temporary = storage.new_buffer(
@@ -336,6 +345,9 @@ def _settle(reduction: Reduction) -> None:
             assert region.grad_shard is not None
             views.hold_gradients(region)
             region.grad_shard.add_(region.temporary)
+        if region.flat is not None:
+            show_flat_gradient(handle, region, arrived)
+            continue
         for leaf, view, hit in zip(
             region.leaves, region.grad_views, arrived, strict=True
         ):
