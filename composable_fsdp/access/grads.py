@@ -21,6 +21,10 @@ from composable_fsdp.flat.handed_out import (
 )
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.tree.traversal import inside_wrappers
+
+_named_modules = nn.Module.named_modules
+_named_parameters = nn.Module.named_parameters
 
 
 @contextmanager
@@ -108,7 +112,7 @@ def _parameters(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
 ) -> list[Tensor]:
     if isinstance(module_or_params, nn.Module):
-        return list(module_or_params.parameters())
+        return _parameters_in(module_or_params)
     if isinstance(module_or_params, Tensor):
         return [module_or_params]
     if not isinstance(module_or_params, Iterable):
@@ -125,6 +129,30 @@ def _parameters(
                 "pairs."
             )
     return parameters
+
+
+def _parameters_in(module: nn.Module) -> list[Tensor]:
+    """``list(module.parameters())``, in a fifth of its time where nobody overrides it.
+
+    Clipping is half a walk over the modules: the names are what takes long.
+    """
+    top = inside_wrappers(module)
+    found: list[Tensor | None] = []
+    seen: set[int] = set()
+    stack: list[nn.Module | None] = [top]
+    while stack:
+        each = stack.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if type(each).named_modules is not _named_modules:
+            return list(module.parameters())
+        found += each._parameters.values()
+        if each._modules:
+            stack += reversed(each._modules.values())
+    if type(top).named_parameters is not _named_parameters:
+        return list(module.parameters())
+    return [parameter for parameter in found if parameter is not None]
 
 
 def _units_of(chosen: dict[int, Tensor]) -> tuple[list[FlatParamHandle], list[Tensor]]:

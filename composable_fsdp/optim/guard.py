@@ -18,7 +18,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handed_out import FLATS, Flat, add_own_gradients, find_flat
+from composable_fsdp.flat.handed_out import (
+    Flat,
+    find_flat,
+    flats_in,
+    take_own_gradients,
+)
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import join, shown
 from composable_fsdp.optim.names import Group, place_of
@@ -123,20 +128,17 @@ def _prepare_flats(optim: torch.optim.Optimizer) -> None:
 
     Raises: CompositionError, for one that was retired.
     """
-    for group in optim.param_groups:
-        for parameter in group["params"]:
-            found = find_flat(parameter)
-            if found is None:
-                continue
-            handle, flat = found
-            if flat.region is None:
-                raise CompositionError(
-                    f"{type(optim).__name__} holds {flat_name(handle, flat)}, of which "
-                    "some were frozen or unfrozen since: they have no flat gradient in "
-                    "common any more. Make a new optimizer of flat_parameters(module), "
-                    "and bring the state along by optim_state_dict(module, optimizer)."
-                )
-            add_own_gradients(handle, flat.region)
+    flats = flats_in(optim.param_groups)
+    for flat in flats:
+        handle = flat()
+        if flat.region is None and handle is not None:
+            raise CompositionError(
+                f"{type(optim).__name__} holds {flat_name(handle, flat)}, of which "
+                "some were frozen or unfrozen since: they have no flat gradient in "
+                "common any more. Make a new optimizer of flat_parameters(module), "
+                "and bring the state along by optim_state_dict(module, optimizer)."
+            )
+    take_own_gradients(flats)
 
 
 def _require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
@@ -160,8 +162,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The hook of all optimizers: a dictionary look-up, after the first two steps."""
     if torch.compiler.is_compiling():
         return
-    if FLATS:
-        _prepare_flats(optim)
+    _prepare_flats(optim)
     applications, steps = _checked.get(optim, (0, 0))
     if applications == _applications and steps == _CHECKED_STEPS:
         return

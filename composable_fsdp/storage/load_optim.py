@@ -15,7 +15,8 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.sharded import SCALARS
+from composable_fsdp.optim.over_originals import OverOriginals, over_originals
+from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.storage.contents import Contents, HeldTensor, named, not_in_module
 from composable_fsdp.storage.fit import LoadReport, find
@@ -47,7 +48,8 @@ class OptimizerLoad:
         *,
         cast: bool,
     ) -> None:
-        self.source, self.optim, self.report, self.cast = source, optim, report, cast
+        self.source, self.report, self.cast = source, report, cast
+        self.optim = over_originals(optim)
         if source.param_groups is None:
             report.optimizer.append("the checkpoint was saved without an optimizer")
         self.home = {
@@ -143,11 +145,29 @@ class OptimizerLoad:
         several saved groups.
         """
         self._origins()
+        if isinstance(self.optim, OverOriginals):
+            found = {id(m.parameter): m for group in self.groups for m in group if m}
+            self.optim.require_joinable(
+                lambda leaf: self._values_to_join(found.get(id(leaf)))
+            )
         for members in self.groups:
             for member in filter(None, members):
                 present = self.optim.state.get(member.parameter, {})
                 self.states[id(member)] = self._state(member, present)
         return self.copies
+
+    def _values_to_join(self, member: Member | None) -> dict[str, Any]:
+        """What ``_state`` will give; ``...`` stands for an element-wise tensor."""
+        found: dict[str, Any] = {}
+        if member is None:
+            return found
+        for name in self.source.optim.get(member.name, {}):
+            span = self._range(member, name)
+            if self._is_elementwise(member, name):
+                found[name] = ...
+            elif span is not None:
+                found[name] = self.source.read_optim(member.name, name, *span)
+        return {**found, **self.source.optim_values.get(member.name, {})}
 
     def _origins(self) -> list[int | None]:
         """The saved group that each of the optimizer's groups gets its options from."""
