@@ -122,7 +122,7 @@ def _arrive(
     # None, if a custom Function returned no gradient: counted, nothing to move.
     if gradient is not None:
         leaf.grad = None
-        if torch.is_grad_enabled():
+        if gradient.requires_grad:  # create_graph
             gradient = gradient.detach()
         if not handle.reduce_is_allocated:
             _late(unit, handle)
