@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from composable_fsdp.planning.memory import PeakMemory
 from composable_fsdp.testing import seam
 from composable_fsdp.testing.memory import LiveBytes
 from composable_fsdp.testing.tiny import TinyBlock
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 
 NAMES = ("plain", "fsdp2", "ours")
 WARM_UP = 4
@@ -200,15 +201,20 @@ def _time_step(trainee: Trainee, device: torch.device) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes: what stays between steps, and the most in each of many steps."""
+    """Bytes: what is there between steps, and the most in each of many steps.
+
+    ``others``: what is there between steps and is not of our units, such as the
+    workspace of a library of matrix products.
+    """
 
     resident: int
     peaks: tuple[int, ...]
+    others: int = 0
 
     @property
-    def transient(self) -> int:
-        """What comes and goes in a step, at the most."""
-        return max(self.peaks) - self.resident
+    def most(self) -> int:
+        """The highest peak, without the others."""
+        return max(self.peaks) - self.others
 
     @property
     def varies(self) -> int:
@@ -273,9 +279,11 @@ def chain_peaks(
     width: int, device: torch.device, world_size: int, steps: int = 20
 ) -> tuple[Peaks, PeakMemory]:
     """Measured and planned, of steps of a ``Chain`` in bf16."""
+    models = []
 
     def make() -> Callable[[], object]:
         model = Chain(width, device)
+        models.append(model)
         for layer in model.layers:
             fully_shard(layer, mixed_precision=BF16)
         fully_shard(model, mixed_precision=BF16)
@@ -292,4 +300,13 @@ def chain_peaks(
         policy=CustomPolicy(lambda module: isinstance(module, nn.Linear)),
         mixed_precision=BF16,
     )
-    return peaks_of(make, device, steps), planned.peak(device_type=device.type)
+    found = peaks_of(make, device, steps)
+    others = found.resident - kept_bytes(models[0])
+    return replace(found, others=others), planned.peak(device_type=device.type)
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Bytes of what the units keep between steps: shards and their gradients."""
+    regions = [region for h in _get_fsdp_handles(model) for region in h.regions]
+    buffers = [buffer for r in regions for buffer in (r.shard, r.grad_shard)]
+    return sum(b.untyped_storage().nbytes() for b in buffers if b is not None)
