@@ -48,6 +48,7 @@ class FlatParamHandle:
         "calls",
         "device",
         "epoch",
+        "expected_calls",
         "fills",
         "forward_log",
         "fqn",
@@ -151,6 +152,9 @@ class FlatParamHandle:
     task: int
     pending: int
     open_calls: int
+    expected_calls: int
+    """With BACKWARD_POST, the open calls whose inputs are sure to say when: the unit
+    reduces then, after it has prefetched, and not when its gradients are complete."""
     tapes: tuple[Any, ...]
     """Forwards whose open calls are in ``open_calls``."""
     kept: bool
@@ -337,7 +341,7 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.ready = handle.other_form = None
     handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes, handle.calls = (), []
+    handle.tapes, handle.calls, handle.expected_calls = (), [], 0
     handle.kept = handle.reduce_is_allocated = False
     handle.reduce_owner = handle.held = handle.full_since = None
     handle.gather_event = handle.free_event = handle.reduce_event = None

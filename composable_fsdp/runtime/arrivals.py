@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
@@ -154,9 +153,8 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     # With a schedule, in the unit's turn; see ``fill``.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
-    mode = handle.plan.options.backward_prefetch
-    if handle.open_calls and mode is BackwardPrefetch.BACKWARD_POST:
-        return  # the last input's alias, or the end of backward, reduces
+    if handle.expected_calls and handle.expected_calls == handle.open_calls:
+        return
     if state.sync_gradients and not scheduled:
         for region in handle.trainable:
             if handle.open_calls and 0 in region.arrived:
