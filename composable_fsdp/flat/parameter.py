@@ -30,6 +30,7 @@ class FlatParameter:
 
     __slots__ = (
         "arrived",
+        "awaiting",
         "division",
         "device",
         "full",
@@ -52,6 +53,7 @@ class FlatParameter:
         "reduce_views",
         "shard",
         "temporary",
+        "waiting",
     )
 
     layout: RegionLayout
@@ -80,7 +82,12 @@ class FlatParameter:
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
     arrived: bytearray
-    """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
+    """Per parameter: 1 if a gradient has come that was not reduced yet."""
+    waiting: list[Tensor]
+    """Gradients that have come and are not in ``reduce_buffer`` yet, as autograd made
+    them."""
+    awaiting: list[Tensor]
+    """For each of them its view of ``reduce_buffer``."""
     has_tensor_hooks: bool
     """Whether a leaf has hooks of the user that see its gradient; of this reduction."""
     division: Division
@@ -213,6 +220,7 @@ def _make_sharded_leaves(
             parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
+    region.waiting, region.awaiting = [], []
 
 
 def make_full(region: FlatParameter, dtype: torch.dtype) -> None:

@@ -32,7 +32,6 @@ from composable_fsdp.runtime.fill import catch_up
 from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
-    prepare_reduce,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
@@ -87,7 +86,7 @@ class Call:
         handle.open_calls -= 1
         if handle.open_calls == 0 and handle.pending == 0:
             if (
-                handle.reduce_is_allocated
+                handle.reduce_due
                 and self.state.sync_gradients
                 and self.tape.schedule is None
             ):
@@ -162,7 +161,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Enter the graph task: count the gradients to come, make room for them."""
+    """Enter the graph task: count the gradients to come."""
     join_task(context, state, task)
     handle = state.handle
     handle.phase = Phase.BACKWARD_PRE
@@ -171,4 +170,4 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     # create_graph: the graph of this backward needs the weights again.
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:
-        prepare_reduce(context, handle)
+        handle.reduce_due = True

@@ -32,18 +32,30 @@ from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
-def prepare_reduce(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Give the unit's reduce buffers memory, if they have none to write to.
+@torch.no_grad()
+def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Move gradients that wait into the reduce buffers, all in one operation.
 
-    Allocated on the current stream, which is that of backward. Sends nothing.
+    The buffers are given memory, if they have none to write to, on the current stream.
+    Sends nothing.
     """
-    if handle.reduce_is_allocated:
-        return
     if context.reducing is not None and context.reducing.handle is handle:
         finish_reduction(context)
-    views.allocate_reduce(handle)
+    current, *others = [None]
     if context.streams is not None:
-        handle.reduce_owner = torch.cuda.current_stream(handle.device)
+        current, *others = _users(context.streams, handle)
+        for stream in others:
+            current.wait_stream(stream)
+    if not handle.reduce_has_memory:
+        views.allocate_reduce(handle)
+        handle.reduce_owner = current
+    for region in handle.trainable:
+        if region.waiting:
+            torch._foreach_copy_(region.awaiting, region.waiting)
+            region.waiting.clear()
+            region.awaiting.clear()
+    for stream in others:
+        stream.wait_stream(current)
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -62,6 +74,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Raises: DesyncError, if another rank reduces something else, or other parameters.
     """
     finish_reduction(context)
+    move_arrived(context, handle)
     _zero_what_is_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
     arrived = _arrived(handle)
@@ -76,7 +89,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # Not before: until then the log tells peers which gradients are not there.
         views.forget_arrived(handle)
         handle.held = None
-    handle.reduce_is_allocated = False
+    handle.reduce_due = False
     for region in handle.trainable:
         if region.grad_shard is None:
             make_grad_shard(region, rows=handle.rows)
@@ -190,12 +203,12 @@ def drop_arrived(handle: FlatParamHandle) -> None:
     handle.held = None
     for region in handle.trainable:
         region.partial = None
-    if handle.reduce_is_allocated:
+    handle.reduce_due = False
+    if handle.reduce_has_memory:
         if handle.reduce_owner is not None and handle.leaf_stream is not None:
             # Gradients may still be copied into the buffers.
             handle.reduce_owner.wait_stream(handle.leaf_stream)
         views.free_reduce(handle)
-        handle.reduce_is_allocated = False
 
 
 def _zero_what_is_missing(handle: FlatParamHandle) -> None:
