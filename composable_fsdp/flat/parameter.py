@@ -5,7 +5,7 @@
     shard          (shard_numel,)   always     <- sharded leaves, the originals
     full           (padded_numel,)  unshard..  <- full leaves, which compute sees
     reduce_buffer  (padded_numel,)  backward   <- gradients, copied as they arrive
-    grad_shard     (shard_numel,)   always     <- ``.grad`` of the sharded leaves
+    grad_shard     (shard_numel,)   reduction.. <- ``.grad`` of the sharded leaves
 
 All views are made once, at build. A full leaf takes its data through ``.data``, so it
 has a version counter of its own: an all-gather into ``full`` does not invalidate what
@@ -38,6 +38,7 @@ class FlatParameter:
         "gaps",
         "grad_dtype",
         "grad_gaps",
+        "grad_holders",
         "grad_shard",
         "grad_views",
         "has_tensor_hooks",
@@ -81,6 +82,8 @@ class FlatParameter:
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
+    grad_holders: tuple[int, ...]
+    """How many held the flat gradient when nobody else did; see ``runtime.cleared``."""
     arrived: bytearray
     """Per parameter: 1 if a gradient has come that was not reduced yet."""
     waiting: list[Tensor]

@@ -41,8 +41,9 @@ class UnitMemory(NamedTuple):
 
     ``temporary``: what a reduction writes to when it is not the gradient itself.
     ``gradients``: of all parameters, in the compute dtype; ``early``: of those whose
-    gradients are there before those of units inside. ``parent``: the unit around it, -1 for the root. ``ahead``: its
-    forward gathers the unit after it.
+    gradients are there before those of units inside; ``reduced``: of the reduced ones
+    that the rank keeps until they are cleared. ``parent``: the unit around it, -1 for
+    the root. ``ahead``: its forward gathers the unit after it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class UnitMemory(NamedTuple):
     temporary: int
     gradients: int
     early: int
+    reduced: int
     sends: bool
     in_backward: bool
     reshards: bool
@@ -65,7 +67,8 @@ class UnitMemory(NamedTuple):
 class PeakMemory:
     """Bytes on the compute device of one rank, at the moment when they are most.
 
-    ``parameters`` and ``gradients``: what the rank keeps. ``full``: units that are
+    ``parameters``: what the rank keeps. ``gradients``: reduced, of the units that
+    backward has come by. ``full``: units that are
     full, on their way, or not freed yet. ``reduce``: buffers that gradients arrive in
     or are reduced from and to. ``in_flight``: gradients that arrive. ``optimizer``:
     states, if asked for. ``when``: the moment, for a reader.
@@ -98,6 +101,7 @@ class Moment(NamedTuple):
     full: int = 0
     reduce: int = 0
     in_flight: int = 0
+    gradients: int = 0
     when: str = "between steps"
 
 
@@ -151,16 +155,15 @@ class _Step:
         self.units, self.streams = units, streams
         self.gathered: set[int] = set()
         self.retiring: deque[int] = deque()
-        self.full = self.reduce = self.early = 0
+        self.full = self.reduce = self.early = self.reduced = 0
         self.reducing = 0
         """Bytes of the reduction in flight."""
         self.most = Moment()
 
     def _note(self, when: str, index: int, gradients: int = 0) -> None:
-        in_flight = self.early + gradients
-        if self.full + self.reduce + in_flight > sum(self.most[:3]):
-            name = f"{when} of {self.units[index].name}"
-            self.most = Moment(self.full, self.reduce, in_flight, name)
+        now = (self.full, self.reduce, self.early + gradients, self.reduced)
+        if sum(now) > sum(self.most[:4]):
+            self.most = Moment(*now, f"{when} of {self.units[index].name}")
 
     def unshard(self, index: int, when: str) -> None:
         unit = self.units[index]
@@ -212,6 +215,7 @@ class _Step:
         self.reduce += unit.reduce - self.reducing
         self._note("reduction", index, unit.gradients)
         self.reduce += unit.temporary
+        self.reduced += unit.reduced
         self._note("reduction", index)
         self.reducing = unit.reduce + unit.temporary
         if not self.streams and not unit.sends:

@@ -166,8 +166,10 @@ class UnitPlan:
                 if d.reduce != d.gradient or on_host
             ),
             gradients=total,
-            # The one used first comes last. A tied one's is summed from its last use on.
+            # The one used first comes last. A tied one is summed from the start.
             early=total - (0 if last in tied else gradients.get(last, 0)),
+            # On the host they have memory of their own, for good.
+            reduced=0 if self.is_offloaded else self.gradient_bytes,
             sends=self.shard_world_size * self.replicas > 1,
             in_backward=in_backward,
             reshards=options.reshard_after_forward and parent >= 0,

@@ -24,7 +24,8 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.runtime.cleared import ready_gradients
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.leaf_hooks import call_post_hooks, call_tensor_hooks
 from composable_fsdp.runtime.offload import drop_landing, send_to_host
@@ -41,21 +42,19 @@ def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """
     if context.reducing is not None and context.reducing.handle is handle:
         finish_reduction(context)
-    current, *others = [None]
-    if context.streams is not None:
-        current, *others = _users(context.streams, handle)
-        for stream in others:
-            current.wait_stream(stream)
+    users = [] if context.streams is None else _users(context.streams, handle)
+    for stream in users[1:]:
+        users[0].wait_stream(stream)
     if not handle.reduce_has_memory:
         views.allocate_reduce(handle)
-        handle.reduce_owner = current
+        handle.reduce_owner = users[0] if users else None
     for region in handle.trainable:
         if region.waiting:
             torch._foreach_copy_(region.awaiting, region.waiting)
             region.waiting.clear()
             region.awaiting.clear()
-    for stream in others:
-        stream.wait_stream(current)
+    for stream in users[1:]:
+        stream.wait_stream(users[0])
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -90,9 +89,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         views.forget_arrived(handle)
         handle.held = None
     handle.reduce_due = False
-    for region in handle.trainable:
-        if region.grad_shard is None:
-            make_grad_shard(region, rows=handle.rows)
+    ready_gradients(handle)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction
     if context.streams is not None:

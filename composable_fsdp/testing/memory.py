@@ -29,10 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp.flat.handle import FlatParamHandle
 
@@ -73,7 +70,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         for tensor in tensors:
             # A wrapper, as a DTensor, has the size of the whole and no memory: what it
             # wraps comes by in the ops it makes.
-            if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
+            if not isinstance(tensor, Tensor) or hasattr(tensor, "__tensor_flatten__"):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
