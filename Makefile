@@ -2,14 +2,17 @@
 # clone needs only python3 (3.10 or later), git and make.
 
 PYTHON ?= python3
+# Processes that share the test files; JOBS=0 runs all of them in one, in order.
+JOBS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-gpu bench docs long clean
+.PHONY: help demo test check test-gpu bench bench-full docs long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,22 +22,24 @@ demo: $(DEV) ## train a small language model on two ranks and check it against o
 		examples/train_lm.py --check
 
 test: $(DEV) ## run all tests
-	$(PY) -m pytest
+	$(PYTEST)
 
 check: $(DEV) ## lint, format, types and the fast tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict
-	$(PY) -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # For a machine that brings its own CUDA build of torch and pytest: no .venv, nothing
 # installed.
 test-gpu: ## run the CUDA tests with the system's python3
 	$(PYTHON) -m pytest -m gpu -rs
 
-bench: $(DEV) ## host time per unit and step, and checkpoints, beside the peers
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.host_overhead
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.checkpoint
+bench: $(DEV) ## every benchmark beside the peers, one cell each, ten minutes
+	$(PY) -m benchmarks
+
+bench-full: $(DEV) ## every cell of every benchmark, an hour
+	$(PY) -m benchmarks --full
 
 docs: $(DOCS) ## build the documentation; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -35,7 +35,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_fsdp as ours
-from benchmarks.host_overhead import _say, _table
+from benchmarks.tables import say, table
 from composable_fsdp.testing.pool import RankPool
 from composable_fsdp.testing.world import World
 
@@ -171,13 +171,18 @@ def _measured(costs: list[Cost], *, count: bool) -> Iterator[None]:
     dist.barrier()
 
 
+Turns = dict[str, list[Cost]]
+"""Of each act the costs in three turns."""
+
+
 def measure(
     world: World, name: str, blocks: int, width: int, folder: str
-) -> tuple[list[Cost], list[Cost], bool]:
-    """Costs of a save and a load on this rank, and whether the values came back.
+) -> tuple[Turns, bool]:
+    """Costs on this rank of a save, a load and a reload, and if the values came back.
 
-    Of three rounds the first pays what is made once (imports, groups), the second is
-    timed, the third counts bytes.
+    A load is that of a restart, with a new optimizer; a reload goes back to a
+    checkpoint in a run, where the optimizer has state. Of three turns the first pays
+    what is made once (imports, groups), the second is timed, the third counts bytes.
     """
     torch.manual_seed(0)
     model = _shard(name, nn.Sequential(*(Block(width) for _ in range(blocks))), world)
@@ -186,42 +191,57 @@ def measure(
     optim.step()
     optim.zero_grad()
     save, load = WAYS[name]
-    saves: list[Cost] = []
-    loads: list[Cost] = []
-    expected = [_local(p).clone() for p in model.parameters()]
+    turns: Turns = {"save": [], "load": [], "reload": []}
+    expected = [each.clone() for each in _values(model, optim)]
+    same = True
     for turn in range(3):
         path = f"{folder}/{name.replace(' ', '-')}-{turn}"
-        with _measured(saves, count=turn == 2):
+        with _measured(turns["save"], count=turn == 2):
             save(path, model, optim)
-        with torch.no_grad():
-            for p in model.parameters():
-                _local(p).zero_()
-        if world.rank == 0:
-            _forget(path)
-        with _measured(loads, count=turn == 2):
-            load(path, model, optim)
+        optim = torch.optim.AdamW(model.parameters(), foreach=True)
+        for act in ("load", "reload"):
+            with torch.no_grad():
+                for value in _values(model, optim):
+                    value.zero_()
+            dist.barrier()
+            if world.rank == 0:
+                _forget(path)
+            with _measured(turns[act], count=turn == 2):
+                load(path, model, optim)
+            found = _values(model, optim)
+            same = same and all(map(torch.equal, found, expected))
+        dist.barrier()
         if world.rank == 0:
             shutil.rmtree(path)
-    found = [_local(p) for p in model.parameters()]
-    same = all(map(torch.equal, found, expected))
-    return saves, loads, same
+    return turns, same
 
 
 def _forget(path: str) -> None:
     """Drop the files from the page cache, as a restart does.
 
-    Else a load would be paid in part by who wrote through the cache.
+    Else a load would be paid in part by who wrote through the cache. They are read
+    once before, so that all find memory for the cache that was used before: a virtual
+    machine may have to fetch it from its host, which costs more than reading.
     """
     for file in Path(path).rglob("*"):
         if file.is_file():
-            with file.open("rb") as found:
+            with file.open("rb", buffering=0) as found:
                 os.fsync(found.fileno())
+                while found.read(1 << 22):
+                    pass
                 os.posix_fadvise(found.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    local: Tensor = getattr(parameter.detach(), "_local_tensor", parameter.detach())
-    return local
+def _values(model: nn.Module, optim: torch.optim.Optimizer) -> list[Tensor]:
+    """What this rank holds of the parameters and their moments."""
+    found: list[Tensor] = []
+    for parameter in model.parameters():
+        state = optim.state.get(parameter, {})
+        held = parameter.detach(), state.get("exp_avg"), state.get("exp_avg_sq")
+        found += [
+            getattr(each, "_local_tensor", each) for each in held if each is not None
+        ]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -235,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--folder", type=Path, help="where to write (the temporary directory)")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args(arguments)
-    _say(f"torch {torch.__version__}, Python {platform.python_version()}, 2 ranks")
+    say(f"torch {torch.__version__}, Python {platform.python_version()}, 2 ranks")
     results: dict[str, object] = {}
     sizes = [("large", options.blocks, WIDTH)]
     sizes += [(str(n), n // 6, 16) for n in options.many]
@@ -251,8 +271,7 @@ def _compare(
     pool: RankPool, blocks: int, width: int, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """One table: each way's median, the ways taking turns round by round."""
-    saves: dict[str, list[list[Cost]]] = {name: [] for name in options.only}
-    loads: dict[str, list[list[Cost]]] = {name: [] for name in options.only}
+    turns: dict[str, list[list[Turns]]] = {name: [] for name in options.only}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for _ in range(options.rounds):
             for name in options.only:
@@ -260,17 +279,20 @@ def _compare(
                 found = pool.run(
                     measure, name, blocks, width, folder, timeout=600, patience=60
                 )
-                if not all(same for _, _, same in found):
+                if not all(same for _, same in found):
                     raise SystemExit(f"{name} did not load what it saved")
-                saves[name].append([s[1] for s, _, _ in found] + [found[0][0][2]])
-                loads[name].append([c[1] for _, c, _ in found] + [found[0][1][2]])
+                turns[name].append([each for each, _ in found])
     parameters = 6 * blocks
     rows = {
-        name: {**_row("save", saves[name]), **_row("load", loads[name])}
+        name: {
+            key: value
+            for act in ("save", "load", "reload")
+            for key, value in _row(act, turns[name]).items()
+        }
         for name in options.only
     }
     numel = blocks * (4 * width * width + 5 * width)
-    _table(
+    table(
         f"{parameters} parameters, {numel / 1e6:.1f} M elements, AdamW, on 2 ranks: "
         f"seconds (CPU of both ranks), bytes sent, median of {options.rounds}",
         ("", *next(iter(rows.values()))),
@@ -282,16 +304,16 @@ def _compare(
     if "ours native" in rows:
         for peer in ("fsdp1 dcp", "fsdp2 dcp"):
             if peer in rows:
-                _say(f"  {_ratio(peer, rows)}")
+                say(f"  {_ratio(peer, rows)}")
     return rows
 
 
-def _row(what: str, turns: list[list[Cost]]) -> dict[str, float]:
-    ranks = [turn[:-1] for turn in turns]
+def _row(act: str, rounds: list[list[Turns]]) -> dict[str, float]:
+    timed = [[rank[act][1] for rank in ranks] for ranks in rounds]
     return {
-        f"{what} cpu": statistics.median(sum(c.cpu for c in turn) for turn in ranks),
-        f"{what} wall": statistics.median(max(c.wall for c in turn) for turn in ranks),
-        f"{what} sent": max(turn[-1].sent for turn in turns),
+        f"{act} cpu": statistics.median(sum(c.cpu for c in ranks) for ranks in timed),
+        f"{act} wall": statistics.median(max(c.wall for c in ranks) for ranks in timed),
+        f"{act} sent": max(ranks[0][act][2].sent for ranks in rounds),
     }
 
 

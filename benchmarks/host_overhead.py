@@ -2,9 +2,9 @@
 
 Run from the repository's root; ``benchmarks/README.md`` says how to read the tables:
 
-    python -m benchmarks.host_overhead                       # steps and counts
-    python -m benchmarks.host_overhead --what setup --setup 100 1000
-    python -m benchmarks.host_overhead --profile ours        # its hot spots
+    python -m benchmarks.host_overhead                  # one cell: steps, counts, cells
+    python -m benchmarks.host_overhead --what cells --units 16 64 256 --world 8 128 1024
+    python -m benchmarks.host_overhead --profile ours   # its hot spots
 """
 
 from __future__ import annotations
@@ -13,30 +13,23 @@ import argparse
 import cProfile
 import gc
 import json
-import platform
 import pstats
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import torch
 
-from benchmarks.measure import (
-    Counts,
-    SetUp,
-    StepTime,
-    counts,
-    in_child,
-    median_set_up,
-    set_up,
-    step_times,
-    warm_trainee,
-)
+from benchmarks.counting import Counts, counts
+from benchmarks.measure import StepTime, in_child, overheads, step_times, warm_trainee
 from benchmarks.null_group import null_world
-from benchmarks.variants import NAMES, PLAIN, Variant, choose
+from benchmarks.tables import fixed, ratios, say, say_versions, table
+from benchmarks.variants import NAMES, PARAMETERS, PLAIN, Variant, choose
 
-WHAT = ("steps", "counts", "setup", "all")
+WHAT = ("steps", "counts", "cells", "all")
 PROFILED_STEPS = 20
 PROFILE_LINES = 40
 
@@ -49,21 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = (options.profile,) if options.profile else tuple(options.only)
     variants, absence = choose(names)
     if absence:
-        _say(absence)
+        say(absence)
     if options.profile:
         return _profile(variants[-1], options) if len(variants) > 1 else 1
 
-    _say(
-        f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"world size {options.world}; ratios carry to another machine, times do not."
-    )
+    say_versions("; ratios carry to another machine, times do not")
     results: dict[str, object] = {"torch": torch.__version__, **vars(options)}
+    sizes = list(product(options.units, options.world))
+    if options.what in ("cells", "all"):
+        results["cells"] = [_run_cells(variants, *size, options) for size in sizes]
     if options.what in ("steps", "all"):
-        results["steps"] = _run_steps(variants, options)
+        results["steps"] = [_run_steps(variants, *size, options) for size in sizes]
     if options.what in ("counts", "all"):
-        results["counts"] = _run_counts(variants, options)
-    if options.what in ("setup", "all"):
-        results["setup"] = {n: _run_setup(variants, n, options) for n in options.setup}
+        results["counts"] = [_run_counts(variants, *size, options) for size in sizes]
     if options.json:
         options.json.write_text(json.dumps(results, indent=2, default=str) + "\n")
     return 0
@@ -73,107 +64,136 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.host_overhead")
     add = parser.add_argument
     add("--what", choices=WHAT, default="all", help="which measurements (all)")
-    add("--units", type=int, default=64, help="units of the stepped model (64)")
-    add("--world", type=int, default=8, help="world size of the null group (8)")
-    add("--rounds", type=int, default=20, help="rounds of turns for the steps (20)")
-    add("--setup", type=int, nargs="+", default=[100, 1000], metavar="N")
-    add("--repeats", type=int, default=3, help="children per set-up figure (3)")
-    add("--with-update", action="store_true", help="set-up steps clip and update too")
+    add("--units", type=int, nargs="+", default=[64], help="units of the model (64)")
+    add("--world", type=int, nargs="+", default=[8], help="size of the null group (8)")
+    add(
+        "--parameters",
+        type=int,
+        nargs="+",
+        default=[2, 6, 18],
+        help="parameters a unit, of --what cells and the first of --profile (2 6 18)",
+    )
+    add("--rounds", type=int, default=20, help="rounds of turns (20)")
     add("--only", nargs="+", choices=NAMES, default=NAMES, help="besides plain")
     add("--json", type=Path, metavar="FILE", help="also write the figures here")
     add("--profile", choices=NAMES, help="profile one forward + backward instead")
     return parser.parse_args(arguments)
 
 
-def _run_steps(variants: Sequence[Variant], options: argparse.Namespace) -> Record:
-    found: Mapping[str, StepTime] = in_child(
-        lambda: step_times(
-            variants,
-            units=options.units,
-            world_size=options.world,
+def _run_cells(
+    variants: Sequence[Variant], units: int, world: int, options: argparse.Namespace
+) -> Record:
+    """Forward and backward at each number of parameters: FSDP2, ours, their ratio."""
+    shown = [each for each in variants if each.name in ("plain", "fsdp2", "ours")]
+    found = in_child(
+        lambda: overheads(
+            shown,
+            units=units,
+            parameters=options.parameters,
+            world_size=world,
             rounds=options.rounds,
         )
     )
-    _table(
-        f"CPU microseconds per unit and step over plain ({options.units} units, median "
-        f"of {options.rounds} rounds)",
-        ("", "forward+backward", "clip+optimizer", "whole step", "+/-"),
-        [(_label(name), *_fixed(asdict(row), 0)) for name, row in found.items()],
-    )
-    _ratios(
-        "overhead of ours / overhead of the peer",
-        {name: asdict(row) for name, row in found.items()},
-        ("forward_backward", "step"),
-    )
-    return {name: asdict(row) for name, row in found.items()}
-
-
-def _run_counts(variants: Sequence[Variant], options: argparse.Namespace) -> Record:
-    found: Mapping[str, Counts] = in_child(
-        lambda: counts(variants, units=options.units, world_size=options.world)
-    )
-    _table(
-        f"Exact counts per unit and step over plain ({options.units} units): calls "
-        "Python can see, operators dispatched (without collectives), collectives",
-        ("", "calls fwd+bwd", "calls step", "ops fwd+bwd", "ops step", "collectives"),
-        [(_label(name), *_fixed(asdict(row), 1)) for name, row in found.items()],
-    )
-    _ratios(
-        "calls of ours / calls of the peer",
-        {name: asdict(row) for name, row in found.items()},
-        ("calls_forward_backward", "calls_step"),
-    )
-    return {name: asdict(row) for name, row in found.items()}
-
-
-def _run_setup(
-    variants: Sequence[Variant], units: int, options: argparse.Namespace
-) -> Record:
-    def measure(variant: Variant) -> SetUp:
-        return in_child(
-            lambda: set_up(
-                variant,
-                units=units,
-                world_size=options.world,
-                with_update=options.with_update,
-            )
+    medians = {key: statistics.median(rounds) for key, rounds in found.items()}
+    names = [variant.name for variant in shown]
+    rows = [
+        (
+            f"{number} parameters",
+            *(f"{medians[name, number]:.0f}" for name in names),
+            _ratio_of_rounds(found, number),
+            "0.20, aim 0.15",
         )
-
-    found = {
-        variant.name: median_set_up([measure(variant) for _ in range(options.repeats)])
-        for variant in variants
-    }
-    rows = {
-        name: {**asdict(row), "shard_and_first": row.shard + row.first_step}
-        for name, row in found.items()
-    }
-    _table(
-        f"Set-up of {units} units, CPU seconds (median of {options.repeats} children)",
-        ("", "shard", "first step", "steady step", "shard+first"),
-        [(name, *_fixed(row, 4)) for name, row in rows.items()],
+        for number in options.parameters
+    ]
+    few, many = min(options.parameters), max(options.parameters)
+    if many > few:
+        each = [
+            statistics.median(_differences(found, name, few, many)) for name in names
+        ]
+        rows.append(("per extra parameter", *fixed(each, 1), "", "15 us"))
+    table(
+        f"Forward + backward, {units} units, world {world}: CPU us per unit and "
+        f"step over plain (median of {options.rounds} rounds)",
+        ("", *map(_label, names), "ours/fsdp2", "goal"),
+        rows,
     )
-    _ratios("ours / the peer", rows, ("shard", "shard_and_first", "steady_step"))
+    return {
+        "size": {"units": units, "world": world},
+        "us": {f"{name}, {number}": us for (name, number), us in medians.items()},
+    }
+
+
+def _ratio_of_rounds(
+    found: Mapping[tuple[str, int], Sequence[float]], parameters: int
+) -> str:
+    """Median over rounds of ours over FSDP2's, if both ran."""
+    if not {("ours", parameters), ("fsdp2", parameters)} <= found.keys():
+        return ""
+    pairs = zip(found["ours", parameters], found["fsdp2", parameters], strict=True)
+    return f"{statistics.median(ours / theirs for ours, theirs in pairs):.3f}"
+
+
+def _differences(
+    found: Mapping[tuple[str, int], Sequence[float]], name: str, few: int, many: int
+) -> list[float]:
+    pairs = zip(found[name, many], found[name, few], strict=True)
+    return [(more - less) / (many - few) for more, less in pairs]
+
+
+def _run_steps(
+    variants: Sequence[Variant], units: int, world: int, options: argparse.Namespace
+) -> Record:
+    found: Mapping[str, StepTime] = in_child(
+        lambda: step_times(
+            variants, units=units, world_size=world, rounds=options.rounds
+        )
+    )
+    rows = {name: asdict(row) for name, row in found.items()}
+    table(
+        f"Whole steps, {units} units of {PARAMETERS} parameters, world {world}: CPU us "
+        f"per unit and step over plain (median of {options.rounds} rounds)",
+        ("", "forward+backward", "clip+optimizer", "whole step", "+/-"),
+        [(_label(name), *fixed(row.values(), 0)) for name, row in rows.items()],
+    )
+    ratios(
+        "overhead of ours / overhead of the peer",
+        rows,
+        {"forward_backward": "0.20, aim 0.15", "step": ""},
+    )
     return {name: dict(row) for name, row in rows.items()}
 
 
-def _ratios(
-    title: str, rows: Mapping[str, Mapping[str, float]], fields: Sequence[str]
-) -> None:
-    """Print ours over each sharding peer that ran, for the fields given."""
-    peers = [name for name in ("fsdp1", "fsdp2") if name in rows]
-    if "ours" not in rows or not peers:
-        return
-    lines = [
-        (f"ours/{peer}", *(f"{rows['ours'][f] / rows[peer][f]:.3f}" for f in fields))
-        for peer in peers
-    ]
-    _table(title, ("", *(field.replace("_", " ") for field in fields)), lines)
+def _run_counts(
+    variants: Sequence[Variant], units: int, world: int, options: argparse.Namespace
+) -> Record:
+    found: Mapping[str, Counts] = in_child(
+        lambda: counts(variants, units=units, world_size=world)
+    )
+    rows = {name: asdict(row.per(units)) for name, row in found.items()}
+    table(
+        f"Exact counts, {units} units of {PARAMETERS} parameters, world {world}, per "
+        "unit and step over plain:\n"
+        "calls Python can see, operators dispatched (without collectives), collectives",
+        ("", "calls fwd+bwd", "calls step", "ops fwd+bwd", "ops step", "collectives"),
+        [
+            *((_label(name), *fixed(row.values(), 1)) for name, row in rows.items()),
+            ("goal", "300", "", "25", "", ""),
+        ],
+    )
+    ratios(
+        "calls of ours / calls of the peer",
+        rows,
+        {"calls_forward_backward": "", "calls_step": ""},
+    )
+    return {name: dict(row) for name, row in rows.items()}
 
 
 def _profile(variant: Variant, options: argparse.Namespace) -> int:
     """Print where the forward and backward of one variant spend their own time."""
-    with null_world(options.world):
-        trainee = warm_trainee(variant, options.units)
+    units, parameters = options.units[0], options.parameters
+    number = PARAMETERS if PARAMETERS in parameters else parameters[0]
+    with null_world(options.world[0]):
+        trainee = warm_trainee(variant, units, number)
         profiler = cProfile.Profile()
         gc.collect()
         gc.disable()
@@ -183,8 +203,8 @@ def _profile(variant: Variant, options: argparse.Namespace) -> int:
             profiler.disable()
             trainee.clip_and_update()
         gc.enable()
-    per_unit = PROFILED_STEPS * options.units
-    _say(f"{variant.name}: divide calls and time by {per_unit} for one unit and step")
+    per_unit = PROFILED_STEPS * units
+    say(f"{variant.name}: divide calls and time by {per_unit} for one unit and step")
     stats = pstats.Stats(profiler, stream=sys.stdout)
     stats.sort_stats("tottime").print_stats(PROFILE_LINES)
     return 0
@@ -192,26 +212,6 @@ def _profile(variant: Variant, options: argparse.Namespace) -> int:
 
 def _label(name: str) -> str:
     return f"{name} (absolute)" if name == PLAIN.name else name
-
-
-def _fixed(row: Mapping[str, float], digits: int) -> list[str]:
-    return [f"{value:.{digits}f}" for value in row.values()]
-
-
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a title and columns: names to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    _say(f"\n{title}")
-    for cells in (header, *rows):
-        first, *numbers = (
-            f"{cell:{'<' if place == 0 else '>'}{width}}"
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        _say("  " + "  ".join((first, *numbers)))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The same tiny model under each library, ready to step.
 
 The units are as small as they can be (LayerNorm and two ``Linear(8, 8)``, six
-parameters), so that a step is nearly all host time and a library's own work stands out.
+parameters, unless asked otherwise), so that a step is nearly all host time and a
+library's own work stands out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,35 +19,38 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+PARAMETERS = 6
 WIDTH = 8
 BATCH = 4
 MAX_NORM = 1.0
 
-Clip = Callable[[nn.Module], object]
+Clip = Callable[[nn.Module, bool], object]
 
 
 class Block(nn.Module):
-    """One unit: six parameters, 160 elements."""
+    """One unit of an even number of small parameters: 6 are a norm and two linears."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
+        linears = [nn.Linear(WIDTH, WIDTH) for _ in range(parameters // 2)]
+        norm = [nn.LayerNorm(WIDTH)] if len(linears) > 1 else []
+        self.layers = nn.ModuleList([*norm, *linears[len(norm) :]])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pre-norm residual block on ``(BATCH, WIDTH)``."""
-        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return out
+        """Residual block on ``(BATCH, WIDTH)``."""
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return x + torch.relu(hidden)
 
 
 class TinyModel(nn.Module):
     """A stem that the root unit owns, then ``units`` blocks."""
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, units: int, parameters: int = PARAMETERS) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(units))
+        self.blocks = nn.ModuleList(Block(parameters) for _ in range(units))
 
     def forward(self, x: Tensor) -> Tensor:
         """Stem and blocks in order on ``(BATCH, WIDTH)``."""
@@ -58,28 +62,38 @@ class TinyModel(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One library: how it shards the model and how its users clip."""
+    """One library: how it shards the model and how its users clip.
+
+    ``clip`` takes whether torch's clipping may use list operators, as it does unasked.
+    """
 
     name: str
     shard: Callable[[TinyModel], nn.Module]
     clip: Clip
+    parameters: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters
 
 
 class Trainee:
-    """A sharded model with its optimizer; the step in its two halves."""
+    """A sharded model with its optimizer; the step in its two halves.
 
-    def __init__(self, variant: Variant, sharded: nn.Module) -> None:
+    ``foreach`` says whether clip and AdamW work on lists of tensors or one by one.
+    """
+
+    def __init__(
+        self, variant: Variant, sharded: nn.Module, *, foreach: bool = True
+    ) -> None:
         self.model = sharded
         self._clip = variant.clip
+        self._foreach = foreach
         self._input = torch.randn(BATCH, WIDTH)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-3, foreach=True
+            variant.parameters(self.model), lr=1e-3, foreach=foreach
         )
 
     @classmethod
-    def of(cls, variant: Variant, units: int) -> Trainee:
+    def of(cls, variant: Variant, units: int, parameters: int) -> Trainee:
         """Build the model, shard it, make its optimizer."""
-        return cls(variant, variant.shard(TinyModel(units)))
+        return cls(variant, variant.shard(TinyModel(units, parameters)))
 
     def forward_backward(self) -> None:
         """Forward, loss, backward."""
@@ -87,7 +101,7 @@ class Trainee:
 
     def clip_and_update(self) -> None:
         """Clip, optimizer step, gradients dropped."""
-        self._clip(self.model)
+        self._clip(self.model, self._foreach)
         self._optimizer.step()
         self.drop_gradients()
 
@@ -101,17 +115,19 @@ class Trainee:
         self.clip_and_update()
 
 
-def _clip_plain(model: nn.Module) -> object:
-    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+def _clip_plain(model: nn.Module, foreach: bool) -> Tensor:
+    return nn.utils.clip_grad_norm_(
+        model.parameters(), MAX_NORM, foreach=None if foreach else False
+    )
 
 
-def _clip_fsdp1(model: nn.Module) -> object:
+def _clip_fsdp1(model: nn.Module, foreach: bool) -> object:
     assert isinstance(model, FSDP1)
     return model.clip_grad_norm_(MAX_NORM)
 
 
-def _clip_fsdp2(model: nn.Module) -> object:
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+def _clip_fsdp2(model: nn.Module, foreach: bool) -> object:
+    norm = _clip_plain(model, foreach)
     # The others return the norm over all ranks; this makes it that here too.
     return norm.full_tensor()  # type: ignore[attr-defined]  # a DTensor at run time
 
@@ -154,7 +170,14 @@ def load_ours() -> Variant:
         fully_shard(model)
         return model
 
-    return Variant("ours", shard, lambda model: clip_grad_norm_(model, MAX_NORM))
+    return Variant("ours", shard, lambda model, _: clip_grad_norm_(model, MAX_NORM))
+
+
+def load_flat() -> Variant:
+    """The same with an optimizer over flat parameters. Raises: as ``load_ours``."""
+    from composable_fsdp import flat_parameters
+
+    return replace(load_ours(), name="ours flat", parameters=flat_parameters)
 
 
 PLAIN = Variant("plain", _shard_plain, _clip_plain)
@@ -163,7 +186,7 @@ PEERS = (
     Variant("fsdp1", _shard_fsdp1, _clip_fsdp1),
     Variant("fsdp2", _shard_fsdp2, _clip_fsdp2),
 )
-NAMES = (*(peer.name for peer in PEERS), "ours")
+NAMES = (*(peer.name for peer in PEERS), "ours", "ours flat")
 
 
 def choose(names: Sequence[str]) -> tuple[list[Variant], str | None]:
@@ -172,9 +195,8 @@ def choose(names: Sequence[str]) -> tuple[list[Variant], str | None]:
     Without ours the peers are still worth a run, so its absence is told, not raised.
     """
     chosen = [PLAIN, *(peer for peer in PEERS if peer.name in names)]
-    if "ours" not in names:
-        return chosen, None
+    loaders = {"ours": load_ours, "ours flat": load_flat}
     try:
-        return [*chosen, load_ours()], None
+        return [*chosen, *(loaders[n]() for n in loaders if n in names)], None
     except ImportError as error:
         return chosen, f"ours: not importable ({error})"

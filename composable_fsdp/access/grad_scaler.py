@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.flat.handed_out import flats_in, take_own_gradients
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -82,6 +83,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
         The base class calls it once per optimizer and step, whatever came first.
         """
+        take_own_gradients(flats_in(optimizer.param_groups))
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         # Without a gradient on this rank the base class has looked at no device.
         found = found or {found_inf.device: found_inf}

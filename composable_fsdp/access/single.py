@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.flat.handed_out import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import join, shown, strip_wrapper
@@ -91,12 +92,12 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
         return None if found.grad is None else found.grad.detach().clone()
     handle, leaf = found.handle, found.leaf
     group = handle.groups.shard
-    has = torch.tensor([leaf.grad is not None], device=handle.device).to(torch.uint8)
+    part = leaf_gradients(found.region, handle)[_index(found)]
+    has = torch.tensor([part is not None], device=handle.device).to(torch.uint8)
     if group is not None:
         collectives.all_reduce(has, group, maximum=True)
     if not has.item():
         return None
-    part = leaf.grad
     if part is None:
         part = torch.zeros_like(leaf, dtype=found.region.grad_dtype)
     return gather_slot(handle, found.region, found.slot, part.detach())
@@ -112,7 +113,7 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
     found = find_parameter(module, fqn, "set_full_grad")
     leaf = found.leaf if isinstance(found, Held) else found
     if value is None:
-        leaf.grad = None
+        _set_grad(found, None)
         return
     value = _checked(found, fqn, value, "set_full_grad")
     if not leaf.requires_grad:
@@ -120,12 +121,21 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
             f"set_full_grad was called for parameter {shown(fqn)}, which is frozen. "
             "Call requires_grad_() on it first."
         )
-    part = own_part(found, value) if isinstance(found, Held) else value
-    if leaf.grad is not None:
-        leaf.grad.copy_(part)
+    _set_grad(found, own_part(found, value) if isinstance(found, Held) else value)
+
+
+def _set_grad(found: Held | nn.Parameter, part: Tensor | None) -> None:
+    if isinstance(found, Held):
+        set_leaf_gradient(found.handle, found.region, _index(found), part)
+    elif part is None or found.grad is None:
+        found.grad = None if part is None else part.to(found, copy=True)
     else:
-        dtype = found.region.grad_dtype if isinstance(found, Held) else leaf.dtype
-        leaf.grad = part.to(leaf.device, dtype, copy=True)
+        found.grad.copy_(part)
+
+
+def _index(found: Held) -> int:
+    """Its number among the leaves of its region."""
+    return found.region.layout.parameters.index(found.slot)
 
 
 def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Parameter:

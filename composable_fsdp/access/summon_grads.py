@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat import storage
+from composable_fsdp.flat.handed_out import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, full_views, shard_views
 
@@ -40,7 +41,7 @@ class ShownGrads:
         the shard group and one over the replicas, and one scatter per region.
         """
         handle = self._handle
-        has = _flags(handle, self._leaves)
+        has = _flags(handle, [leaf.grad for leaf in self._leaves])
         if self._rank0_only:
             for group in (handle.groups.shard, handle.groups.replicate):
                 if group is not None:
@@ -82,7 +83,8 @@ def show_grads(
     any has a gradient, one all-gather, or one gather per region with ``rank0_only``.
     """
     group = handle.groups.shard
-    has = _flags(handle, handle.leaves)
+    own = [g for r in handle.regions for g in leaf_gradients(r, handle)]
+    has = _flags(handle, own)
     if group is not None and has.numel():
         collectives.all_reduce(has, group, maximum=True)
     wanted = has.tolist()
@@ -90,13 +92,15 @@ def show_grads(
     if not any(wanted):
         return shown
     shards = []
-    for region, flags in _by_region(handle, wanted):
+    for (region, flags), (_, gradients) in zip(
+        _by_region(handle, wanted), _by_region(handle, own), strict=True
+    ):
         shard = _new_shard(handle, region, flags)
         if shard.numel():
             views, _ = shard_views(region, shard, rows=handle.rows)
-            for leaf, view in zip(region.leaves, views, strict=True):
-                if leaf.grad is not None:
-                    view.copy_(leaf.grad)
+            for gradient, view in zip(gradients, views, strict=True):
+                if gradient is not None:
+                    view.copy_(gradient)
         shards.append(shard)
     fulls = gather_flat_values(handle, shards, first_only=rank0_only)
     if not leaves:
@@ -124,9 +128,9 @@ def _by_region(
     return result
 
 
-def _flags(handle: FlatParamHandle, leaves: Sequence[nn.Parameter]) -> Tensor:
+def _flags(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> Tensor:
     """One byte per leaf of the unit, on the compute device: has it a gradient?"""
-    held = [leaf.grad is not None for leaf in leaves] or [False] * len(handle.leaves)
+    held = [each is not None for each in gradients] or [False] * len(handle.leaves)
     return torch.tensor(held, dtype=torch.uint8, device=handle.device)
 
 
@@ -160,14 +164,11 @@ def _set_gradients(
     """Set the sharded leaves' gradients to their parts of ``shard``, or to None."""
     if not any(flags):
         # The buffer is empty then: there is nothing to cut.
+        if region.flat is not None:
+            region.flat.grad = None
         for leaf in region.leaves:
             leaf.grad = None
         return
     views, _ = shard_views(region, shard, rows=handle.rows)
-    for i, (leaf, flag) in enumerate(zip(region.leaves, flags, strict=True)):
-        if not flag:
-            leaf.grad = None
-        elif leaf.grad is not None:
-            leaf.grad.copy_(views[i])
-        else:
-            leaf.grad = views[i].to(leaf.device, copy=True)
+    for i, flag in enumerate(flags):
+        set_leaf_gradient(handle, region, i, views[i] if flag else None)

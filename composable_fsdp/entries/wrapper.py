@@ -90,8 +90,8 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         if not use_orig_params:
             warnings.warn(
                 "use_orig_params=False is taken as True: composable_fsdp always keeps "
-                "the "
-                "original parameters. Drop the argument.",
+                "the original parameters. Drop the argument; an optimizer over flat "
+                "parameters is made of flat_parameters(model).",
                 stacklevel=2,
             )
         fully_shard(
@@ -203,6 +203,10 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
     def check_is_root(self) -> bool:
         """Whether no other unit holds this one."""
         return self._state.parent is None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those of ``flat_parameters`` included."""
+        self.module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every module below, with full parameters; its writes are kept.

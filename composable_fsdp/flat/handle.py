@@ -48,6 +48,7 @@ class FlatParamHandle:
         "calls",
         "device",
         "epoch",
+        "expected_calls",
         "fills",
         "forward_log",
         "fqn",
@@ -152,6 +153,9 @@ class FlatParamHandle:
     task: int
     pending: int
     open_calls: int
+    expected_calls: int
+    """The open calls whose inputs are sure to say when: the unit reduces then, with its
+    full parameters freed, and not when its gradients are complete."""
     tapes: tuple[Any, ...]
     """Forwards whose open calls are in ``open_calls``."""
     kept: bool
@@ -341,9 +345,8 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.ready = handle.other_form = None
     handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes, handle.calls = (), []
-    handle.kept = False
-    handle.reduce_due = handle.reduce_has_memory = False
+    handle.tapes, handle.calls, handle.expected_calls = (), [], 0
+    handle.kept = handle.reduce_due = handle.reduce_has_memory = False
     handle.reduce_owner = handle.held = handle.full_since = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     handle.leaf_stream = None
@@ -365,34 +368,34 @@ class _LeavesOf(weakref.ref[FlatParamHandle]):
     indices: dict[int, int]
 
 
-_LEAVES: dict[int, _LeavesOf] = {}
+LEAVES: dict[int, _LeavesOf] = {}
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
     """Make ``find_leaf`` know this handle's leaves until the handle is gone."""
     link = _LeavesOf(handle, _forget)
     link.indices = {id(leaf): index for index, leaf in enumerate(handle.leaves)}
-    _LEAVES.update(dict.fromkeys(link.indices, link))
+    LEAVES.update(dict.fromkeys(link.indices, link))
 
 
 def _forget(link: weakref.ref[FlatParamHandle]) -> None:
     assert isinstance(link, _LeavesOf)
     for key in link.indices:
-        if _LEAVES.get(key) is link:
-            del _LEAVES[key]
+        if LEAVES.get(key) is link:
+            del LEAVES[key]
 
 
 def forget_leaves(handle: FlatParamHandle) -> None:
     """Take this handle's leaves out of what ``find_leaf`` knows."""
     for leaf in handle.leaves:
-        link = _LEAVES.get(id(leaf))
+        link = LEAVES.get(id(leaf))
         if link is not None and link() is handle:
-            del _LEAVES[id(leaf)]
+            del LEAVES[id(leaf)]
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
     """The handle whose sharded leaf this is, and its index; ``None`` if of none."""
     key = id(parameter)
-    link = _LEAVES.get(key)
+    link = LEAVES.get(key)
     handle = None if link is None else link()
     return (handle, link.indices[key]) if link and handle is not None else None

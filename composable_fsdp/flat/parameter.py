@@ -15,6 +15,7 @@ autograd saved (the values are the same again).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,15 @@ class FlatParameter:
 
     __slots__ = (
         "arrived",
-        "awaiting",
         "division",
         "device",
+        "flat",
         "full",
         "full_leaves",
         "gaps",
         "grad_dtype",
         "grad_gaps",
-        "grad_holders",
+        "grad_memory",
         "grad_shard",
         "grad_views",
         "has_tensor_hooks",
@@ -82,15 +83,16 @@ class FlatParameter:
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
-    grad_holders: tuple[int, ...]
-    """How many held the flat gradient when nobody else did; see ``runtime.cleared``."""
+    grad_memory: Any
+    """What ``gradients`` knows of ``grad_shard``."""
+    flat: nn.Parameter | None
+    """``shard`` as one parameter, if it was handed out (``handed_out``): then the flat
+    gradient is its ``.grad``, and the leaves have none."""
     arrived: bytearray
     """Per parameter: 1 if a gradient has come that was not reduced yet."""
-    waiting: list[Tensor]
-    """Gradients that have come and are not in ``reduce_buffer`` yet, as autograd made
-    them."""
-    awaiting: list[Tensor]
-    """For each of them its view of ``reduce_buffer``."""
+    waiting: list[Tensor | None]
+    """Per parameter: its gradient as autograd made it, until it is in
+    ``reduce_buffer``."""
     has_tensor_hooks: bool
     """Whether a leaf has hooks of the user that see its gradient; of this reduction."""
     division: Division
@@ -137,7 +139,8 @@ def build_region(
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
-    region.temporary = region.in_flight = region.partial = None
+    region.temporary = region.in_flight = region.partial = region.flat = None
+    region.grad_memory = None
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload
@@ -223,7 +226,7 @@ def _make_sharded_leaves(
             parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
-    region.waiting, region.awaiting = [], []
+    region.waiting = [None] * len(parameters)
 
 
 def make_full(region: FlatParameter, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from composable_fsdp.flat.handed_out import carry_over
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     forget_leaves,
@@ -61,10 +62,11 @@ def rebuild_handle(
         for each in handle.origin
     )
     handle.epoch += 1
-    handle.regions, handle.device = tuple(regions), device
+    before, handle.regions, handle.device = handle.regions, tuple(regions), device
     make_tables(handle)
     set_divisions(handle)
     reset_handle(handle)
     remember_leaves(handle)
+    carry_over(handle, before)
     for parameters_of, name, leaf, _ in handle.swaps:
         parameters_of[name] = leaf

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from composable_fsdp.flat.handed_out import carry_over
 from composable_fsdp.flat.handle import (
     FlatParamHandle,
     build_handle,
@@ -31,12 +32,14 @@ _KEPT = (
 """What is of the unit and not of its regions."""
 
 
-def relay(handle: FlatParamHandle) -> None:
+def relay(handle: FlatParamHandle) -> bool:
     """Make regions that are trainable or frozen as their leaves are now.
 
     The unit must be idle, sharded and without memory for full parameters. ``plan`` says
-    the truth afterwards. Hooks have to be put on the new full leaves. Sends nothing.
+    the truth afterwards. Hooks have to be put on the new full leaves. Returns whether
+    flat parameters were retired. Sends nothing.
     """
+    before = handle.regions
     made = build_handle(
         _target(handle), groups=handle.groups, device=handle.device, sharded=True
     )
@@ -46,6 +49,7 @@ def relay(handle: FlatParamHandle) -> None:
     handle.epoch += 1
     set_divisions(handle)
     remember_leaves(handle)
+    return carry_over(handle, before)
 
 
 def _target(handle: FlatParamHandle) -> Target:

@@ -63,17 +63,26 @@ def free_reduce(handle: FlatParamHandle) -> None:
 def forget_arrived(handle: FlatParamHandle) -> None:
     """Note that no gradient waits, in the reduce buffers or before them."""
     for region in handle.trainable:
-        region.waiting.clear()
-        region.awaiting.clear()
+        region.waiting[:] = [None] * len(region.waiting)
         region.arrived[:] = bytes(len(region.arrived))
 
 
 def hold_gradients(region: FlatParameter) -> None:
-    """Have ``grad_shard`` hold the leaves' gradients, and zeros where there is none.
+    """Have ``grad_shard`` hold the gradients there are, and zeros where there is none.
 
     Padding, too, is zero each time: what a user multiplies a whole gradient by (0 times
     inf is NaN) must not stay in it. Sends nothing.
     """
+    flat = region.flat
+    if flat is not None:
+        assert region.grad_shard is not None
+        if flat.grad is None:
+            region.grad_shard.zero_()
+        elif flat.grad is not region.grad_shard:
+            region.grad_shard.copy_(flat.grad)
+        if region.grad_gaps:
+            torch._foreach_zero_(region.grad_gaps)
+        return
     stale = list(region.grad_gaps)
     for leaf, view in zip(region.leaves, region.grad_views, strict=True):
         if leaf.grad is None:

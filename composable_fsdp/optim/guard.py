@@ -18,9 +18,15 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.handed_out import (
+    Flat,
+    find_flat,
+    flats_in,
+    take_own_gradients,
+)
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import join, shown
-from composable_fsdp.optim.names import place_of
+from composable_fsdp.optim.names import Group, place_of
 
 _REASONS: Final = {
     "Muon": "orthogonalises whole matrices",
@@ -77,6 +83,16 @@ def require_elementwise(optim: object) -> None:
         return
     groups: Iterable[dict[str, Any]] = getattr(optim, "param_groups", ())
     for parameter in (p for group in groups for p in group["params"]):
+        joined = find_flat(parameter)
+        if joined is not None:
+            raise CompositionError(
+                f"{type(optim).__name__} {reason}, and {flat_name(*joined)} joins what "
+                "this rank holds of several: its step would not be that of the whole "
+                "model. Use an element-wise optimizer (SGD, Adam, AdamW, ...) for it, "
+                "or give this one original parameters that are kept whole: "
+                "replicate(module), strategy=ShardingStrategy.NO_SHARD, or "
+                "ignored_states."
+            )
         found = cut_leaf(parameter)
         if found is not None:
             raise CompositionError(
@@ -99,14 +115,59 @@ def leaf_name(handle: FlatParamHandle, index: int) -> str:
     return shown(join(handle.full_fqn, handle._fqns[index]))
 
 
+def flat_name(handle: FlatParamHandle, flat: Flat) -> str:
+    """How messages call a flat parameter of ``handle``."""
+    slots = flat.layout.parameters
+    names = ", ".join(shown(join(handle.full_fqn, s.fqn)) for s in slots[:3])
+    more = f" and {len(slots) - 3} more" if len(slots) > 3 else ""
+    return f"the flat parameter of {names}{more}"
+
+
+def _prepare_flats(optim: torch.optim.Optimizer) -> None:
+    """Give flat parameters all of their gradient; every step, one look-up for each.
+
+    Raises: CompositionError, for one that was retired.
+    """
+    flats = flats_in(optim.param_groups)
+    for flat in flats:
+        handle = flat()
+        if flat.region is None and handle is not None:
+            raise CompositionError(
+                f"{type(optim).__name__} holds {flat_name(handle, flat)}, of which "
+                "some were frozen or unfrozen since: they have no flat gradient in "
+                "common any more. Make a new optimizer of flat_parameters(module), "
+                "and bring the state along by optim_state_dict(module, optimizer)."
+            )
+    take_own_gradients(flats)
+
+
+def _require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
+    """Refuse originals whose gradients go to a flat parameter.
+
+    Raises: CompositionError.
+    """
+    for parameter in (p for group in optim.param_groups for p in group["params"]):
+        found = find_leaf(parameter)
+        if found is not None and place_of(*found)[0].flat is not None:
+            raise CompositionError(
+                f"{type(optim).__name__} holds {leaf_name(*found)}, of which "
+                "flat_parameters(module) has handed out the flat parameter: that gets "
+                "the gradient, and this optimizer would step on nothing, or on the "
+                "same elements again. Make it of flat_parameters(module), or of "
+                "module.parameters() and never call flat_parameters."
+            )
+
+
 def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The hook of all optimizers: a dictionary look-up, after the first two steps."""
     if torch.compiler.is_compiling():
         return
+    _prepare_flats(optim)
     applications, steps = _checked.get(optim, (0, 0))
     if applications == _applications and steps == _CHECKED_STEPS:
         return
     require_elementwise(optim)
+    _require_no_flat_originals(optim)
     _require_own_state(optim)
     _checked[optim] = (
         _applications,
@@ -120,8 +181,14 @@ def _require_own_state(optim: torch.optim.Optimizer) -> None:
     Raises: CompositionError.
     """
     for parameter, values in optim.state.items():
+        if not isinstance(values, dict):
+            continue
+        flat = find_flat(parameter)
+        if flat is not None:
+            _require_flat_state(optim, parameter, values, flat_name(*flat))
+            continue
         found = cut_leaf(parameter)
-        if found is None or not isinstance(values, dict):
+        if found is None:
             continue
         whole = place_of(*found)[1].shape
         for key, value in values.items():
@@ -149,4 +216,19 @@ def _require_own_state(optim: torch.optim.Optimizer) -> None:
                 "element-wise is another one on each rank. Use an element-wise "
                 "optimizer, or keep the parameter whole: replicate(module), "
                 "strategy=ShardingStrategy.NO_SHARD, or ignored_states."
+            )
+
+
+def _require_flat_state(
+    optim: torch.optim.Optimizer, parameter: Tensor, values: Group, name: str
+) -> None:
+    for key, value in values.items():
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            continue
+        if value.shape != parameter.shape:
+            raise CompositionError(
+                f"{type(optim).__name__}'s state {key!r} of {name} has shape "
+                f"{tuple(value.shape)}; expected a scalar or this rank's shard, "
+                f"{tuple(parameter.shape)}. State that is not element-wise cannot be "
+                "told apart by parameters. Use an element-wise optimizer."
             )

@@ -150,6 +150,12 @@ def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> Non
         )
 
 
+def _options(group: Group) -> list[tuple[str, Any]]:
+    return sorted(
+        (k, v) for k, v in group.items() if k not in ("params", "param_names")
+    )
+
+
 def aligned_groups(
     groups: list[list[Named]], saved: dict[str, Any], own: list[Group]
 ) -> list[Group]:
@@ -158,7 +164,7 @@ def aligned_groups(
     ``params`` are the names, in the optimizer's order. A group without parameters keeps
     the optimizer's own options.
 
-    Raises: CheckpointError, for a group whose parameters were in several.
+    Raises: CheckpointError, for a group whose parameters were in several that differ.
     """
     home = {
         name: i
@@ -168,11 +174,12 @@ def aligned_groups(
     result = []
     for g, members in enumerate(groups):
         origins = {home[named.fqn] for named in members}
-        if len(origins) > 1:
+        if len({repr(_options(saved["param_groups"][i])) for i in origins}) > 1:
             raise CheckpointError(
                 f"The optimizer's group {g} holds parameters of several saved groups "
                 f"({sorted(origins)}), whose options differ. Build the groups as they "
-                "were saved."
+                "were saved; a flat parameter is in one group, so over "
+                "model.parameters() if that cuts it."
             )
         options = dict(saved["param_groups"][origins.pop()] if origins else own[g])
         # They go with the order of the parameters, which is the optimizer's.

@@ -20,6 +20,7 @@ from composable_fsdp.optim.guard import require_elementwise, whole_reason
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_part, require_plans
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
+from composable_fsdp.optim.per_original import join, originals
 from composable_fsdp.optim.sharded import is_number, require_own_parts
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
@@ -92,13 +93,12 @@ def state_to_load(
     """Cut this rank's part out of ``saved``; see ``optim_state_dict_to_load``."""
     for state in _get_fsdp_states(model):
         settle(state, "optim_state_dict_to_load")
-    groups = name_parameters(model, param_groups)
+    own = originals(param_groups)
+    groups = name_parameters(model, own)
     members = [each for group_members in groups for each in group_members]
     senders = hops(model, group) if from_first else ()
     saved = share_structure(saved, senders)
-    saved = state_by_name(
-        saved, model, groups, param_groups, "optim_state_dict_to_load"
-    )
+    saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
     if local:
         require_plans(model, saved)
     else:
@@ -115,11 +115,12 @@ def state_to_load(
             else _part(each, name, value, senders)
             for name, value in values.items()
         }
-    options = aligned_groups(groups, saved, param_groups)
+    options = aligned_groups(groups, saved, own)
     if not named:
         number = {each.fqn: i for i, each in enumerate(members)}
         for group_options in options:
             group_options["params"] = [number[k] for k in group_options["params"]]
+        return join(param_groups, {"state": state_of, "param_groups": options})
     return {"state": state_of, "param_groups": options}
 
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
+from composable_fsdp.optim.flat_form import per_original
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.names import Named, name_parameters
 from composable_fsdp.optim.parts import unwrapped
+from composable_fsdp.optim.per_original import originals
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.local import PLAN, plans_of, require_plan
 from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
@@ -30,8 +32,10 @@ def local_state(
     """
     for state in _get_fsdp_states(model):
         settle(state, "optim_state_dict")
-    groups = name_parameters(model, optim.param_groups)
-    given = state_by_name(given, model, groups, optim.param_groups, "optim_state_dict")
+    own = originals(optim.param_groups)
+    groups = name_parameters(model, own)
+    given = per_original(optim, given)
+    given = state_by_name(given, model, groups, own, "optim_state_dict")
     given = unwrapped(given)
     result = {
         named.fqn: {
@@ -44,7 +48,7 @@ def local_state(
     }
     return {
         "state": result,
-        "param_groups": aligned_groups(groups, given, optim.param_groups),
+        "param_groups": aligned_groups(groups, given, own),
         PLAN: plans_of(model),
     }
 

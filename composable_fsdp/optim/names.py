@@ -15,6 +15,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, join, strip_wrapper
+from composable_fsdp.optim.per_original import originals
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.planning.walk import edges
 
@@ -79,14 +80,15 @@ def name_parameters(
 ) -> list[list[Named]]:
     """Name the parameters of each of the optimizer's groups, as ``model`` calls them.
 
-    Units must be sharded. Only reads.
+    In the place of a flat parameter are its originals. Units must be sharded. Only
+    reads.
 
     Raises: CheckpointError, for a parameter that is not in ``model``.
     Warns: if ``model`` calls a parameter otherwise than its modules do.
     """
     names = names_of(model)
     groups = []
-    for g, group in enumerate(param_groups):
+    for g, group in enumerate(originals(list(param_groups))):
         members = []
         for i, parameter in enumerate(group["params"]):
             fqn = names.get(id(parameter))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from composable_fsdp.optim.per_original import spread
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
@@ -14,10 +15,10 @@ wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
 
 
 def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optim.state_dict()`` as torch has it: plain tensors of this rank's shapes."""
+    """``optim.state_dict()`` with plain tensors of this rank's shapes, per original."""
     token = wants_parts.set(True)
     try:
-        return optim.state_dict()
+        return spread(optim.param_groups, optim.state_dict())
     finally:
         wants_parts.reset(token)
 

@@ -23,11 +23,13 @@ from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
+from composable_fsdp.optim.flat_form import per_original
 from composable_fsdp.optim.guard import require_elementwise
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_state
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
 from composable_fsdp.optim.parts import local_state_dict, unwrapped
+from composable_fsdp.optim.per_original import originals
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -138,10 +140,12 @@ def _agreed(
     try:
         for state in units:
             settle(state, "optim_state_dict")
-        groups = name_parameters(model, optim.param_groups)
+        own = originals(optim.param_groups)
+        groups = name_parameters(model, own)
         members = [named for group_members in groups for named in group_members]
         what = "optim_state_dict"
-        given = state_by_name(given, model, groups, optim.param_groups, what)
+        given = per_original(optim, given)
+        given = state_by_name(given, model, groups, own, what)
         given = unwrapped(given)
     except Exception as error:
         # The others are on their way to the exchange.
@@ -153,7 +157,7 @@ def _agreed(
         if named.is_cut:
             by_handle.setdefault(id(named.handle), []).append(i)
     require_same_state(members, states, by_handle, units)
-    options = aligned_groups(groups, given, optim.param_groups)
+    options = aligned_groups(groups, given, own)
     return members, options, states, by_handle
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.names import Named
+from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.sharded import ShardedValue, sharded_value, unfit
 
@@ -82,11 +83,6 @@ def part_for(named: Named, key: str, value: Any) -> Any:
         "Load what this rank saved under an equal plan, or what "
         "optim_state_dict_to_load(model, optim, state) returns."
     )
-
-
-SCALARS = ("step", "mu_product", "eta", "mu")
-"""State of ``torch.optim`` that is one number per parameter. For a parameter without
-dimensions the shape does not tell it from element-wise state."""
 
 
 def is_number(named: Named, key: str, value: Tensor) -> bool:

@@ -13,8 +13,10 @@ from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.guard import require_elementwise
 from composable_fsdp.optim.names import Named, require_pair
+from composable_fsdp.optim.over_originals import over_originals
+from composable_fsdp.optim.per_original import originals
 from composable_fsdp.optim.save import require_same_state
-from composable_fsdp.optim.sharded import SCALARS
+from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.optim.watch import meet
 
 
@@ -34,7 +36,7 @@ def get_full_optim_state(
     >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]  # doctest: +SKIP
     """
     found, named = _find(model, optim, fqn, "get_full_optim_state")
-    values = optim.state.get(named.parameter, {})
+    values = over_originals(optim).state.get(named.parameter, {})
     if not isinstance(found, Held):
         return {key: _clone(value) for key, value in values.items()}
     cut = {id(found.handle): [0]} if named.is_cut else {}
@@ -62,7 +64,8 @@ def set_full_optim_state(
     does not keep or another shape, and nothing is written.
     """
     found, named = _find(model, optim, fqn, "set_full_optim_state")
-    own = optim.state.get(named.parameter, {})
+    state_of = over_originals(optim).state
+    own = state_of.get(named.parameter, {})
     for key, value in state.items():
         if own and key not in own:
             raise CheckpointError(
@@ -87,7 +90,7 @@ def set_full_optim_state(
             elif not is_scalar:
                 value = value.to(named.parameter.device)
         parts[key] = _clone(value)
-    optim.state[named.parameter].update(parts)
+    state_of[named.parameter].update(parts)
 
 
 def _find(
@@ -101,7 +104,7 @@ def _find(
         named = Named(fqn, found.leaf, found.handle, found.region, found.slot)
     else:
         named = Named(fqn, found, None, None, None)
-    mine = {id(p) for group in optim.param_groups for p in group["params"]}
+    mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
     if id(named.parameter) not in mine:
         raise CompositionError(
             f"{what}: parameter {shown(fqn)} is not in the {type(optim).__name__}. "

@@ -18,11 +18,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.handed_out import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join
+from composable_fsdp.optim.flat_form import (
+    flat_part,
+    give_flat,
+    take_flat,
+    take_marks,
+)
 from composable_fsdp.optim.guard import cut_leaf
 from composable_fsdp.optim.names import Named, place_of
 from composable_fsdp.optim.parts import unwrapped, wants_parts
+from composable_fsdp.optim.per_original import has_flats
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, part_for
 from composable_fsdp.state_dict.in_force import rank_0_is_first
@@ -56,12 +64,17 @@ def meet(optim: object) -> None:
     parameters = [p for group in optim.param_groups for p in group["params"]]
     if _give in optim._optimizer_state_dict_post_hooks.values():
         return
-    if not any(find_leaf(parameter) is not None for parameter in parameters):
+    if not any(find_leaf(p) or find_flat(p) for p in parameters):
         return
     optim.register_state_dict_post_hook(_give)
     optim.register_load_state_dict_pre_hook(_take)
     # Loaded before we met, from a state dict that another optimizer gave.
+    take_marks(optim, optim.param_groups)
     for parameter, values in optim.state.items():
+        flat = find_flat(parameter)
+        if flat is not None:
+            for key, value in values.items():
+                values[key] = flat_part(flat[1], key, value)
         named = _named(parameter)
         if named is not None:
             for key, value in values.items():
@@ -101,6 +114,8 @@ def _give(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
     """
     if wants_parts.get():
         return None
+    if has_flats(optim.param_groups):
+        return give_flat(optim, state_dict)
     asked = asked_by_torch()
     if asked is not None and asked.full:
         return _full(optim, state_dict, asked)
@@ -162,6 +177,7 @@ def _take(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
 
     Raises: CheckpointError, for sharded values of another plan; nothing was loaded.
     """
+    state_dict = take_flat(optim, state_dict)
     members = _members(optim, state_dict["param_groups"], whole=True)
     state = {
         key: {

@@ -202,13 +202,14 @@ class _Step:
         unit = self.units[index]
         self.early -= unit.early
         self._note("backward", index, unit.gradients)
-        if unit.reduce:
-            self._reduce(index)
+        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
+        following = before if behind else None
         if unit.parent >= 0:  # the root stays full until backward is over
             self.reshard(index)
-        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
-        if behind and before is not None:
-            self.unshard(before, "backward")
+        if following is not None:
+            self.unshard(following, "backward")
+        if unit.reduce:
+            self._reduce(index)
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]

@@ -131,8 +131,7 @@ def _arrive(
             move_arrived(unit.context, handle)
             view.add_(gradient)
         else:
-            region.waiting.append(gradient)
-            region.awaiting.append(view)
+            region.waiting[index] = gradient
             region.arrived[index] = 1
         del gradient  # the reduction frees it
     # Of another graph task (a checkpoint inside the unit): only accumulated.
@@ -158,6 +157,8 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     # With a schedule, in the unit's turn; see ``fill``.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    if handle.expected_calls and handle.expected_calls == handle.open_calls:
+        return
     if state.sync_gradients and not scheduled:
         for region in handle.trainable:
             if handle.open_calls and 0 in region.arrived:

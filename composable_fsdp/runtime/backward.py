@@ -8,6 +8,12 @@
   are complete, the unit reshards. Complete gradients alone do not allow it: the last
   use of the weights may be for the gradient of an input.
 
+Where inputs need gradients the first waits for the second, which comes right after it:
+reshard, then reduce, so that the reduce buffer takes the place of the weights. With
+``BACKWARD_POST`` the next unit is gathered in between. The network serves in order, and
+the next unit's compute waits for its parameters, while nobody waits for a reduction
+until the next one is complete.
+
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does. What never came is done at
 the end of the graph task (``graph_task``).
@@ -55,6 +61,7 @@ class Call:
     """
 
     __slots__ = (
+        "aliased",
         "aliases",
         "begin",
         "epoch",
@@ -70,6 +77,8 @@ class Call:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
+        self.aliased = False
+        """Whether there were any, so that ``input_done`` can be expected."""
         self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
@@ -80,26 +89,30 @@ class Call:
         self.waiting -= 1
         if self.waiting:
             return
-        handle = self.state.handle
+        state, tape = self.state, self.tape
+        handle, context = state.handle, state.context
+        assert context is not None
         if handle.task != current_task():
             return
         handle.open_calls -= 1
-        if handle.open_calls == 0 and handle.pending == 0:
-            if (
-                handle.reduce_due
-                and self.state.sync_gradients
-                and self.tape.schedule is None
-            ):
-                assert self.state.context is not None
-                reduce_gradients(self.state.context, handle)
-            reshard_after_backward(self.state, handle)
+        through = handle.open_calls == 0 and handle.pending == 0
+        if through:
+            reshard_after_backward(state, handle)
+        handle.expected_calls -= 1
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        # Its own index would not do: the units inside it have run since.
-        tape = self.tape
-        listed = self.state.ahead_in_backward
-        if post and tape.reached > 0 and tape.schedule is None and not listed:
-            assert self.state.context is not None
-            prefetch_backward(self.state.context, tape, tape.reached)
+        if post:
+            # Its own index would not do: the units inside it have run since.
+            listed = state.ahead_in_backward
+            if tape.reached > 0 and tape.schedule is None and not listed:
+                prefetch_backward(context, tape, tape.reached)
+        # After the prefetch, which is needed sooner: the network serves one at a time.
+        if (
+            through
+            and handle.reduce_due
+            and state.sync_gradients
+            and tape.schedule is None
+        ):
+            reduce_gradients(context, handle)
 
 
 def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
@@ -128,6 +141,9 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         )
     if handle.task != task:
         _begin(context, state, task)
+    mode = handle.plan.options.backward_prefetch
+    if call.aliased:
+        handle.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
         catch_up(context, call.tape, call.index)
     if call.tape not in handle.tapes:
@@ -153,10 +169,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         tape.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif (
-        tape.reached > 0
-        and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    ):
+    elif tape.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
         prefetch_backward(context, tape, tape.reached)
 
 
@@ -167,6 +180,7 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = sum(map(_will_run, handle.accumulators))
     handle.tapes = ()
+    handle.expected_calls = 0
     # create_graph: the graph of this backward needs the weights again.
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:

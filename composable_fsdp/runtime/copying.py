@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.flat import views
+from composable_fsdp.flat.handed_out import adopt
 from composable_fsdp.flat.handle import FlatParamHandle, build_handle, set_divisions
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
@@ -109,5 +110,9 @@ def _copy_handle(
         views.use_sharded(made)
     made.rule = copy.copy(handle.rule)
     set_divisions(made)
+    for old, new in zip(handle.regions, made.regions, strict=True):
+        if old.flat is not None:
+            # An optimizer that is copied as well, before or after, holds the same copy.
+            adopt(made, new, copy.deepcopy(old.flat, memo))
     memo[id(handle)] = made
     return made

@@ -13,11 +13,17 @@ tensor: a dict, or None where nobody registered (checked on torch 2.13).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.flat.handed_out import add_own_gradients, grad_of
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter, shard_views
+
+tensor_hooks_of = attrgetter("_backward_hooks")
+_post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 @torch.no_grad()
@@ -47,3 +53,33 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
         hooks = leaf._post_accumulate_grad_hooks
         for hook in tuple(hooks.values()) if hooks else ():
             hook(leaf)
+
+
+@torch.no_grad()
+def show_flat_gradient(
+    handle: FlatParamHandle, region: FlatParameter, arrived: bytes | bytearray
+) -> None:
+    """Make ``grad_shard`` the gradient of the region's flat parameter.
+
+    One assignment. Leaves are looked at one by one only if one has a hook after
+    accumulation, which then finds its part in ``.grad``, or a gradient of its own.
+    """
+    if 1 in arrived:
+        assert region.flat is not None
+        region.flat.grad = region.grad_shard
+        if any(map(_post_hooks_of, region.leaves)):
+            _call_flat_post_hooks(region, arrived)
+    add_own_gradients(handle, region)
+
+
+def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> None:
+    """Show the hooked leaves their parts of the flat gradient while the hooks run."""
+    for leaf, view, hit in zip(region.leaves, region.grad_views, arrived, strict=True):
+        if hit and leaf._post_accumulate_grad_hooks:
+            own, leaf.grad = leaf.grad, view
+            call_post_hooks([leaf])
+            left, leaf.grad = grad_of(leaf), own
+            if left is None:
+                view.zero_()
+            elif left is not view:
+                view.copy_(left)

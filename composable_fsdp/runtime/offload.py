@@ -28,7 +28,7 @@ from composable_fsdp.comm.device import copy_async, synchronize
 from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.runtime.leaf_hooks import call_post_hooks
+from composable_fsdp.runtime.leaf_hooks import call_post_hooks, show_flat_gradient
 from composable_fsdp.tree.state import RuntimeContext
 
 
@@ -53,6 +53,12 @@ def send_to_host(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
 
 def _take_gradients(region: FlatParameter) -> bytearray:
     """Take the leaves' gradients into ``grad_shard``; which leaves had one."""
+    if region.flat is not None:
+        held = bytearray([region.flat.grad is not None]) * len(region.leaves)
+        if any(held):
+            views.hold_gradients(region)
+            region.flat.grad = None
+        return held
     held = bytearray(leaf.grad is not None for leaf in region.leaves)
     if any(held):
         views.hold_gradients(region)
@@ -75,8 +81,11 @@ def land(context: RuntimeContext) -> None:
     for handle in context.handles:
         for region in handle.trainable:
             if region.in_flight is not None:
-                hooked += _show(region, region.in_flight)
-                region.in_flight = None
+                landed, region.in_flight = region.in_flight, None
+                if region.flat is not None:
+                    show_flat_gradient(handle, region, landed)
+                else:
+                    hooked += _show(region, landed)
     call_post_hooks(hooked)
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
+from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
-from composable_fsdp.runtime.cleared import free_cleared
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers

@@ -15,6 +15,7 @@ leaf shows. It also sends offloaded gradients to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import or_
 
 import torch
@@ -23,11 +24,16 @@ from torch import Tensor, nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.flat import storage, views
+from composable_fsdp.flat.gradients import ready_gradient
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.runtime.cleared import ready_gradients
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
-from composable_fsdp.runtime.leaf_hooks import call_post_hooks, call_tensor_hooks
+from composable_fsdp.runtime.leaf_hooks import (
+    call_post_hooks,
+    call_tensor_hooks,
+    show_flat_gradient,
+    tensor_hooks_of,
+)
 from composable_fsdp.runtime.offload import drop_landing, send_to_host
 from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
@@ -49,10 +55,14 @@ def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
         views.allocate_reduce(handle)
         handle.reduce_owner = users[0] if users else None
     for region in handle.trainable:
-        if region.waiting:
-            torch._foreach_copy_(region.awaiting, region.waiting)
-            region.waiting.clear()
-            region.awaiting.clear()
+        gradients = [gradient for gradient in region.waiting if gradient is not None]
+        if gradients:
+            into = region.reduce_views
+            if len(gradients) < len(into):
+                came = [gradient is not None for gradient in region.waiting]
+                into = tuple(compress(into, came))
+            torch._foreach_copy_(into, gradients)
+            region.waiting[:] = [None] * len(region.waiting)
     for stream in users[1:]:
         stream.wait_stream(users[0])
 
@@ -89,7 +99,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         views.forget_arrived(handle)
         handle.held = None
     handle.reduce_due = False
-    ready_gradients(handle)
+    for region in handle.trainable:
+        ready_gradient(region, rows=handle.rows)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction
     if context.streams is not None:
@@ -248,11 +259,15 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         dtype = region.reduce_buffer.dtype
         direct = whole and dtype == region.grad_dtype and not region.offload
         region.has_tensor_hooks = False
-        for leaf in region.leaves:
-            if leaf.grad is not None:
-                direct = False
-            if leaf._backward_hooks:
-                region.has_tensor_hooks = True
+        if region.flat is not None:
+            direct = direct and region.flat.grad is None
+            region.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
+        else:
+            for leaf in region.leaves:
+                if leaf.grad is not None:
+                    direct = False
+                if leaf._backward_hooks:
+                    region.has_tensor_hooks = True
         region.temporary = None
         if not direct:
             region.temporary = storage.new_buffer(
@@ -346,6 +361,9 @@ def _settle(reduction: Reduction) -> None:
             assert region.grad_shard is not None
             views.hold_gradients(region)
             region.grad_shard.add_(region.temporary)
+        if region.flat is not None:
+            show_flat_gradient(handle, region, arrived)
+            continue
         for leaf, view, hit in zip(
             region.leaves, region.grad_views, arrived, strict=True
         ):

@@ -164,8 +164,9 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def versions(handle: FlatParamHandle) -> tuple[int, ...]:
-    """How often each sharded leaf was written to; ``Tensor.data`` hides a write."""
-    return tuple(leaf._version for leaf in handle.leaves)
+    """How often each sharded leaf, or all, was written to; ``.data`` hides a write."""
+    flats = [r.flat for r in handle.regions if r.flat is not None]
+    return tuple(leaf._version for leaf in (*handle.leaves, *flats))
 
 
 def release(context: RuntimeContext, handle: FlatParamHandle) -> None:

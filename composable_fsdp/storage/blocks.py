@@ -1,17 +1,20 @@
 """Reading a checkpoint's files: only the bytes asked for, each block verified once.
 
 A slice is verified by reading the blocks of ``BLOCK`` bytes that it touches, one at a
-time into one buffer; then its bytes are read straight to where they are wanted. So
-beside the destination there is one block in memory, whatever the files' size.
+time into one buffer. If nothing uses its destination yet it is filled from there, else
+its bytes are read once more when all slices are known to be good, straight to where
+they are wanted. So beside the destination there is one block in memory, whatever the
+files' size. What is wanted is read in the order of the file.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import open_plain
@@ -20,13 +23,40 @@ from composable_fsdp.storage.writer import bytes_of
 
 Blame = Callable[[int, int], str]
 """Names what lies in bytes ``[begin, end)`` of the payload."""
+Told = Callable[[tuple[Any, ...]], str]
+"""Names what was wanted: a ``Want``'s ``what``."""
+
+
+_LISTED = 500
+"""Destinations that one system call may fill; systems take 1024."""
+_GAP = 4096
+"""Bytes between two slices that are read and thrown away."""
+
+
+class Want(NamedTuple):
+    """Bytes ``[begin, end)`` of the payload, and where they go.
+
+    ``into``: a contiguous tensor in host memory, if they go anywhere, from its byte
+    ``at``. ``what`` they are is for ``told``.
+    """
+
+    begin: int
+    end: int
+    into: Tensor | None
+    at: int
+    what: tuple[Any, ...]
+
+    def data(self) -> memoryview:
+        """Where they go. Made when it is used: it is several objects."""
+        assert self.into is not None
+        return bytes_of(self.into)[self.at : self.at + self.end - self.begin]
 
 
 class BlockFile:
     """One rank's file, opened when it is first needed."""
 
-    def __init__(self, path: str, file: File, blame: Blame) -> None:
-        self.path, self.file, self.blame = path, file, blame
+    def __init__(self, path: str, file: File, blame: Blame, told: Told) -> None:
+        self.path, self.file, self.blame, self.told = path, file, blame, told
         self._handle = -1
         self._good: set[int] = set()
 
@@ -35,41 +65,70 @@ class BlockFile:
         """Whether the file is there, whole, and has the right header."""
         return self._handle >= 0
 
-    def check(self, begin: int, end: int, wanted: str) -> None:
-        """Verify the header, and the blocks that hold bytes ``[begin, end)``.
+    def check(self, wants: Sequence[Want]) -> None:
+        """Verify the header, and each block that ``wants`` touch; fill their ``into``.
 
-        ``wanted`` is what they are asked for, in messages.
+        ``wants`` are in the order of the file.
 
         Raises: CheckpointError, for a missing, short or damaged file.
         """
-        self._open()
-        if begin == end:
+        if not wants:
             return
-        buffer: memoryview | None = None
-        for block in range(begin // BLOCK, (end - 1) // BLOCK + 1):
-            if block in self._good:
+        self._open()
+        buffer, loaded = memoryview(b""), -1
+        for want in wants:
+            begin, end = want.begin, want.end
+            data = None if want.into is None else want.data()
+            if begin == end:
                 continue
-            buffer = buffer or _block_buffer()
-            start = block * BLOCK
-            size = min(BLOCK, self.file.payload_nbytes - start)
-            self._read(buffer[:size], start)
-            if zlib.crc32(buffer[:size]) != self.file.blocks[block]:
-                raise self._damaged(start, start + size, wanted)
-            self._good.add(block)
+            for block in range(begin // BLOCK, -(-end // BLOCK)):
+                start = block * BLOCK
+                low, high = max(begin, start), min(end, start + BLOCK)
+                if block not in self._good:
+                    buffer = buffer or memoryview(bytearray(BLOCK))
+                    self._verify(block, buffer, want)
+                    loaded = block
+                if data is None:
+                    continue
+                part = data[low - begin : high - begin]
+                if block == loaded:
+                    part[:] = buffer[low - start : high - start]
+                else:
+                    self._read(part, low)
 
-    def read(self, into: torch.Tensor, begin: int) -> None:
-        """Fill a contiguous tensor in host memory; what was checked before is not read
-        again for that."""
-        data = bytes_of(into)
-        if len(data):
+    def fill(self, wants: Sequence[Want]) -> None:
+        """Fill the ``into`` of all, checked before, in the order of the file."""
+        if wants:
             self._open()
-            self._read(data, begin)
+        for listed in _neighbours(wants):
+            begin, size = listed[0].begin, listed[-1].end - listed[0].begin
+            parts, at = [], begin
+            for want in listed:
+                if want.begin > at:
+                    parts.append(memoryview(bytearray(want.begin - at)))
+                parts.append(want.data())
+                at = want.end
+            try:
+                count = os.preadv(self._handle, parts, self.file.header_nbytes + begin)
+            except OSError:
+                count = -1
+            if count < size:  # one by one, to go on or to say what is lost
+                for want in listed:
+                    self._read(want.data(), want.begin)
 
     def close(self) -> None:
         """Give the file back."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+    def _verify(self, block: int, buffer: memoryview, want: Want) -> None:
+        start = block * BLOCK
+        size = min(BLOCK, self.file.payload_nbytes - start)
+        self._read(buffer[:size], start)
+        if zlib.crc32(buffer[:size]) != self.file.blocks[block]:
+            raise self._damaged(start, start + size, self.told(want.what))
+        self._good.add(block)
 
     def _read(self, data: memoryview, begin: int) -> None:
         done = 0
@@ -129,5 +188,18 @@ class BlockFile:
         )
 
 
-def _block_buffer() -> memoryview:
-    return memoryview(bytearray(BLOCK))
+def _neighbours(wants: Sequence[Want]) -> Iterator[list[Want]]:
+    """What lies next to each other, which one system call reads."""
+    listed: list[Want] = []
+    end = 0
+    for want in wants:
+        if want.begin == want.end:
+            continue
+        far = not 0 <= want.begin - end <= _GAP
+        if listed and (far or len(listed) == _LISTED):
+            yield listed
+            listed = []
+        listed.append(want)
+        end = want.end
+    if listed:
+        yield listed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.storage.contents import Contents
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.source import Copy, Source, TensorInfo
 
 
 @dataclass(slots=True)
@@ -75,26 +75,16 @@ def _path(source: Source) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Elements ``[start, stop)`` of a saved tensor, and where they go."""
-
-    name: str
-    start: int
-    stop: int
-    into: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Fit:
     """What this rank reads of the model."""
 
     source: Source
-    targets: list[Target]
+    copies: list[Copy]
     own_states: list[tuple[nn.Module, str]]
 
-    def check(self) -> None:
-        """Verify what ``copy`` will read, and where to. Raises: CheckpointError."""
-        for each in self.targets:
+    def require_writable(self) -> None:
+        """Raise CheckpointError for a tensor whose elements share memory."""
+        for each in self.copies:
             into = each.into
             if any(
                 s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)
@@ -103,13 +93,9 @@ class Fit:
                     f"Elements of {shown(each.name)} share memory (it is expanded), so "
                     "nothing can be loaded into it. Register a clone() of it."
                 )
-            self.source.check_model(each.name, each.start, each.stop)
 
-    @torch.no_grad()
-    def copy(self) -> None:
-        """Write this rank's shards and whole tensors, one slice at a time."""
-        for each in self.targets:
-            self.source.copy_model(each.name, each.start, each.stop, each.into)
+    def set_own_states(self) -> None:
+        """Give modules their extra states."""
         for module, name in self.own_states:
             module.set_extra_state(self.source.own_states[name])
 
@@ -132,7 +118,7 @@ def fit_model(
     Reads no tensors but those saved under several names of a tied parameter, and
     changes nothing.
     """
-    targets: list[Target] = []
+    copies: list[Copy] = []
     used: set[str] = set()
 
     def fits(
@@ -153,23 +139,23 @@ def fit_model(
         start, stop, at = held.part(slot)
         if found is not None and stop > start:
             into = held.region.shard[at : at + stop - start]
-            targets.append(Target(found, start, stop, into))
-            report.untied += _untied(source, held.names[i], targets[-1])
+            copies.append(Copy(found, None, start, stop, into))
+            report.untied += _untied(source, held.names[i], copies[-1])
     for tensor in contents.tensors:
         found = fits(tensor.names, tuple(tensor.tensor.shape), tensor.dtype)
         if found is not None:
             numel = tensor.tensor.numel()
-            targets.append(Target(found, 0, numel, tensor.tensor.detach()))
-            report.untied += _untied(source, tensor.names, targets[-1])
+            copies.append(Copy(found, None, 0, numel, tensor.tensor.detach()))
+            report.untied += _untied(source, tensor.names, copies[-1])
     report.unexpected += [name for name in source.model if name not in used]
     own_states = contents.own_states
     report.missing += [name for name in own_states if name not in source.own_states]
     report.unexpected += [name for name in source.own_states if name not in own_states]
     fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
-    return Fit(source, targets, fitting)
+    return Fit(source, copies, fitting)
 
 
-def _untied(source: Source, names: tuple[str, ...], target: Target) -> list[str]:
+def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
     """Other names of a tied tensor under which the checkpoint has other values."""
     others = [name for name in names if name in source.model and name != target.name]
     if not others:

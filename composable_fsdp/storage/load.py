@@ -17,7 +17,6 @@ from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.contents import (
-    Contents,
     contents_of,
     require_optimizer,
     units_in,
@@ -28,7 +27,7 @@ from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
-from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.source import Copy, Source
 from composable_fsdp.tree.traversal import require_module
 
 
@@ -73,7 +72,7 @@ def load(
     report = LoadReport() if report is None else report
     error: Exception | None = None
     source: Source | None = path if isinstance(path, Source) else None
-    result: tuple[Contents, Fit, OptimizerLoad | None, Any] | None = None
+    result: tuple[Fit, OptimizerLoad | None, list[Copy], Any] | None = None
     try:
         try:
             source = source or open_source(path)  # type: ignore[arg-type]  # no Source
@@ -86,13 +85,13 @@ def load(
                 optimizer = OptimizerLoad(source, contents, optim, report, cast=cast)
             if strict:
                 report.require_empty(source)
-            fit.check()
-            if optimizer is not None:
-                optimizer.check()
+            fit.require_writable()
+            copies = fit.copies + (optimizer.plan() if optimizer is not None else [])
+            source.prepare(copies)
             state = source.rng(team.rank, team.world_size) if rng else None
             if state is not None:
                 check_rng_state(state, str(getattr(source, "path", "the checkpoint")))
-            result = contents, fit, optimizer, state
+            result = fit, optimizer, copies, state
         except Exception as raised:
             error = raised
         opened = () if source is None else _identity(source)
@@ -101,8 +100,7 @@ def load(
         _require_same([opened for _, opened in answers])
         assert source is not None
         assert result is not None
-        _, fit, optimizer, state = result
-        _copy(team, fit, optimizer, state)
+        _change(team, *result)
         if tell:
             report.warn()
         return source.extra
@@ -111,10 +109,12 @@ def load(
             source.close()
 
 
-def _copy(
+@torch.no_grad()
+def _change(
     team: Team,
     fit: Fit,
     optimizer: OptimizerLoad | None,
+    copies: list[Copy],
     state: dict[str, Any] | None,
 ) -> None:
     """Change everything on all ranks, or raise on all of them.
@@ -123,9 +123,10 @@ def _copy(
     """
     error: Exception | None = None
     try:
-        fit.copy()
+        fit.source.finish(copies)
+        fit.set_own_states()
         if optimizer is not None:
-            optimizer.copy()
+            optimizer.install()
         if state is not None:
             set_rng_state(state, str(getattr(fit.source, "path", "the checkpoint")))
     except Exception as raised:

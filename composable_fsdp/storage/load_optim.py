@@ -1,7 +1,7 @@
 """Reading an optimizer's state by the names of its parameters, this rank's part alone.
 
 What the optimizer has already is written over in place, so its memory does not double;
-what it lacks, before its first step, is made. Both go through its own
+what it lacks, before its first step, is read into new memory. Both go through its own
 ``load_state_dict``.
 """
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.sharded import SCALARS
+from composable_fsdp.optim.over_originals import OverOriginals, over_originals
+from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.storage.contents import Contents, HeldTensor, named, not_in_module
 from composable_fsdp.storage.fit import LoadReport, find
-from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.source import Copy, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class OptimizerLoad:
         *,
         cast: bool,
     ) -> None:
-        self.source, self.optim, self.report, self.cast = source, optim, report, cast
+        self.source, self.report, self.cast = source, report, cast
+        self.optim = over_originals(optim)
         if source.param_groups is None:
             report.optimizer.append("the checkpoint was saved without an optimizer")
         self.home = {
@@ -63,6 +65,8 @@ class OptimizerLoad:
             for member in members:
                 if member is not None:
                     self._compare(member)
+        self.copies: list[Copy] = []
+        self.states: dict[int, dict[str, Any]] = {}
 
     def _members(self, contents: Contents) -> list[list[Member | None]]:
         known = named(contents)
@@ -134,19 +138,36 @@ class OptimizerLoad:
             return None
         return 0, info.numel
 
-    def check(self) -> None:
-        """Verify what ``copy`` will read.
+    def plan(self) -> list[Copy]:
+        """What is to be read, into the state that is there or new memory for it.
 
-        Raises: CheckpointError; also if a group of the optimizer has its parameters
-        from several saved groups.
+        Raises: CheckpointError, if a group of the optimizer has its parameters from
+        several saved groups.
         """
         self._origins()
+        if isinstance(self.optim, OverOriginals):
+            found = {id(m.parameter): m for group in self.groups for m in group if m}
+            self.optim.require_joinable(
+                lambda leaf: self._values_to_join(found.get(id(leaf)))
+            )
         for members in self.groups:
             for member in filter(None, members):
-                for state in self.source.optim.get(member.name, {}):
-                    span = self._range(member, state)
-                    if span is not None:
-                        self.source.check_optim(member.name, state, *span)
+                present = self.optim.state.get(member.parameter, {})
+                self.states[id(member)] = self._state(member, present)
+        return self.copies
+
+    def _values_to_join(self, member: Member | None) -> dict[str, Any]:
+        """What ``_state`` will give; ``...`` stands for an element-wise tensor."""
+        found: dict[str, Any] = {}
+        if member is None:
+            return found
+        for name in self.source.optim.get(member.name, {}):
+            span = self._range(member, name)
+            if self._is_elementwise(member, name):
+                found[name] = ...
+            elif span is not None:
+                found[name] = self.source.read_optim(member.name, name, *span)
+        return {**found, **self.source.optim_values.get(member.name, {})}
 
     def _origins(self) -> list[int | None]:
         """The saved group that each of the optimizer's groups gets its options from."""
@@ -162,9 +183,8 @@ class OptimizerLoad:
             found.append(origins.pop() if origins else None)
         return found
 
-    @torch.no_grad()
-    def copy(self) -> None:
-        """Give the optimizer its options and this rank's part of the state."""
+    def install(self) -> None:
+        """Give the optimizer its options, and the state that has been read."""
         states: dict[int, dict[str, Any]] = {}
         options: list[dict[str, Any]] = []
         index = 0
@@ -173,14 +193,15 @@ class OptimizerLoad:
             saved = self.source.param_groups or ()
             # What an older version did not save stays as it is.
             chosen = own if origin is None else {**own, **saved[origin]}
+            # A range: torch looks each number up in it, once per state.
             ids = range(index, index + len(self.groups[g]))
-            options.append({**chosen, "params": list(ids)})
+            options.append({**chosen, "params": ids})
             for i, member, parameter in zip(
                 ids, self.groups[g], own["params"], strict=True
             ):
                 state = self.optim.state.get(parameter, {})
                 if member is not None:
-                    state = self._state(member, state)
+                    state = self.states[id(member)]
                 if state:
                     states[i] = state
             index += len(ids)
@@ -213,22 +234,23 @@ class OptimizerLoad:
                     present[name] = value.to(cast.device)
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
-        source = self.source
+        """The state of a parameter as it will be once ``copies`` are done."""
+        source, parameter = self.source, member.parameter
         state: dict[str, Any] = {}
-        for name in source.optim.get(member.name, {}):
+        for name, info in source.optim.get(member.name, {}).items():
             span = self._range(member, name)
             if span is None:
                 continue
             if not self._is_elementwise(member, name):
                 value = source.read_optim(member.name, name, *span)
-                state[name] = value.view(source.optim[member.name][name].shape)
+                state[name] = value.view(info.shape)
                 continue
-            parameter, there = member.parameter, present.get(name)
-            if isinstance(there, Tensor) and there.shape == parameter.shape:
-                source.copy_optim(member.name, name, *span, there)
-                state[name] = there
-            else:
-                value = source.read_optim(member.name, name, *span)
-                state[name] = value.view(parameter.shape).to(parameter.device)
+            into, shape = present.get(name), parameter.shape
+            is_new = False
+            if not isinstance(into, Tensor) or into.shape != shape:
+                into = torch.empty(shape, dtype=info.dtype, device=parameter.device)
+                is_new = True
+            state[name] = into
+            self.copies.append(Copy(member.name, name, *span, into, is_new))
         state.update(source.optim_values.get(member.name, {}))
         return state

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,23 +14,17 @@ from torch.autograd.graph import increment_version
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.planning.boxes import interval_boxes
-from composable_fsdp.storage.blocks import BlockFile
+from composable_fsdp.storage.blocks import BlockFile, Want
 from composable_fsdp.storage.directory import MANIFEST, open_plain
-from composable_fsdp.storage.manifest import (
-    Manifest,
-    Place,
-    Region,
-    Slot,
-    Stored,
-)
-from composable_fsdp.storage.source import Source, TensorInfo
-from composable_fsdp.storage.validate import Entry, entries_by_file, parse
+from composable_fsdp.storage.manifest import Manifest, Place, Region, Slot, Stored
+from composable_fsdp.storage.runs import Blame, Run, boxes_of, cut_runs, whole_runs
+from composable_fsdp.storage.source import Copy, Source, TensorInfo
+from composable_fsdp.storage.validate import entries_by_file, parse
 from composable_fsdp.storage.values import decode
 
 _HEAD = b'{"crc32": "%08x", "manifest":\n'
 _TAIL = b"\n}\n"
-_NAMED_IN_MESSAGES = 20
+_Key = tuple[str, str | None]
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -66,16 +59,6 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
     return parse(document, file), data[:size].decode()
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Elements ``[start, stop)`` of a tensor, and the byte where they lie."""
-
-    start: int
-    stop: int
-    file: int
-    begin: int
-
-
 class NativeSource(Source):
     """A directory that ``save`` wrote. ``manifest`` says what lies where.
 
@@ -90,12 +73,17 @@ class NativeSource(Source):
         manifest = self.manifest
         entries = entries_by_file(manifest, os.path.join(self.path, MANIFEST))
         self.files = [
-            BlockFile(os.path.join(self.path, file.name), file, _Blame(found, manifest))
+            BlockFile(
+                os.path.join(self.path, file.name),
+                file,
+                Blame(found, manifest),
+                self._told,
+            )
             for file, found in zip(manifest.files, entries, strict=True)
         ]
-        self._slots: dict[str, tuple[Region, Slot]] = {}
-        self._wholes: dict[str, Stored] = {}
-        self._states: dict[tuple[str, str], tuple[Any, Any]] = {}
+        # By the tensor's name and the state's, None for the tensor itself.
+        self._cut: dict[_Key, tuple[Region, Slot, tuple[Place, ...]]] = {}
+        self._wholes: dict[_Key, Stored] = {}
         self._index()
         self.param_groups = self.extra = None
         try:
@@ -113,7 +101,7 @@ class NativeSource(Source):
             for slot in region.slots:
                 name, *others = slot.fqns
                 model[name] = TensorInfo(region.dtype, slot.shape)
-                self._slots[name] = region, slot
+                self._cut[name, None] = region, slot, region.shards
                 aliases.update(dict.fromkeys(others, name))
             for state in region.states:
                 for index in state.slots:
@@ -121,15 +109,15 @@ class NativeSource(Source):
                     name = slot.fqns[0]
                     info = TensorInfo(state.dtype, slot.shape)
                     optim.setdefault(name, {})[state.name] = info
-                    self._states[name, state.name] = region, (state, slot)
+                    self._cut[name, state.name] = region, slot, state.shards
         for single in self.manifest.singles:
             name, *others = single.fqns
             model[name] = TensorInfo(single.tensor.dtype, single.tensor.shape)
-            self._wholes[name] = single.tensor
+            self._wholes[name, None] = single.tensor
             aliases.update(dict.fromkeys(others, name))
             for key, stored in single.states.items():
                 optim.setdefault(name, {})[key] = TensorInfo(stored.dtype, stored.shape)
-                self._states[name, key] = stored, None
+                self._wholes[name, key] = stored
         self.model, self.aliases, self.optim = model, aliases, optim
 
     def _decode(self) -> None:
@@ -153,10 +141,8 @@ class NativeSource(Source):
 
     def _loose(self, index: int) -> Tensor:
         stored = self.manifest.loose[index]
-        name = f"loose tensor {index}"
-        return self._read(
-            self._whole(stored, 0, stored.numel), stored.dtype, name
-        ).view(stored.shape)
+        runs = whole_runs(stored, 0, stored.numel)
+        return self._read(runs, stored.dtype, ()).view(stored.shape)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """What the same rank saved, whatever the world size; None for ranks beyond."""
@@ -165,34 +151,36 @@ class NativeSource(Source):
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of the flattened tensor; see ``Source``."""
-        runs, dtype = self._model_runs(name, start, stop)
-        return self._read(runs, dtype, shown(name))
-
-    def check_model(self, name: str, start: int, stop: int) -> None:
-        """Verify the blocks of it; see ``Source``."""
-        self._check(self._model_runs(name, start, stop)[0], name, "", start, stop)
+        runs = self._runs(name, None, start, stop)
+        return self._read(runs, self.model[name].dtype, (name, None, start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """Elements ``[start, stop)`` of one state; see ``Source``."""
-        runs, dtype = self._state_runs(name, state, start, stop)
-        return self._read(runs, dtype, f"state {state!r} of {shown(name)}")
+        runs = self._runs(name, state, start, stop)
+        what = name, state, start, stop
+        return self._read(runs, self.optim[name][state].dtype, what)
 
-    def check_optim(self, name: str, state: str, start: int, stop: int) -> None:
-        """Verify the blocks of it; see ``Source``."""
-        runs, _ = self._state_runs(name, state, start, stop)
-        self._check(runs, name, state, start, stop)
+    def prepare(self, copies: Sequence[Copy]) -> None:
+        """Verify the blocks of ``copies``, each read once; see ``Source``."""
+        new = [self._is_direct(copy) and copy.is_new for copy in copies]
+        for file, wants in zip(self.files, self._wants(copies, new), strict=True):
+            file.check(wants)
+        for copy, filled in zip(copies, new, strict=True):
+            if copy.is_new and not filled:
+                copy.into.copy_(self.read(copy).view(copy.into.shape))
 
-    def copy_model(self, name: str, start: int, stop: int, into: Tensor) -> None:
-        """Write elements ``[start, stop)`` into ``into``; see ``Source``."""
-        runs, dtype = self._model_runs(name, start, stop)
-        self._copy(runs, dtype, shown(name), into)
-
-    def copy_optim(
-        self, name: str, state: str, start: int, stop: int, into: Tensor
-    ) -> None:
-        """Write elements ``[start, stop)`` of one state; see ``Source``."""
-        runs, dtype = self._state_runs(name, state, start, stop)
-        self._copy(runs, dtype, f"state {state!r} of {shown(name)}", into)
+    def finish(self, copies: Sequence[Copy]) -> None:
+        """Read straight to where it goes what is not new; see ``Source``."""
+        left = [copy for copy in copies if not copy.is_new]
+        direct = [copy for copy in left if self._is_direct(copy)]
+        wants = self._wants(direct, [True] * len(direct))
+        for file, wanted in zip(self.files, wants, strict=True):
+            file.fill(wanted)
+        for copy in direct:
+            if not copy.into.is_inference():
+                # What autograd has saved of it is not what it was.
+                increment_version(copy.into)
+        super().finish([copy for copy in left if not self._is_direct(copy)])
 
     def __enter__(self) -> NativeSource:
         return self
@@ -202,140 +190,62 @@ class NativeSource(Source):
         for file in self.files:
             file.close()
 
-    def _model_runs(
-        self, name: str, start: int, stop: int
-    ) -> tuple[list[_Run], torch.dtype]:
-        _require_inside(name, self.model[name], start, stop)
-        if name in self._wholes:
-            stored = self._wholes[name]
-            return self._whole(stored, start, stop), stored.dtype
-        region, slot = self._slots[name]
-        runs = _cut(region, slot, region.shards, region.dtype.itemsize, start, stop)
-        return list(runs), region.dtype
+    def _is_direct(self, copy: Copy) -> bool:
+        """Whether the file's bytes are those of ``into``."""
+        into = copy.into
+        if into.device.type != "cpu" or not into.is_contiguous():
+            return False
+        dtype = self._info(copy.name, copy.state).dtype
+        return into.dtype == dtype and not into.is_conj() and not into.is_neg()
 
-    def _state_runs(
-        self, name: str, state: str, start: int, stop: int
-    ) -> tuple[list[_Run], torch.dtype]:
-        _require_inside(name, self.optim[name][state], start, stop)
-        owner, found = self._states[name, state]
-        if found is None:
-            return self._whole(owner, start, stop), owner.dtype
-        kept, slot = found
-        size = kept.dtype.itemsize
-        return list(_cut(owner, slot, kept.shards, size, start, stop)), kept.dtype
+    def _wants(
+        self, copies: Sequence[Copy], filled: Sequence[bool]
+    ) -> list[list[Want]]:
+        """What each file is asked for, in its order; with memory if it is filled."""
+        found: list[list[Want]] = [[] for _ in self.files]
+        for copy, is_filled in zip(copies, filled, strict=True):
+            into, at = (copy.into if is_filled else None), 0
+            for run in self._runs(copy.name, copy.state, copy.start, copy.stop):
+                found[run.file].append(Want(run.begin, run.end, into, at, copy))
+                at += run.end - run.begin
+        for wants in found:
+            wants.sort(key=lambda want: want.begin)
+        return found
 
-    def _whole(self, stored: Stored, start: int, stop: int) -> list[_Run]:
-        begin = stored.at.begin + start * stored.dtype.itemsize
-        return [_Run(start, stop, stored.at.file, begin)]
-
-    def _check(
-        self, runs: list[_Run], name: str, state: str, start: int, stop: int
-    ) -> None:
-        info = self.optim[name][state] if state else self.model[name]
-        for run in runs:
-            end = run.begin + (run.stop - run.start) * info.dtype.itemsize
-            wanted = (
-                f"{f'state {state!r} of ' if state else ''}{shown(name)} "
-                f"{_boxes(info.shape, start, stop)}"
-            )
-            self.files[run.file].check(run.begin, end, wanted)
-
-    def _read(self, runs: list[_Run], dtype: torch.dtype, wanted: str) -> Tensor:
+    def _read(
+        self, runs: list[Run], dtype: torch.dtype, what: tuple[Any, ...]
+    ) -> Tensor:
         # Checked before anything is allocated: a damaged manifest may claim any size.
-        self._check_runs(runs, dtype, wanted)
-        result = torch.empty(sum(run.stop - run.start for run in runs), dtype=dtype)
-        self._fill(runs, result)
+        for run in runs:
+            self.files[run.file].check([Want(run.begin, run.end, None, 0, what)])
+        result, at = torch.empty(sum(r.stop - r.start for r in runs), dtype=dtype), 0
+        for run in runs:
+            self.files[run.file].fill([Want(run.begin, run.end, result, at, what)])
+            at += run.end - run.begin
         return result
 
-    def _copy(
-        self, runs: list[_Run], dtype: torch.dtype, wanted: str, into: Tensor
-    ) -> None:
-        plain = into.device.type == "cpu" and into.is_contiguous()
-        if not plain or into.dtype != dtype or into.is_conj() or into.is_neg():
-            into.copy_(self._read(runs, dtype, wanted).view(into.shape))
-            return
-        self._check_runs(runs, dtype, wanted)
-        self._fill(runs, into.detach().view(-1))
-        if not into.is_inference():
-            # What autograd has saved of it is not what it was.
-            increment_version(into)
+    def _info(self, name: str, state: str | None) -> TensorInfo:
+        return self.model[name] if state is None else self.optim[name][state]
 
-    def _check_runs(self, runs: list[_Run], dtype: torch.dtype, wanted: str) -> None:
-        for run in runs:
-            end = run.begin + (run.stop - run.start) * dtype.itemsize
-            self.files[run.file].check(run.begin, end, wanted)
+    def _runs(self, name: str, state: str | None, start: int, stop: int) -> list[Run]:
+        """Where elements ``[start, stop)`` lie."""
+        info = self._info(name, state)
+        if not 0 <= start <= stop <= info.numel:
+            raise ValueError(
+                f"elements [{start}, {stop}) were asked of {shown(name)}, which has "
+                f"{info.numel}."
+            )
+        found = self._cut.get((name, state))
+        if found is None:
+            return whole_runs(self._wholes[name, state], start, stop)
+        region, slot, shards = found
+        return cut_runs(region, slot, shards, info.dtype.itemsize, start, stop)
 
-    def _fill(self, runs: list[_Run], result: Tensor) -> None:
-        first = runs[0].start if runs else 0
-        for run in runs:
-            part = result[run.start - first : run.stop - first]
-            self.files[run.file].read(part, run.begin)
-
-
-def _require_inside(name: str, info: TensorInfo, start: int, stop: int) -> None:
-    if not 0 <= start <= stop <= info.numel:
-        raise ValueError(
-            f"elements [{start}, {stop}) were asked of {shown(name)}, which has "
-            f"{info.numel}."
-        )
-
-
-def _cut(
-    region: Region,
-    slot: Slot,
-    shards: tuple[Place, ...],
-    itemsize: int,
-    start: int,
-    stop: int,
-) -> Iterator[_Run]:
-    """Where elements ``[start, stop)`` of a parameter lie, shard after shard."""
-    size = region.shard_numel
-    while start < stop:
-        at = slot.offset + start
-        shard, inner = divmod(at, size)
-        count = min(stop - start, size - inner)
-        place = shards[shard]
-        yield _Run(start, start + count, place.file, place.begin + inner * itemsize)
-        start += count
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> str:
-    """The interval as rectangles, as messages print it."""
-    boxes = interval_boxes(shape, start, stop)
-    return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
-
-
-class _Blame:
-    """Names the parameters, with boxes, that lie in some bytes of a file's payload."""
-
-    def __init__(self, entries: list[Entry], manifest: Manifest) -> None:
-        self.entries, self.manifest = entries, manifest
-
-    def __call__(self, begin: int, end: int) -> str:
-        found = []
-        for entry in self.entries:
-            low, high = max(begin, entry.begin), min(end, entry.end)
-            if low < high:
-                found += list(_inside(entry, low, high)) or [f"padding of {entry.what}"]
-        more = f" and {len(found) - _NAMED_IN_MESSAGES} more"
-        text = ", ".join(found[:_NAMED_IN_MESSAGES]) or "nothing"
-        return text + (more if len(found) > _NAMED_IN_MESSAGES else "")
-
-
-def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
-    """What an entry holds in bytes ``[low, high)``."""
-    region, state = entry.region, entry.state
-    if region is None:
-        size = entry.itemsize
-        start, stop = (low - entry.begin) // size, -((entry.begin - high) // size)
-        yield f"{entry.what} {_boxes(entry.shape, start, stop)}"
-        return
-    base = entry.shard * region.shard_numel
-    first = base + (low - entry.begin) // entry.itemsize
-    last = base - (entry.begin - high) // entry.itemsize
-    for i, slot in enumerate(region.slots):
-        start = max(first - slot.offset, 0)
-        stop = min(last - slot.offset, slot.numel)
-        if start < stop and (state is None or i in state.slots):
-            of = f"state {state.name!r} of " if state else ""
-            yield f"{of}{shown(slot.fqns[0])} {_boxes(slot.shape, start, stop)}"
+    def _told(self, what: tuple[Any, ...]) -> str:
+        """A slice as messages name it: name, state, start, stop."""
+        if not what:
+            return ""
+        name, state, start, stop = what[:4]
+        of = f"state {state!r} of " if state is not None else ""
+        boxes = boxes_of(self._info(name, state).shape, start, stop)
+        return f"{of}{shown(name)} {boxes}"

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.sharded import SCALARS
+from composable_fsdp.optim.over_originals import over_originals
+from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.storage.contents import (
     Contents,
     HeldRegion,
@@ -97,6 +98,7 @@ class PartMaker:
         Raises: TypeError, for what ``extra`` or the optimizer may not hold;
         CheckpointError, for tensors that cannot be stored.
         """
+        optim = over_originals(optim)
         states = {} if optim is None else self._optimizer_states(optim)
         encoded = encode(extra, "extra", self._put)
         for name, module in self.contents.own_states.items():

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,22 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return self.numel * self.dtype.itemsize
+
+
+class Copy(NamedTuple):
+    """Elements ``[start, stop)`` of a saved tensor, and where they go, converted.
+
+    ``state`` is one of the optimizer's states of parameter ``name``; None: the
+    parameter or buffer itself. ``into`` may have any shape of that many elements, and
+    be anywhere. ``is_new``: nothing uses it yet, so it may be filled at any time.
+    """
+
+    name: str
+    state: str | None
+    start: int
+    stop: int
+    into: Tensor
+    is_new: bool = False
 
 
 class Source(ABC):
@@ -86,35 +102,33 @@ class Source(ABC):
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """The same of one state of parameter ``name``; scalars have one element."""
 
-    def check_model(self, name: str, start: int, stop: int) -> None:
-        """Verify what ``read_model`` would give, before anything is changed by it.
+    def prepare(self, copies: Sequence[Copy]) -> None:
+        """Verify what ``copies`` read, before anything is changed; fill what is new.
 
         Here by reading it; a format with checksums may do less.
 
         Raises: CheckpointError, as ``read_model``.
         """
-        self.read_model(name, start, stop)
+        for copy in copies:
+            value = self.read(copy)
+            if copy.is_new:
+                copy.into.copy_(value.view(copy.into.shape))
 
-    def check_optim(self, name: str, state: str, start: int, stop: int) -> None:
-        """The same of ``read_optim``."""
-        self.read_optim(name, state, start, stop)
+    def finish(self, copies: Sequence[Copy]) -> None:
+        """Fill the others, once ``prepare`` has verified all."""
+        for copy in copies:
+            if not copy.is_new:
+                copy.into.copy_(self.read(copy).view(copy.into.shape))
+
+    def read(self, copy: Copy) -> Tensor:
+        """What ``copy`` wants: ``read_model`` or ``read_optim``."""
+        if copy.state is None:
+            return self.read_model(copy.name, copy.start, copy.stop)
+        return self.read_optim(copy.name, copy.state, copy.start, copy.stop)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """The random state that ``rank`` of ``world_size`` goes on from, if any."""
         return None
-
-    def copy_model(self, name: str, start: int, stop: int, into: Tensor) -> None:
-        """Write elements ``[start, stop)`` into ``into``, converted to its dtype.
-
-        ``into`` may have any shape of that many elements, and be anywhere.
-        """
-        into.copy_(self.read_model(name, start, stop).view(into.shape))
-
-    def copy_optim(
-        self, name: str, state: str, start: int, stop: int, into: Tensor
-    ) -> None:
-        """The same of one state of parameter ``name``."""
-        into.copy_(self.read_optim(name, state, start, stop).view(into.shape))
 
     @abstractmethod
     def close(self) -> None:

@@ -81,6 +81,9 @@ def _prepare_process(place: Place) -> IO[str]:
     # A crash writes them, too: without, it would leave no trace of where it was.
     faulthandler.enable(file=stacks, all_threads=False)
     torch.set_num_threads(1)
+    # What the fork server imported lives as long as the rank: to look through it for
+    # garbage would take ten times what most runs take.
+    gc.freeze()
     return stacks
 
 

@@ -41,6 +41,7 @@ from tests.runtime.reference import (
     tolerance_at,
     train,
     train_reference,
+    trained_reference,
 )
 
 RankCount = Callable[[int], RankPool]
@@ -121,9 +122,8 @@ COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside, ddp_around]
 def train_composed(world: World, compose: Compose, path: str) -> None:
     """Three steps, bit by bit as the plain model."""
     model = TinyGPT()
-    plain = copy.deepcopy(model)
     composed = compose(model, path)
-    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    plain, expected = trained_reference(TinyGPT, world.world_size, gpt_input, adamw)
     losses = train(composed, world.rank, gpt_input, adamw)
 
     kept = model if compose is ddp_around else composed

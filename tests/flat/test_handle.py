@@ -13,7 +13,7 @@ from torch import nn
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import storage, views
 from composable_fsdp.flat.handle import (
-    _LEAVES,
+    LEAVES,
     FlatParamHandle,
     build_handle,
     find_leaf,
@@ -172,18 +172,18 @@ def test_each_leaf_leads_to_its_handle_and_place() -> None:
 def test_a_handle_that_is_gone_leaves_no_entry() -> None:
     """Nothing keeps a handle alive but its model, and the table forgets its leaves."""
     gc.collect()  # handles of other tests go now, not below
-    before = set(_LEAVES)
+    before = set(LEAVES)
     model = tiny_mlp()
     (handle,) = handles_of(model)
     gone = weakref.ref(handle)
     parameter = model[0].weight
-    assert len(_LEAVES) == len(before) + 4
+    assert len(LEAVES) == len(before) + 4
 
     del handle, model
     gc.collect()
 
     assert gone() is None
-    assert set(_LEAVES) == before
+    assert set(LEAVES) == before
     assert find_leaf(parameter) is None
 
 

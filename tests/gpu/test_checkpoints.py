@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,13 +39,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="no CUDA device: NCCL was not tried at all"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks on NCCL, one per GPU, at most two."""
-    with RankPool(min(GPUS, 2), "nccl") as ranks:
-        yield ranks
 
 
 class Trainee:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -37,13 +35,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="no CUDA device: NCCL was not tried at all"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks on NCCL, one per GPU, at most two."""
-    with RankPool(min(GPUS, 2), "nccl") as ranks:
-        yield ranks
 
 
 def devices_of(values: dict[str, torch.Tensor]) -> set[str]:

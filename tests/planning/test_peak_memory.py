@@ -208,9 +208,13 @@ def test_one_rank_has_a_peak_too(precision: MixedPrecision | None, order: str) -
 
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize("precision", [None, LOW], ids=["own", "low"])
+@pytest.mark.parametrize("mode", BackwardPrefetch)
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
-    world_size: int, precision: MixedPrecision | None, order: str
+    world_size: int,
+    mode: BackwardPrefetch,
+    precision: MixedPrecision | None,
+    order: str,
 ) -> None:
     """Full parameters and what a reduction lands in; the shards are on the host."""
     planned, measured = peak_of(
@@ -218,6 +222,7 @@ def test_an_offloaded_unit_needs_room_for_what_visits_the_device(
         world_size,
         order,
         cpu_offload=CPUOffload(offload_params=True),
+        backward_prefetch=mode,
         mixed_precision=precision,
     )
 

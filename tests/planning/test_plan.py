@@ -139,11 +139,14 @@ def test_the_peak_is_a_sum_that_can_be_worked_out_by_hand() -> None:
 
 
 def test_weights_kept_for_backward_are_all_full_at_the_peak() -> None:
-    """SHARD_GRAD_OP begins backward with every unit full, and frees as it goes."""
+    """SHARD_GRAD_OP begins backward with every unit full, and frees as it goes.
+
+    Unit 2 is freed, and being reduced, when the gradient of unit 1 is there.
+    """
     peak = three_units(ShardingStrategy.SHARD_GRAD_OP).peak(device_type="cpu")
 
-    assert (peak.full, peak.reduce, peak.in_flight) == (3 * MATRIX, MATRIX, MATRIX)
-    assert peak.when == "reduction of 2"
+    assert (peak.full, peak.reduce, peak.in_flight) == (2 * MATRIX, MATRIX, MATRIX)
+    assert peak.when == "backward of 1"
 
 
 def test_low_precision_halves_what_is_gathered_and_what_is_reduced() -> None:

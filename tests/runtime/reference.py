@@ -8,6 +8,7 @@ model with this rank's input only, so losses and state dicts can be compared bit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def gpt_input(step: int, rank: int) -> Tensor:
     return torch.randint(0, 17, (2, 5), generator=generator)
 
 
+@cache
 def wide_input(width: int) -> Input:
     """Inputs ``(2, width)`` of (step, rank)."""
 
@@ -164,6 +166,25 @@ def train_reference(
             clip(model)
         optimizer.step()
     return losses
+
+
+@cache
+def trained_reference(
+    build: Callable[..., nn.Module],
+    world_size: int,
+    make_input: AnyInput,
+    optimize: Optimize,
+    *,
+    steps: int = 3,
+    **options: Any,
+) -> tuple[nn.Module, list[list[float]]]:
+    """`train_reference` of ``build(**options)``: the trained model, and the losses.
+
+    Once in a process, as many tests compare with the same. Equal calls must build equal
+    models, and nobody may change the one that is returned.
+    """
+    model = build(**options)
+    return model, train_reference(model, world_size, make_input, optimize, steps=steps)
 
 
 def train(

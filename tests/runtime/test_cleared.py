@@ -105,7 +105,7 @@ def _as_gradient(gradient: Tensor) -> nn.Parameter:
 
 def _values(held: object) -> Tensor:
     if isinstance(held, torch.UntypedStorage):
-        return torch.empty(0).set_(held)  # type: ignore[call-overload]  # not in stubs
+        return torch.empty(0).set_(held)
     if isinstance(held, nn.Parameter):
         held = held.grad
     assert isinstance(held, Tensor)

@@ -33,6 +33,7 @@ from tests.runtime.reference import (
     tolerance_at,
     train,
     train_reference,
+    trained_reference,
     wide_input,
 )
 
@@ -51,19 +52,22 @@ def train_gpt(
 ) -> None:
     """Three steps of a small GPT, sharded by block, against the reference."""
     model = TinyGPT(tied_head=tied)
-    plain = copy.deepcopy(model)
+    plain: nn.Module = TinyGPT(tied_head=tied)
     sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
-    clip = theirs = None
+    clip = None
     tolerance = tolerance_at(world.world_size)
-    if max_norm is not None:
+    if max_norm is None:
+        plain, expected = trained_reference(
+            TinyGPT, world.world_size, gpt_input, optimize, tied_head=tied
+        )
+    else:
         norm = max_norm
         clip = lambda m: clip_grad_norm_(m, norm)  # noqa: E731
         theirs = lambda m: nn.utils.clip_grad_norm_(m.parameters(), norm)  # noqa: E731
         tolerance = 1e-5
-
-    expected = train_reference(
-        plain, world.world_size, gpt_input, optimize, clip=theirs
-    )
+        expected = train_reference(
+            plain, world.world_size, gpt_input, optimize, clip=theirs
+        )
     losses = train(sharded, world.rank, gpt_input, optimize, clip=clip)
 
     mine = [step[world.rank] for step in expected]

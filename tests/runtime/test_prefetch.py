@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -39,7 +38,7 @@ from tests.runtime.reference import (
     gpt_input,
     gpt_units,
     train,
-    train_reference,
+    trained_reference,
     wide_input,
 )
 
@@ -123,11 +122,9 @@ def test_few_units_have_memory_at_once(
 def branches(world: World, options: dict[str, Any]) -> tuple[Steps, bool]:
     """Events of an encoder and a decoder, units inside units; whether it trains
     right."""
-    model = EncoderDecoder()
-    plain = copy.deepcopy(model)
     make = wide_input(6)
-    sharded = apply_units(model, EncoderDecoder.UNITS, **options)
-    expected = train_reference(plain, world.world_size, make, adamw)
+    sharded = apply_units(EncoderDecoder(), EncoderDecoder.UNITS, **options)
+    plain, expected = trained_reference(EncoderDecoder, world.world_size, make, adamw)
     losses = train(sharded, world.rank, make, adamw)
     assert_same_training(
         sharded, plain, losses, [step[world.rank] for step in expected]
@@ -178,10 +175,11 @@ def test_a_unit_that_shares_its_output_with_one_inside_misleads_nobody(
 
 def train_gpt(world: World, path: str, options: dict[str, Any]) -> None:
     """Three steps equal the reference."""
-    plain = TinyGPT(layers=3)
     model = TinyGPT(layers=3)
     sharded = apply_units(model, gpt_units(model), path=path, **options)
-    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    plain, expected = trained_reference(
+        TinyGPT, world.world_size, gpt_input, adamw, layers=3
+    )
     losses = train(sharded, world.rank, gpt_input, adamw)
     assert_same_training(
         sharded, plain, losses, [step[world.rank] for step in expected]
@@ -250,11 +248,12 @@ def test_listed_units_are_gathered_at_once_nearest_first(
 
 def train_listed(world: World, path: str) -> None:
     """Training with lists equals the reference."""
-    plain = TinyGPT(layers=4)
     model = TinyGPT(layers=4)
     sharded = apply_units(model, gpt_units(model), path=path)
     list_ahead(sharded)
-    expected = train_reference(plain, world.world_size, gpt_input, adamw)
+    plain, expected = trained_reference(
+        TinyGPT, world.world_size, gpt_input, adamw, layers=4
+    )
     losses = train(sharded, world.rank, gpt_input, adamw)
     assert_same_training(
         sharded, plain, losses, [step[world.rank] for step in expected]

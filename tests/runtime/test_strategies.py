@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -41,6 +42,7 @@ from tests.runtime.reference import (
     tolerance_at,
     train,
     train_reference,
+    trained_reference,
 )
 from tests.runtime.traffic import Counts, counts, planned
 
@@ -74,13 +76,14 @@ def train_on(
 ) -> Counts:
     """Three steps against the reference, equal on all ranks; what they sent."""
     model = TinyGPT()
-    plain = copy.deepcopy(model)
     options = ranks_of(form, shape)
     sharded = apply_units(
         model, gpt_units(model), path=path, strategy=strategy, **options
     )
 
-    expected = train_reference(plain, world.world_size, gpt_input, adamw, steps=STEPS)
+    plain, expected = trained_reference(
+        TinyGPT, world.world_size, gpt_input, adamw, steps=STEPS
+    )
     with record() as calls:
         losses = train(sharded, world.rank, gpt_input, adamw, steps=STEPS)
 
@@ -92,6 +95,7 @@ def train_on(
     return counts(calls)
 
 
+@cache
 def sent_in(
     strategy: ShardingStrategy, world_size: int, shard_world_size: int | None
 ) -> Counts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 
 from composable_fsdp import load, save, verify
 from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.storage.fit import Fit
+from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.source import Copy
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, message_of
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -243,14 +244,14 @@ def check_late_fault(world: World, folder: Path) -> tuple[str, bool]:
     model = make("composable")
     optimizer = optimizer_of(model)
     save(folder / "run", model, optimizer)
-    copy = Fit.copy
+    finish = NativeSource.finish
 
-    def half(fit: Fit) -> None:
-        copy(fit)
+    def half(source: NativeSource, copies: Sequence[Copy]) -> None:
+        finish(source, copies)
         if world.rank:
             raise OSError(errno.EIO, "Input/output error", "a shard")
 
-    with mock.patch.object(Fit, "copy", half):
+    with mock.patch.object(NativeSource, "finish", half):
         text = message_of(lambda: load(folder, model, optimizer))
     load(folder, model, optimizer)
     return text, bool(torch.isfinite(torch.tensor(step(model, optimizer, 0))))

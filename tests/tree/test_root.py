@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_fsdp import NotRootError, fully_shard
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handle import _LEAVES
+from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree import root as roots
@@ -192,7 +192,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(
 ) -> None:
     """States, handles and owner entries vanish with the module, used or not."""
     gc.collect()
-    owners, leaves = len(OWNERS), len(_LEAVES)
+    owners, leaves = len(OWNERS), len(LEAVES)
     model = nested()
     use(model)
     gone = [weakref.ref(state) for state in _get_fsdp_states(model)]
@@ -205,7 +205,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(
     assert [ref() for ref in gone] == [None] * 3
     assert [ref() for ref in gone_handles] == [None] * 3
     assert len(OWNERS) == owners
-    assert len(_LEAVES) == leaves
+    assert len(LEAVES) == leaves
 
 
 @pytest.mark.req("S1-30")

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.optim.sharded import SCALARS
+from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.storage.formats.named_optim import Optim, named_optim
 from composable_fsdp.storage.formats.stored import Stored
 from composable_fsdp.storage.source import OWN_STATE, Source, TensorInfo

@@ -1,0 +1,107 @@
+"""``flat_parameters``: what an element-wise optimizer steps on with the fewest kernels.
+
+An optimizer over the originals has as many tensors as the model has parameters; over
+the flat parameters it has one per region, and does per step what that costs::
+
+    model.parameters()        up.weight  up.bias  down.weight  down.bias ..
+    flat_parameters(model)   [ up.weight  up.bias  down.weight  down.bias | padding ]
+
+The padding has zero as its value and gradient, and is in no norm and no state dict.
+"""
+
+from __future__ import annotations
+
+import functools
+from operator import attrgetter
+
+from torch import nn
+
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.handed_out import clear_flat_gradients, flat_of
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.flat.integrity import is_regrouped
+from composable_fsdp.naming import shown, strip_wrapper
+from composable_fsdp.optim.guard import watch_optimizers
+from composable_fsdp.optim.watch import meet_optimizers
+from composable_fsdp.runtime.recover import settle
+from composable_fsdp.runtime.regroup import follow_requires_grad
+from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_handles,
+    _get_fsdp_states,
+    no_unit,
+    require_module,
+)
+
+_WHAT = "flat_parameters"
+
+
+def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return one parameter per trainable region: all that an optimizer has to step on.
+
+    Each is ``(shard_numel,)``: its data is the region's shard, which the original
+    parameters view, and backward makes the flat gradient its ``.grad``. In the order of
+    the handles and their regions, the same on all ranks; then trainable parameters of
+    ``module`` that no unit holds, as they are. Asked again it gives the same objects,
+    also after the model was moved, cast or given values on meta.
+
+    From then on ``.grad`` of the originals is None; gradients that they have by then
+    move. A parameter that got no gradient has zeros where others of its region have
+    one, so an element-wise optimizer steps it with a zero gradient: its weight decays
+    and its momentum runs on. An optimizer over the originals of a flat parameter, or
+    one that is not element-wise, is refused at its next step.
+
+    Clear gradients with ``optimizer.zero_grad()``, or ``zero_grad()`` of ``module`` or
+    of a unit; that of a module around them does not know of flat parameters.
+
+    Sends nothing; all ranks should call it alike.
+    Raises: CompositionError, if ``module`` holds no unit, or parameters of a unit that
+    is not in it; PhaseError, inside forward, backward or ``unshard_params``.
+
+    >>> optim = AdamW(flat_parameters(model), foreach=True)     # doctest: +SKIP
+    """
+    require_module(module, _WHAT)
+    states = _get_fsdp_states(module)
+    if not states:
+        raise no_unit(module, _WHAT, recurse=True)
+    handles = {state.handle for state in states}
+    others = []
+    for name, parameter in module.named_parameters():
+        found = find_leaf(parameter)
+        if found is None:
+            others.append(parameter)
+        elif found[0] not in handles:
+            raise CompositionError(
+                f"{_WHAT} was called on a {type(module).__name__} that holds parameter "
+                f"{shown(strip_wrapper(name))} of fully sharded module "
+                f"{found[0].name}, and not that module: a flat parameter is of all of "
+                "a unit. Pass the fully sharded module, or the whole model."
+            )
+    for state in states:
+        settle(state, _WHAT)
+        if is_regrouped(state.handle):
+            follow_requires_grad(ensure_root(state), state.handle)
+    flats = [
+        flat_of(handle, region)
+        for handle in _get_fsdp_handles(module)
+        for region in handle.trainable
+    ]
+    # Optimizers that have stepped already may hold the originals.
+    meet_optimizers()
+    watch_optimizers()
+    for each in (module, *(m for state in states for m in state.modules)):
+        _clear_flat_ones_too(each)
+    return [*flats, *filter(attrgetter("requires_grad"), others)]
+
+
+def _clear_flat_ones_too(module: nn.Module) -> None:
+    """Have ``module.zero_grad()`` clear the flat gradients as well."""
+    if getattr(module.zero_grad, "func", None) is not _zero_grad:
+        own = functools.partial(_zero_grad, module)
+        vars(module)["zero_grad"] = functools.update_wrapper(own, module.zero_grad)
+
+
+def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    type(module).zero_grad(module, set_to_none)
+    for handle in _get_fsdp_handles(module):
+        clear_flat_gradients(handle, set_to_none=set_to_none)

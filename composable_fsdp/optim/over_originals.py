@@ -1,0 +1,125 @@
+"""An optimizer over flat parameters, dressed as one over the originals.
+
+For what reads or writes the state of one parameter after the other, in place: state by
+name, and the native checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.handed_out import Flat, find_flat
+from composable_fsdp.naming import shown
+from composable_fsdp.optim.per_original import (
+    Part,
+    has_flats,
+    is_elementwise,
+    join,
+    originals,
+    part_of_state,
+    parts_of,
+    require_joinable,
+    same_scalar,
+)
+from composable_fsdp.optim.watch import meet
+
+Values = dict[str, Any]
+
+
+def over_originals(optim: Any) -> Any:
+    """``optim``, or if it has flat parameters what it looks like over the originals."""
+    groups = getattr(optim, "param_groups", None)
+    return OverOriginals(optim) if groups and has_flats(groups) else optim
+
+
+class OverOriginals:
+    """``param_groups``, ``state``, ``defaults`` and ``load_state_dict`` per original.
+
+    ``state`` shows each its part of the optimizer's state, in the optimizer's memory.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+        self.defaults = getattr(optim, "defaults", {})
+        self.param_groups = originals(optim.param_groups)
+        found = (find_flat(p) for g in optim.param_groups for p in g["params"])
+        self.flats = [(each[1], parts_of(*each)) for each in found if each is not None]
+        self.state = _States(optim, self.flats)
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Load a state by numbers of the originals. Raises: as ``join``."""
+        meet(self.optim)
+        groups, present = self.optim.param_groups, self.optim.state
+        self.optim.load_state_dict(join(groups, given, present))
+
+    def require_joinable(self, values_of: Callable[[nn.Parameter], Values]) -> None:
+        """Refuse what ``load_state_dict`` would, of values that are not read yet.
+
+        Raises: CheckpointError, as ``require_joinable`` of ``per_original``.
+        """
+        for _, parts in self.flats:
+            require_joinable(parts, [values_of(part.leaf) for part in parts])
+
+
+class _States:
+    """``optim.state`` by originals: ``[leaf]`` and ``.get(leaf, default)``."""
+
+    def __init__(
+        self, optim: torch.optim.Optimizer, flats: list[tuple[Flat, list[Part]]]
+    ) -> None:
+        self._whole = optim.state
+        self._places = {
+            id(part.leaf): (flat, part) for flat, parts in flats for part in parts
+        }
+
+    def __getitem__(self, leaf: nn.Parameter) -> Values:
+        place = self._places.get(id(leaf))
+        if place is None:
+            values: Values = self._whole[leaf]
+            return values
+        return _PartState(self._whole[place[0].parameter], *place)
+
+    def get(self, leaf: nn.Parameter, default: Any = None) -> Any:
+        """The state of a leaf, or ``default`` where there is none."""
+        place = self._places.get(id(leaf))
+        key = leaf if place is None else place[0].parameter
+        return self[leaf] if self._whole.get(key) else default
+
+
+class _PartState(Values):
+    """The state of one original; what is set here is written into the flat state."""
+
+    def __init__(self, whole: Values, flat: Flat, part: Part) -> None:
+        super().__init__(
+            {name: part_of_state(part, flat, name, v) for name, v in whole.items()}
+        )
+        self._whole, self._flat, self._part = whole, flat, part
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        part, whole = self._part, self._whole
+        if not is_elementwise(part, name, value):
+            if name in whole and not same_scalar(whole[name], value):
+                raise CheckpointError(
+                    f"Optimizer state {name!r} of {shown(part.name)} is {whole[name]} "
+                    f"and cannot be set to {value}: the parameters of its flat "
+                    "parameter have one value. Load all of them: "
+                    "optim_state_dict_to_load(model, optim, state)."
+                )
+            whole[name] = value
+        else:
+            flat = whole.get(name)
+            if flat is None:
+                flat = value.new_zeros(self._flat.layout.shard_numel)
+            whole[name] = flat = flat.to(value.dtype)
+            value = part.view(flat).copy_(value.view(part.leaf.shape))
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Set each; that of dict would set them here alone."""
+        for name, value in Values(*args, **kwargs).items():
+            self[name] = value

@@ -1,0 +1,676 @@
+"""``flat_parameters``: the same training with one tensor per region."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    CompositionError,
+    CPUOffload,
+    MixedPrecision,
+    PhaseError,
+    ShardedGradScaler,
+    ShardingStrategy,
+    clip_grad_norm_,
+    flat_parameters,
+    fully_shard,
+    get_full_grad,
+    no_sync,
+    replicate,
+    set_full_grad,
+    unshard_params,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.testing.models import TinyGPT, tiny_mlp
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.access.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    one_to_three_ranks,
+    several_ranks,
+)
+from tests.optim.models import INPUT, mixed
+from tests.runtime.reference import (
+    STRATEGIES,
+    Optimize,
+    adamw,
+    apply_units,
+    assert_same_training,
+    backward,
+    differences,
+    gpt_input,
+    gpt_units,
+    loss_of,
+    sgd,
+    tolerance_at,
+    train,
+    train_reference,
+    wide_input,
+)
+
+x_of = wide_input(8)
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KEPT_LOW = MixedPrecision(
+    param_dtype=torch.bfloat16,
+    reduce_dtype=torch.bfloat16,
+    keep_low_precision_grads=True,
+)
+
+
+def regions(model: nn.Module) -> list[Any]:
+    return [r for handle in _get_fsdp_handles(model) for r in handle.trainable]
+
+
+def grad_of(model: nn.Module, name: str) -> Tensor:
+    gradient = get_full_grad(model, name)
+    assert gradient is not None
+    return gradient
+
+
+def hook_on(tensor: Any, kind: str, hook: Callable[..., object]) -> None:
+    """Register a hook; torch's methods have no types."""
+    getattr(tensor, kind)(hook)
+
+
+def twins(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """The same sharded model twice."""
+    model = TinyGPT()
+    other = copy.deepcopy(model)
+    return tuple(apply_units(m, gpt_units(m), **options) for m in (model, other))  # type: ignore[return-value]
+
+
+def check_as_plain(
+    world: World, path: str, strategy: ShardingStrategy, max_norm: float | None
+) -> None:
+    model = TinyGPT(tied_head=True)
+    plain = copy.deepcopy(model)
+    sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
+    clip = theirs = None
+    tolerance = tolerance_at(world.world_size)
+    if max_norm is not None:
+        norm = max_norm
+        clip = lambda m: clip_grad_norm_(m, norm)  # noqa: E731
+        theirs = lambda m: nn.utils.clip_grad_norm_(m.parameters(), norm)  # noqa: E731
+        tolerance = 1e-5
+
+    expected = train_reference(plain, world.world_size, gpt_input, adamw, clip=theirs)
+    losses = train(
+        sharded,
+        world.rank,
+        gpt_input,
+        lambda _: adamw(flat_parameters(sharded)),
+        clip=clip,
+    )
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(sharded, plain, losses, mine, tolerance=tolerance)
+    assert world.all_equal(sharded.state_dict())
+
+
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@one_to_three_ranks
+def test_training_on_flat_parameters_is_that_of_the_plain_model(
+    ranks: RankCount, path: str, strategy: ShardingStrategy, world_size: int
+) -> None:
+    """AdamW over the flat parameters: bitwise at one and two ranks."""
+    ranks(world_size).run(check_as_plain, path, strategy, None)
+
+
+@one_to_three_ranks
+def test_clipping_takes_the_norm_of_the_whole_flat_gradients(
+    ranks: RankCount, world_size: int
+) -> None:
+    """``clip_grad_norm_(model, ...)`` scales as on the plain model."""
+    ranks(world_size).run(check_as_plain, "composable", STRATEGIES[0], 0.05)
+
+
+def check_as_originals(
+    world: World, options: dict[str, Any], optimize: Optimize
+) -> None:
+    ours, theirs = twins(**options)
+    flats = flat_parameters(ours)
+
+    losses = train(ours, world.rank, gpt_input, lambda _: optimize(flats))
+    expected = train(theirs, world.rank, gpt_input, optimize)
+
+    assert losses == expected
+    assert differences(ours.state_dict(), theirs.state_dict()) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "optimize"),
+    [
+        ({"mixed_precision": BF16}, adamw),
+        # torch's AdamW takes no gradients of another dtype.
+        ({"mixed_precision": KEPT_LOW}, sgd),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, adamw),
+        ({"strategy": ShardingStrategy.NO_SHARD, "mixed_precision": BF16}, adamw),
+    ],
+    ids=["bf16", "low precision kept", "offloaded", "not sharded, bf16"],
+)
+@one_to_three_ranks
+def test_precision_and_offload_train_as_over_the_originals(
+    ranks: RankCount, options: dict[str, Any], optimize: Optimize, world_size: int
+) -> None:
+    """Weights and losses are equal bit by bit at any number of ranks."""
+    ranks(world_size).run(check_as_originals, options, optimize)
+
+
+def check_accumulation(world: World, options: dict[str, Any]) -> None:
+    ours, theirs = twins(**options)
+    made = flat_parameters(ours), list(theirs.parameters())
+    for model, parameters in zip((ours, theirs), made, strict=True):
+        optimizer = adamw(parameters)
+        for at in range(2):
+            with no_sync(model):
+                backward(loss_of(model, gpt_input(3 * at, world.rank)))
+            # Reduced on its own, then added to.
+            backward(loss_of(model, gpt_input(3 * at + 1, world.rank)))
+            backward(loss_of(model, gpt_input(3 * at + 2, world.rank)))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=at == 0)
+
+    assert differences(ours.state_dict(), theirs.state_dict()) == {}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@several_ranks
+def test_gradients_accumulate_with_and_without_reduction(
+    ranks: RankCount, offload: bool, world_size: int
+) -> None:
+    """no_sync, two reductions, and zero_grad in both its ways."""
+    options = {"cpu_offload": CPUOffload(offload_params=offload)}
+    ranks(world_size).run(check_accumulation, options)
+
+
+def test_there_is_one_parameter_per_trainable_region_in_the_order_of_handles(
+    one_rank: World,
+) -> None:
+    """Each shares the memory of its region's shard; frozen regions have none."""
+    model = mixed("composable")
+
+    flats = flat_parameters(model)
+
+    assert len(flats) == len(regions(model)) == 3
+    for flat, region in zip(flats, regions(model), strict=True):
+        assert type(flat) is nn.Parameter
+        assert flat.shape == (region.layout.shard_numel,)
+        assert flat.data_ptr() == region.shard.data_ptr()
+
+
+def test_asked_again_it_gives_the_same_objects(one_rank: World) -> None:
+    """Of the model, of a part of it, and after steps."""
+    model = gpt("composable")
+    first = flat_parameters(model)
+
+    train(model, 0, gpt_input, lambda _: adamw(first))
+
+    again = flat_parameters(model)
+    part = flat_parameters(model.get_submodule("blocks.1"))
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert len(part) < len(first)
+    assert {*map(id, part)} <= {*map(id, first)}
+
+
+def test_the_originals_show_no_gradient_and_lose_theirs_to_the_flat_one(
+    one_rank: World,
+) -> None:
+    """Gradients of before move; those of later backwards go to the flat parameter."""
+    model = fully_shard(tiny_mlp())
+    backward(loss_of(model, x_of(0, 0)))
+    names = [name for name, _ in model.named_parameters()]
+    before = [grad_of(model, name) for name in names]
+
+    (flat,) = flat_parameters(model)
+
+    after = [grad_of(model, name) for name in names]
+    assert all(p.grad is None for p in model.parameters())
+    assert all(map(torch.equal, before, after))
+    assert flat.grad is not None
+    backward(loss_of(model, x_of(1, 0)))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("who", ["optimizer", "model", "unit"])
+@both_paths
+def test_zero_grad_of_optimizer_model_or_unit_clears_the_gradients(
+    one_rank: World, path: str, who: str, set_to_none: bool
+) -> None:
+    """Clip finds a norm of zero and ``get_full_grad`` nothing afterwards."""
+    model = apply_units(tiny_mlp(), [], path=path)
+    optimizer = adamw(flat_parameters(model))
+    backward(loss_of(model, x_of(0, 0)))
+    assert clip_grad_norm_(model, 1.0) > 0
+    unit: nn.Module = getattr(model, "module", model)
+    cleared: Any = {"optimizer": optimizer, "model": model, "unit": unit}[who]
+
+    cleared.zero_grad(set_to_none=set_to_none)
+
+    assert clip_grad_norm_(model, 1.0) == 0
+    name, _ = next(model.named_parameters())
+    gradient = get_full_grad(model, name)
+    assert gradient is None if set_to_none else not gradient.any()  # type: ignore[union-attr]
+
+
+def check_gradients_by_name(world: World) -> None:
+    model = gpt("composable")
+    flats = flat_parameters(model)
+    backward(loss_of(model, gpt_input(0, world.rank)))
+    name, parameter = next(iter(model.named_parameters()))
+    seen = get_full_grad(model, name)
+    assert seen is not None
+    with unshard_params(model, with_grads=True):
+        shown = dict(model.named_parameters())[name]
+        assert shown.grad is not None
+        assert torch.equal(shown.grad, seen)
+        shown.grad.mul_(2)
+    doubled = get_full_grad(model, name)
+    set_full_grad(model, name, None)
+    empty = get_full_grad(model, name)
+    set_full_grad(model, name, seen)
+
+    assert doubled is not None
+    assert torch.equal(doubled, 2 * seen)
+    assert empty is not None
+    assert not empty.any()
+    again = get_full_grad(model, name)
+    assert again is not None
+    assert torch.equal(again, seen)
+    assert parameter.grad is None
+    assert all(flat.grad is not None for flat in flats)
+
+
+@one_to_three_ranks
+def test_gradients_by_name_are_read_and_written_in_the_flat_gradient(
+    ranks: RankCount, world_size: int
+) -> None:
+    """get_full_grad, set_full_grad and unshard_params(with_grads=True)."""
+    ranks(world_size).run(check_gradients_by_name)
+
+
+def check_penalty(world: World, first: bool) -> None:
+    plain = tiny_mlp()
+    model = fully_shard(copy.deepcopy(plain))
+    made = {model: adamw(flat_parameters(model)), plain: adamw(plain.parameters())}
+    for at in range(2):
+        for each, optimizer in made.items():
+            penalty = 0.1 * sum(p.square().sum() for p in each.parameters())
+            loss = loss_of(each, x_of(at, 0))
+            for term in (penalty, loss) if first else (loss, penalty):
+                backward(term)  # type: ignore[arg-type]
+            if not first:
+                norm = clip_grad_norm_(each, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert first or norm > 0
+    found = differences(model.state_dict(), plain.state_dict())
+    assert max(found.values(), default=0.0) < 1e-6
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_that_the_originals_get_beside_their_unit_are_added(
+    ranks: RankCount, first: bool
+) -> None:
+    """A penalty on the weights counts in norm and step, before and after the loss."""
+    ranks(1).run(check_penalty, first)
+
+
+def check_hooks(world: World) -> list[Any]:
+    model = fully_shard(tiny_mlp())
+    seen: list[Any] = []
+    weight, other, *_ = model.parameters()
+    hook_on(weight, "register_hook", lambda g: g * 0)
+    hook_on(
+        weight,
+        "register_post_accumulate_grad_hook",
+        lambda p: seen.append(p.grad.clone()),
+    )
+    (flat,) = flat_parameters(model)
+    backward(loss_of(model, x_of(0, world.rank)))
+
+    assert len(seen) == 1
+    assert seen[0].shape == weight.shape
+    assert not seen[0].any()
+    assert weight.grad is other.grad is None
+    assert not grad_of(model, "0.weight").any()
+    assert flat.grad is not None
+    return [flat.grad.any().item()]
+
+
+@one_to_three_ranks
+def test_hooks_of_the_originals_see_and_replace_their_parts(
+    ranks: RankCount, world_size: int
+) -> None:
+    """A tensor hook that gives zeros, and a hook after accumulation that looks."""
+    assert all(map(all, ranks(world_size).run(check_hooks)))
+
+
+def check_scaler(world: World) -> list[float]:
+    model = fully_shard(tiny_mlp())
+    flats = flat_parameters(model)
+    optimizer = adamw(flats)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    before = [flat.detach().clone() for flat in flats]
+    backward(scaler.scale(loss_of(model, x_of(0, world.rank))))
+    if world.rank == world.world_size - 1:
+        gradient = flats[0].grad
+        assert gradient is not None
+        gradient[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert all(map(torch.equal, before, flats))
+    return [scaler.get_scale()]
+
+
+@several_ranks
+def test_the_scaler_skips_on_all_ranks_what_one_found(
+    ranks: RankCount, world_size: int
+) -> None:
+    """An infinity in one rank's flat gradient skips the step and halves the scale."""
+    assert ranks(world_size).run(check_scaler) == [[4.0]] * world_size
+
+
+def check_padding(world: World) -> None:
+    model = mixed("composable")
+    flats = flat_parameters(model)
+    optimizer = torch.optim.AdamW(flats, lr=0.1, weight_decay=0.5)
+    for at in range(2):
+        backward(loss_of(model, INPUT(at, world.rank)))
+        norm = clip_grad_norm_(model, 100.0)
+        by_hand = [
+            get_full_grad(model, name)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+        total = torch.stack([g.norm() for g in by_hand if g is not None]).norm()
+        assert torch.allclose(norm, total)
+        optimizer.step()
+        optimizer.zero_grad()
+    for region in regions(model):
+        padding = torch.ones_like(region.shard, dtype=torch.bool)
+        for start, stop, at in region.layout.shard_cuts(region.rank, rows=True).parts:
+            padding[at : at + stop - start] = False
+        assert not region.shard[padding].any()
+
+
+@several_ranks
+def test_padding_stays_zero_and_counts_nowhere(
+    ranks: RankCount, world_size: int
+) -> None:
+    """Not in the norm of the gradients, and no step makes a value of it."""
+    ranks(world_size).run(check_padding)
+
+
+def test_an_unused_parameter_is_stepped_with_a_gradient_of_zeros(
+    one_rank: World,
+) -> None:
+    """Where others of its region have a gradient: its weight decays."""
+    model = mixed("composable")
+    optimizer = torch.optim.SGD(flat_parameters(model), lr=0.1, weight_decay=0.5)
+    unused = dict(model.named_parameters())["unused"]
+    before = unused.detach().clone()
+
+    backward(loss_of(model, INPUT(0, 0)))
+    optimizer.step()
+
+    assert torch.allclose(unused, before * 0.95)
+    assert not grad_of(model, "unused").any()
+
+
+def test_trainable_parameters_that_no_unit_holds_come_last_as_they_are(
+    one_rank: World,
+) -> None:
+    """Ignored ones would otherwise not train without a word."""
+    model = tiny_mlp()
+    ignored = model[2].weight
+    fully_shard(model, ignored_states=[ignored])
+
+    *flats, last = flat_parameters(model)
+
+    assert last is ignored
+    assert len(flats) == len(regions(model))
+
+
+@pytest.mark.parametrize("made", ["before", "after", "stepped before", "with both"])
+def test_an_optimizer_over_the_originals_is_refused_beside_flat_parameters(
+    one_rank: World, made: str
+) -> None:
+    """At its next step, before it changes anything, whenever it was made."""
+    model = fully_shard(tiny_mlp())
+    optimizer = adamw(model.parameters())
+    if made == "stepped before":
+        for at in range(3):
+            backward(loss_of(model, x_of(at, 0)))
+            optimizer.step()
+    flats = flat_parameters(model)
+    if made == "after":
+        optimizer = adamw(model.parameters())
+    elif made == "with both":
+        optimizer = adamw([*flats, next(model.parameters())])
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(loss_of(model, x_of(3, 0)))
+
+    with pytest.raises(CompositionError, match=r"'0\.weight'.*has handed out"):
+        optimizer.step()
+
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor"])
+def test_optimizers_that_are_not_element_wise_are_refused_on_flat_parameters(
+    one_rank: World, name: str
+) -> None:
+    """Also where nothing is cut: the flat parameter joins several."""
+    model = fully_shard(tiny_mlp())
+    optimizer = getattr(torch.optim, name)(flat_parameters(model))
+    backward(loss_of(model, x_of(0, 0)))
+
+    with pytest.raises(CompositionError, match="joins what this rank holds of several"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+def test_a_module_without_a_unit_is_refused(one_rank: World) -> None:
+    """The error says what to apply first, or which module to pass."""
+    model = fully_shard(tiny_mlp())
+
+    plain = message_of(lambda: flat_parameters(tiny_mlp()))
+    inner = message_of(lambda: flat_parameters(model[0]))
+    wrong = message_of(lambda: flat_parameters([model]))  # type: ignore[arg-type]
+
+    assert plain.startswith("CompositionError")
+    assert "Apply fully_shard first" in plain
+    assert "belong to the fully sharded Sequential above it" in inner
+    assert wrong.startswith("TypeError")
+
+
+def test_a_module_with_parameters_of_a_unit_above_it_is_refused(
+    one_rank: World,
+) -> None:
+    """Those would be left out, and the unit above has no part of a flat parameter."""
+    model = apply_units(nn.Sequential(tiny_mlp()), ["0.0"])
+
+    text = message_of(lambda: flat_parameters(model[0]))  # type: ignore[index]
+
+    assert "holds parameter '2.weight' of fully sharded" in text
+    assert all(region.flat is None for region in regions(model))
+
+
+def test_it_is_refused_inside_forward_and_inside_backward(one_rank: World) -> None:
+    """Units are full by turns there."""
+    model = fully_shard(tiny_mlp())
+    texts: list[str] = []
+
+    def ask(*_: object) -> None:
+        texts.append(message_of(lambda: flat_parameters(model)))
+
+    model[1].register_forward_hook(ask)
+    loss = loss_of(model, x_of(0, 0))
+    hook_on(loss, "register_hook", ask)
+    backward(loss)
+
+    assert all(text.startswith(PhaseError.__name__) for text in texts)
+    assert "inside the forward" in texts[0]
+    assert "inside backward" in texts[-1]
+
+
+def check_dtype_change(world: World) -> None:
+    model = gpt("composable")
+    flats = flat_parameters(model)
+    model.to(torch.float64)
+    losses = train(model, world.rank, gpt_input, lambda _: adamw(flats))
+
+    assert all(flat.dtype == torch.float64 for flat in flats)
+    assert all(a is b for a, b in zip(flats, flat_parameters(model), strict=True))
+    assert losses[0] != losses[-1]
+
+
+@one_to_three_ranks
+def test_flat_parameters_go_along_when_the_model_is_cast(
+    ranks: RankCount, world_size: int
+) -> None:
+    """The same objects view the new shards, and train."""
+    ranks(world_size).run(check_dtype_change)
+
+
+def check_meta(world: World) -> None:
+    plain = tiny_mlp()
+    with torch.device("meta"):
+        model = tiny_mlp()
+    fully_shard(model)
+    flats = flat_parameters(model)
+    optimizer = adamw(flats)
+    assert all(flat.is_meta for flat in flats)
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    losses = train(model, world.rank, x_of, lambda _: optimizer)
+    expected = train_reference(plain, world.world_size, x_of, adamw)
+
+    mine = [step[world.rank] for step in expected]
+    assert all(a is b for a, b in zip(flats, flat_parameters(model), strict=True))
+    assert_same_training(
+        model, plain, losses, mine, tolerance=tolerance_at(world.world_size)
+    )
+
+
+@one_to_three_ranks
+def test_flat_parameters_of_a_model_on_meta_are_the_same_after_it_got_values(
+    ranks: RankCount, world_size: int
+) -> None:
+    """An optimizer made of them then trains."""
+    ranks(world_size).run(check_meta)
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_model_and_optimizer_copied_together_train_apart_from_the_original(
+    one_rank: World, order: str
+) -> None:
+    """The copied optimizer holds the copied model's flat parameters."""
+    model = gpt("composable")
+    optimizer = adamw(flat_parameters(model))
+    train(model, 0, gpt_input, lambda _: optimizer)
+
+    if order == "model first":
+        copied, other = copy.deepcopy((model, optimizer))
+    else:
+        other, copied = copy.deepcopy((optimizer, model))
+    ours = train(model, 0, gpt_input, lambda _: optimizer)
+    theirs = train(copied, 0, gpt_input, lambda _: other)
+
+    assert ours == theirs
+    assert differences(model.state_dict(), copied.state_dict()) == {}
+    assert not set(flat_parameters(model)) & set(flat_parameters(copied))
+
+
+def check_freezing(world: World, whole: bool) -> list[str]:
+    ours, theirs = twins()
+    flats = flat_parameters(ours)
+    kept = adamw(flats), adamw(theirs.parameters())
+    for model, optimizer in zip((ours, theirs), kept, strict=True):
+        train(model, world.rank, gpt_input, lambda _, o=optimizer: o)  # type: ignore[misc]
+        part = model.get_submodule("blocks.0" if whole else "blocks.0.up")
+        part.requires_grad_(False)
+    texts = [
+        message_of(
+            partial(train, model, world.rank, gpt_input, lambda _, o=optimizer: o)  # type: ignore[misc]
+        )
+        for model, optimizer in zip((ours, theirs), kept, strict=True)
+    ]
+    found = differences(ours.state_dict(), theirs.state_dict())
+    assert texts[1] == "nothing was raised"
+    assert whole == (found == {}), found
+    after = flat_parameters(ours)
+    assert len(after) == len(flats) - whole
+    return [texts[0]]
+
+
+@several_ranks
+def test_a_unit_that_is_frozen_as_a_whole_keeps_its_flat_parameter(
+    ranks: RankCount, world_size: int
+) -> None:
+    """It has no gradient, so the optimizer leaves it as it is."""
+    texts = ranks(world_size).run(check_freezing, True)
+
+    assert texts == [["nothing was raised"]] * world_size
+
+
+@several_ranks
+def test_freezing_part_of_a_region_has_the_optimizers_step_refused(
+    ranks: RankCount, world_size: int
+) -> None:
+    """The message names parameters and the way out; new flat parameters are there."""
+    for (text,) in ranks(world_size).run(check_freezing, False):
+        assert text.startswith("CompositionError: AdamW holds the flat parameter of ")
+        assert "some were frozen or unfrozen since" in text
+
+
+def check_collectives(world: World) -> None:
+    ours, theirs = twins()
+    sent = []
+    for model, make in ((ours, flat_parameters), (theirs, nn.Module.parameters)):
+        with record() as calls:
+            train(model, world.rank, gpt_input, lambda _, m=model, f=make: adamw(f(m)))  # type: ignore[misc]
+        sent.append([(c.op, c.numel) for c in calls])
+
+    assert sent[0] == sent[1]
+
+
+@several_ranks
+def test_the_step_sends_what_it_sends_over_the_originals(
+    ranks: RankCount, world_size: int
+) -> None:
+    """``flat_parameters`` itself sends nothing, nor does a step send more."""
+    ranks(world_size).run(check_collectives)
+
+
+def check_hybrid(world: World) -> None:
+    model = replicate(tiny_mlp())
+    plain = tiny_mlp()
+    losses = train(model, world.rank, x_of, lambda _: adamw(flat_parameters(model)))
+    expected = train_reference(plain, world.world_size, x_of, adamw)
+
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(
+        model, plain, losses, mine, tolerance=tolerance_at(world.world_size)
+    )
+
+
+@several_ranks
+def test_a_replicated_module_has_flat_parameters_as_well(
+    ranks: RankCount, world_size: int
+) -> None:
+    """Every rank holds them whole."""
+    ranks(world_size).run(check_hybrid)
