@@ -13,7 +13,7 @@ its own doing, in memory as in time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,7 +35,10 @@ class FloorUnit:
         parameters: Iterable[tuple[nn.Module, str]],
         compute: torch.dtype,
         reduce: torch.dtype,
+        *,
+        is_root: bool,
     ) -> None:
+        self.is_root = is_root
         self.places = list(parameters)
         self.reduce = reduce
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -50,7 +53,8 @@ class FloorUnit:
         self.shard = nn.Parameter(own)
         self.full = torch.empty(size * world, dtype=compute)
         shapes = [parameter.shape for parameter in held]
-        pieces = self.full[: self.numel].split([s.numel() for s in shapes])
+        sizes = [shape.numel() for shape in shapes]
+        pieces = self.full[: self.numel].split_with_sizes(sizes)
         self.views = [p.view(s).data for p, s in zip(pieces, shapes, strict=True)]
         self.own = self.full[rank * size : (rank + 1) * size]
         self.free()
@@ -65,8 +69,11 @@ class FloorUnit:
         storage = self.full.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.full.numel() * self.full.itemsize)
-            self.own.copy_(self.shard.data)
-            _all_gather(self.full, self.own)
+            if self.own.dtype == self.shard.dtype:
+                _all_gather(self.full, self.shard.data)
+            else:
+                self.own.copy_(self.shard.data)
+                _all_gather(self.full, self.own)
 
     def free(self) -> None:
         """Give the memory of ``full`` back."""
@@ -75,7 +82,7 @@ class FloorUnit:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Gather, and show the modules what to compute with."""
         self.gather()
-        shown = _Shown.apply(self.shard, self)
+        shown = _show(self.shard, self)
         for (owner, key), view in zip(self.places, shown, strict=True):
             owner.__dict__[key] = view
 
@@ -83,9 +90,11 @@ class FloorUnit:
         """Free, and gather again when the output's gradient is there."""
         for owner, key in self.places:
             del owner.__dict__[key]
-        self.free()
+        if not self.is_root:
+            self.free()
         if output.grad_fn is not None:
-            output.register_hook(lambda gradient: self.gather())
+            node: Any = output.grad_fn
+            node.register_prehook(lambda gradients: self.gather())
 
 
 class _Shown(torch.autograd.Function):
@@ -106,6 +115,9 @@ class _Shown(torch.autograd.Function):
         return part.div_(dist.get_world_size()), None
 
 
+_show: Callable[[Tensor, FloorUnit], tuple[Tensor, ...]] = _Shown.apply
+
+
 def floor_shard(
     model: nn.Module,
     units: Iterable[nn.Module],
@@ -121,4 +133,4 @@ def floor_shard(
             for key, parameter in module._parameters.items()
             if key != "flat" and parameter is not None
         ]
-        FloorUnit(unit, places, compute, reduce)
+        FloorUnit(unit, places, compute, reduce, is_root=unit is model)

@@ -72,6 +72,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             # wraps comes by in the ops it makes.
             if not isinstance(tensor, Tensor) or hasattr(tensor, "__tensor_flatten__"):
                 continue
+            if tensor.device.type == "meta":
+                continue
             storage = tensor.untyped_storage()
             key = storage._cdata
             known = self._storages.get(key)
