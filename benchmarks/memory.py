@@ -46,6 +46,7 @@ from composable_fsdp.testing.tiny import TinyBlock
 from composable_fsdp.testing.world import fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 
+LAYERS = 20
 COMPUTE, REDUCE = torch.bfloat16, torch.float32
 SHORT, LONG = 16, 1024
 """Tokens of a batch: next to no activations, and more of them than of all else."""
@@ -93,7 +94,9 @@ class Peak:
     planned: int = 0
 
 
-def measure_peer(shard: Shard, world_size: int, tokens: int) -> Peak:
+def measure_peer(
+    shard: Shard, world_size: int, tokens: int, *, layers: int = LAYERS
+) -> Peak:
     """Count a steady step of a peer."""
     with ExitStack() as stack:
         stack.enter_context(fake_world(world_size))
@@ -101,7 +104,7 @@ def measure_peer(shard: Shard, world_size: int, tokens: int) -> Peak:
         mesh = init_device_mesh("cpu", (world_size,))
         stack.enter_context(fake_tensors())
         live = stack.enter_context(LiveBytes())
-        model = shard(Gpt(), mesh)
+        model = shard(Gpt(layers), mesh)
         return Peak(_step(model, live, tokens))
 
 
@@ -111,6 +114,7 @@ def measure_ours(
     *,
     prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     order: str = "cpu",
+    layers: int = LAYERS,
 ) -> Peak:
     """Count a steady step of ours, allocating in the order of ``cpu`` or ``cuda``."""
     precision = MixedPrecision(param_dtype=COMPUTE, reduce_dtype=REDUCE)
@@ -118,7 +122,7 @@ def measure_ours(
         stack.enter_context(fake_world(world_size))
         stack.enter_context(fake_tensors())
         live = stack.enter_context(LiveBytes())
-        model = Gpt()
+        model = Gpt(layers)
         policy = ModuleWrapPolicy({TinyBlock})
         plan_ = plan(
             model,

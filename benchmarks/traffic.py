@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.floor import floor_shard
 from benchmarks.models import Gpt
 from benchmarks.tables import say, say_versions, table
-from composable_fsdp import ModuleWrapPolicy, fully_shard, plan
+from composable_fsdp import Block, ModuleWrapPolicy, fully_shard, plan
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.planning.unit_plan import Traffic
@@ -138,11 +138,17 @@ def _ours(model: Gpt, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def _ours_by_element(model: Gpt, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model, policy=ModuleWrapPolicy({TinyBlock}), block=Block.ELEMENT)
+    return model
+
+
 VARIANTS: dict[str, Shard] = {
     "plain": _plain,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
     "floor": _floor,
+    "ours, Block.ELEMENT": _ours_by_element,
     "ours": _ours,
 }
 
@@ -265,6 +271,7 @@ def _show_traffic(world_size: int) -> dict[str, dict[str, int]]:
         ],
     )
     equal = recorded_traffic(calls) == planned_traffic(world_size)
+    # Of the last, whose blocks are the plan's.
     say(f"ours sent {'exactly what' if equal else 'OTHER THAN'} the plan says")
     return over
 
