@@ -71,7 +71,7 @@ def require_rest(model: nn.Module) -> None:
         assert [handle.is_full, handle.gathered, handle.calls] == [False, False, []]
         assert handle.phase is Phase.IDLE, handle
         assert handle.open_calls == handle.pending == 0, handle
-        assert not handle.reduce_is_allocated, handle
+        assert not handle.reduce_due, handle
 
 
 def turn(
