@@ -147,9 +147,8 @@ class FlatParamHandle:
     wide: bool
     """Whether the full form is that of the parameters' own dtype; see ``forms``."""
     other_form: Any
-    # Backward. ``task`` is the graph task whose pre-backward has seen this unit,
-    # ``pending`` the gradients it still owes, ``open_calls`` the forwards whose inputs
-    # wait for theirs.
+    # Backward. ``task`` is the graph task whose pre-backward has seen this unit, which
+    # owes ``pending`` gradients; inputs of ``open_calls`` forwards wait for theirs.
     task: int
     pending: int
     open_calls: int

@@ -33,9 +33,9 @@ def test_the_peak_is_below_that_of_fsdp1_and_fsdp2() -> None:
         memory.measure_peer(p, 8, memory.LONG, layers=4).step for p in peers
     )
 
-    ahead = memory.measure_ours(8, tokens, layers=4).step
+    ahead = memory.measure_ours(8, memory.LONG, layers=4).step
     post = BackwardPrefetch.BACKWARD_POST
-    behind = memory.measure_ours(8, tokens, prefetch=post, layers=4).step
+    behind = memory.measure_ours(8, memory.LONG, prefetch=post, layers=4).step
 
     assert ahead <= 1.001 * fsdp2
     assert behind < fsdp1
