@@ -12,7 +12,7 @@ DOCS := $(VENV)/.stamp-docs
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-gpu bench docs long clean
+.PHONY: help demo test check test-gpu bench bench-full docs long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,9 +35,11 @@ check: $(DEV) ## lint, format, types and the fast tests
 test-gpu: ## run the CUDA tests with the system's python3
 	$(PYTHON) -m pytest -m gpu -rs
 
-bench: $(DEV) ## host time per unit and step, and checkpoints, beside the peers
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.host_overhead
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.checkpoint
+bench: $(DEV) ## every benchmark beside the peers, one cell each, ten minutes
+	$(PY) -m benchmarks
+
+bench-full: $(DEV) ## every cell of every benchmark, an hour
+	$(PY) -m benchmarks --full
 
 docs: $(DOCS) ## build the documentation; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

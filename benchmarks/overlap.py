@@ -16,7 +16,6 @@ order, and what waited for what (``schedule.py``).
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import sys
 import time
@@ -25,155 +24,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch as TorchPrefetch
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.link_group import WallLink, link_world
 from benchmarks.measure import in_child
-from benchmarks.schedule import Schedule, counting, hidden, on_streams, seconds
-from benchmarks.tables import say, table
-from composable_fsdp import BackwardPrefetch, fully_shard, plan
+from benchmarks.prefetch_ways import WORLD, Block, Chain, Model, Roberta, Way, ways
+from benchmarks.schedule import (
+    Schedule,
+    Span,
+    counting,
+    hidden,
+    on_streams,
+    seconds,
+)
+from benchmarks.tables import say_versions, table
 from composable_fsdp.testing.memory import LiveBytes, fake_tensors
-from composable_fsdp.testing.tiny import TinyBlock
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 
-WORLD = 8
 MB = 1e6
-PRE, POST = BackwardPrefetch
-
-
-class Block(nn.Module):
-    """The unit of the wall-clock runs: 2.1 M parameters."""
-
-    WIDTH = 1024
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(self.WIDTH, self.WIDTH)
-        self.down = nn.Linear(self.WIDTH, self.WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same."""
-        y: Tensor = x + self.down(torch.relu(self.up(x)))
-        return y
-
-
-class Chain(nn.Module):
-    """Blocks in a row; the root owns a gain, so that inputs need gradients."""
-
-    def __init__(self, units: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(Block.WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(units))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(batch, WIDTH)`` to the same."""
-        x = x * self.gain
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Roberta(nn.Module):
-    """The shapes of RoBERTa-large with a tied head: 355 M parameters, 1.4 GB."""
-
-    def __init__(self, layers: int = 24, width: int = 1024, vocab: int = 50265) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocab, width)
-        self.positions = nn.Embedding(514, width)
-        self.blocks = nn.ModuleList(TinyBlock(width, 16) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids ``(batch, time)`` to logits."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-Model = Chain | Roberta
-Shard = Callable[[Model], nn.Module]
-
-
-def _ours(mode: BackwardPrefetch | None, ahead: bool, model: Model) -> nn.Module:
-    options: dict[str, Any] = {"backward_prefetch": mode, "forward_prefetch": ahead}
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def _fsdp1(mode: TorchPrefetch | None, ahead: bool, model: Model) -> nn.Module:
-    return FSDP1(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block, TinyBlock}),
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-        backward_prefetch=mode,
-        forward_prefetch=ahead,
-    )
-
-
-def _fsdp2(mesh: Any, asynchronous: bool, model: Model) -> nn.Module:
-    for block in model.blocks:
-        fsdp2_fully_shard(block, mesh=mesh)
-    sharded = fsdp2_fully_shard(model, mesh=mesh)
-    if asynchronous:
-        sharded._set_unshard_async_op(True)
-    return model
-
-
-@dataclass(frozen=True)
-class Way:
-    """One library with one setting of its prefetch."""
-
-    name: str
-    shard: Shard
-    ours: tuple[BackwardPrefetch | None, bool] | None = None
-
-    def planned(self, model: Model, device_type: str) -> int | None:
-        """The peak that our planner says of it, of ours only."""
-        if self.ours is None:
-            return None
-        mode, ahead = self.ours
-        blocks = ModuleWrapPolicy({Block, TinyBlock})
-        options: dict[str, Any] = {"backward_prefetch": mode, "forward_prefetch": ahead}
-        made = plan(model, world_size=WORLD, policy=blocks, **options)
-        return made.peak(device_type=device_type).total
-
-
-def _ways(*, streams: bool) -> list[Way]:
-    """All settings; needs a process group. Without streams FSDP2 has one more."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    settings: list[tuple[str, BackwardPrefetch | None, bool]] = [
-        ("ours PRE, forward", PRE, True),
-        ("ours PRE", PRE, False),
-        ("ours POST", POST, False),
-        ("ours none", None, False),
-    ]
-    if streams:
-        del settings[0]  # the host runs ahead: nothing left to prefetch
-    ours = [
-        Way(name, partial(_ours, mode, ahead), (mode, ahead))
-        for name, mode, ahead in settings
-    ]
-    peers = [
-        Way("fsdp1 PRE", partial(_fsdp1, TorchPrefetch.BACKWARD_PRE, not streams)),
-        Way("fsdp2", partial(_fsdp2, mesh, False)),
-    ]
-    if not streams:
-        peers.append(Way("fsdp2 async", partial(_fsdp2, mesh, True)))
-    return [*ours, *peers]
 
 
 def _step(model: nn.Module, example: Tensor) -> None:
@@ -192,7 +62,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WallResult:
-    """Of one way: per bandwidth, median seconds of a step and of its waiting."""
+    """Of one way: per bandwidth, least seconds of a step, median of its waiting."""
 
     steps: list[tuple[float, float]]
     peak: int
@@ -207,10 +77,10 @@ def measure_wall(
     link = WallLink(float("inf"))
     results = {}
     with _quiet(), link_world(WORLD, link):
-        ways = _ways(streams=False)
+        chosen = ways(streams=False)
         example, row = torch.randn(batch, Block.WIDTH), torch.randn(1, Block.WIDTH)
         peaks, plans, models = {}, {}, {}
-        for way in ways:
+        for way in chosen:
             with LiveBytes() as live:
                 models[way.name] = way.shard(Chain(units))
                 _step(models[way.name], row)
@@ -219,7 +89,7 @@ def measure_wall(
             peaks[way.name] = live.peak
             plans[way.name] = way.planned(Chain(units), "cpu")
         samples: dict[str, list[list[tuple[float, float]]]] = {
-            way.name: [[] for _ in megabytes_per_second] for way in ways
+            way.name: [[] for _ in megabytes_per_second] for way in chosen
         }
         for _ in range(rounds):
             for i, speed in enumerate(megabytes_per_second):
@@ -228,7 +98,7 @@ def measure_wall(
                     samples[name][i].append(_timed(link, model, example))
     for name, rows in samples.items():
         medians = [
-            (statistics.median(s for s, _ in row), statistics.median(w for _, w in row))
+            (min(step for step, _ in row), statistics.median(wait for _, wait in row))
             for row in rows
         ]
         results[name] = WallResult(medians, peaks[name], plans[name])
@@ -257,7 +127,7 @@ def simulate(
     results = {}
     schedule = Schedule()
     with _quiet(), link_world(WORLD, schedule):
-        for way in _ways(streams=True):
+        for way in ways(streams=True):
             if not names or way.name in names:
                 results[way.name] = _simulate(way, schedule, make, tokens)
     return results
@@ -305,8 +175,8 @@ def run_wall(options: argparse.Namespace) -> None:
     forward = compute * 1e3 / 3 / options.units
     table(
         f"Milliseconds of a step, of which waiting for the link: {options.units} units,"
-        f" {moved:.1f} MB a collective, forward of one unit {forward:.1f} ms (median of"
-        f" {options.rounds} rounds, one thread)",
+        f" {moved:.1f} MB a collective, forward of one unit {forward:.1f} ms (least"
+        f" step, median wait of {options.rounds} rounds, one thread)",
         header,
         [
             (name, *(f"{s * 1e3:.0f} ({w * 1e3:.0f})" for s, w in result.steps))
@@ -326,7 +196,7 @@ def run_roberta(options: argparse.Namespace) -> None:
     found = in_child(lambda: simulate(partial(Roberta, options.layers), tokens))
     speeds = [float(g) for g in options.gigabytes]
 
-    def spans(result: SimulatedResult, gigabytes: float) -> Any:
+    def spans(result: SimulatedResult, gigabytes: float) -> list[Span]:
         return result.schedule.times(
             operations_per_second=options.teraflops * 1e12,
             bytes_per_second=gigabytes * 1e9,
@@ -352,7 +222,11 @@ def run_roberta(options: argparse.Namespace) -> None:
         f"{none / pre - 1:+.0%}"
         for (none, _), (pre, _) in zip(rows["ours none"], rows["ours PRE"], strict=True)
     ]
-    table("Speed with PRE over none", header, [("ours", *gained)])
+    table(
+        "Speed with PRE over none (claimed: +20%, slow network)",
+        header,
+        [("ours", *gained)],
+    )
     _run_memory(found)
 
 
@@ -368,7 +242,7 @@ def _run_memory(found: dict[str, SimulatedResult]) -> None:
         rows.append((name, *cells))
     table(
         "Peak of a step, MB: counted with activations, and planned without; each "
-        "against ours without prefetch",
+        "against ours without prefetch (claimed: +10%)",
         ("", "counted", "over none", "planned", "over none"),
         rows,
     )
@@ -397,7 +271,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for and print tables."""
     options = _parse(arguments)
-    say(f"torch {torch.__version__}, Python {platform.python_version()}, world {WORLD}")
+    say_versions(f", world {WORLD}")
     if options.what in ("wall", "all"):
         run_wall(options)
     if options.what in ("roberta", "all"):

@@ -8,9 +8,11 @@
   are complete, the unit reshards. Complete gradients alone do not allow it: the last
   use of the weights may be for the gradient of an input.
 
-With ``BACKWARD_POST`` the first waits for the second: reshard, gather the next unit,
-then reduce. The network serves in order, and the next unit's compute waits for its
-parameters, while nobody waits for a reduction until the next one is complete.
+Where inputs need gradients the first waits for the second, which comes right after it:
+reshard, then reduce, so that the reduce buffer takes the place of the weights. With
+``BACKWARD_POST`` the next unit is gathered in between. The network serves in order, and
+the next unit's compute waits for its parameters, while nobody waits for a reduction
+until the next one is complete.
 
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does. What never came is done at
@@ -36,7 +38,6 @@ from composable_fsdp.runtime.fill import catch_up
 from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
-    prepare_reduce,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
@@ -97,9 +98,9 @@ class Call:
         through = handle.open_calls == 0 and handle.pending == 0
         if through:
             reshard_after_backward(state, handle)
+        handle.expected_calls -= 1
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         if post:
-            handle.expected_calls -= 1
             # Its own index would not do: the units inside it have run since.
             listed = state.ahead_in_backward
             if tape.reached > 0 and tape.schedule is None and not listed:
@@ -107,7 +108,7 @@ class Call:
         # After the prefetch, which is needed sooner: the network serves one at a time.
         if (
             through
-            and handle.reduce_is_allocated
+            and handle.reduce_due
             and state.sync_gradients
             and tape.schedule is None
         ):
@@ -141,7 +142,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     if handle.task != task:
         _begin(context, state, task)
     mode = handle.plan.options.backward_prefetch
-    if mode is BackwardPrefetch.BACKWARD_POST and call.aliased:
+    if call.aliased:
         handle.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
         catch_up(context, call.tape, call.index)
@@ -173,7 +174,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Enter the graph task: count the gradients to come, make room for them."""
+    """Enter the graph task: count the gradients to come."""
     join_task(context, state, task)
     handle = state.handle
     handle.phase = Phase.BACKWARD_PRE
@@ -183,4 +184,4 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     # create_graph: the graph of this backward needs the weights again.
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:
-        prepare_reduce(context, handle)
+        handle.reduce_due = True

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy
+from composable_fsdp import BackwardPrefetch, ShardingStrategy
 from composable_fsdp.naming import join
 from composable_fsdp.phases import Phase
 from composable_fsdp.state_dict.full import part_of
@@ -71,7 +71,7 @@ def require_rest(model: nn.Module) -> None:
         assert [handle.is_full, handle.gathered, handle.calls] == [False, False, []]
         assert handle.phase is Phase.IDLE, handle
         assert handle.open_calls == handle.pending == 0, handle
-        assert not handle.reduce_is_allocated, handle
+        assert not handle.reduce_due, handle
 
 
 def turn(
@@ -80,6 +80,7 @@ def turn(
     strategy: ShardingStrategy,
     corner_name: str,
     frozen: tuple[str, ...],
+    mode: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE,
 ) -> None:
     """The corner three times: one input on both ranks, then inputs that differ."""
     corner = CORNERS[corner_name]
@@ -87,7 +88,9 @@ def turn(
     for name in frozen:
         plain.get_parameter(name).requires_grad_(False)
     inner = copy.deepcopy(plain)
-    model = apply_units(inner, UNITS, path=path, strategy=strategy)
+    model = apply_units(
+        inner, UNITS, path=path, strategy=strategy, backward_prefetch=mode
+    )
     target = model if path == "composable" else _Through(model)
     for turn, apart in enumerate((0.0, 0.0, 1.0)):
         generator = torch.Generator().manual_seed(turn)
@@ -143,6 +146,17 @@ def test_gradients_pass_through_frozen_parameters(
 ) -> None:
     """Inputs of a frozen unit get theirs; frozen parameters get none."""
     ranks(2).run(turn, PATHS[0], STRATEGIES[0], corner, FROZEN[frozen])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("corner", CORNERS)
+def test_a_reduction_behind_the_next_all_gather_makes_no_difference(
+    ranks: RankCount, corner: str
+) -> None:
+    """With BACKWARD_POST a unit reduces when its inputs are done, and where none of
+    them will tell, when its gradients are there."""
+    post = BackwardPrefetch.BACKWARD_POST
+    ranks(2).run(turn, PATHS[0], STRATEGIES[0], corner, FROZEN["all train"], post)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -1,0 +1,295 @@
+"""Steps, times and peaks of one device: a GPU, or the CPU to try the code.
+
+Used by ``benchmarks.cuda`` and by the tests marked ``gpu``.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+
+from composable_fsdp import CustomPolicy, MixedPrecision, fully_shard, plan
+from composable_fsdp.planning.memory import PeakMemory
+from composable_fsdp.testing import seam
+from composable_fsdp.testing.memory import LiveBytes
+from composable_fsdp.testing.tiny import TinyBlock
+
+NAMES = ("plain", "fsdp2", "ours")
+WARM_UP = 4
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of ``layers`` blocks, and its input ``(batch, tokens, width)``."""
+
+    name: str
+    width: int
+    layers: int
+    batch: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.layers} blocks of width {self.width})"
+
+
+SIZES = {
+    "cuda": (
+        Size("host-bound", width=64, layers=32, batch=1, tokens=8),
+        Size("compute-bound", width=2048, layers=8, batch=4, tokens=1024),
+    ),
+    "cpu": (Size("tiny", width=32, layers=3, batch=1, tokens=4),),
+}
+
+
+class Blocks(nn.Module):
+    """Transformer blocks under a root that owns a gain."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(size.width, device=device))
+        heads = max(1, size.width // 64)
+        self.blocks = nn.ModuleList(
+            TinyBlock(size.width, heads, device) for _ in range(size.layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, tokens, width)`` to the same."""
+        x = x * self.gain
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Trainee:
+    """A model, sharded by ``name``, with AdamW; computes in bf16."""
+
+    def __init__(self, name: str, size: Size, device: torch.device) -> None:
+        torch.manual_seed(0)
+        model = Blocks(size, device)
+        if name == "plain":
+            model = model.to(torch.bfloat16)
+        elif name == "fsdp2":
+            _shard_by_fsdp2(model, device)
+        else:
+            for block in model.blocks:
+                fully_shard(block, mixed_precision=BF16)
+            fully_shard(model, mixed_precision=BF16)
+        self.model = model
+        self.example = torch.randn(
+            size.batch, size.tokens, size.width, device=device, dtype=torch.bfloat16
+        )
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+    def forward_backward(self) -> None:
+        """Forward, loss, backward."""
+        self.model(self.example).float().square().mean().backward()
+
+    def update(self) -> None:
+        """Optimizer step; gradients dropped."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Both."""
+        self.forward_backward()
+        self.update()
+
+
+def _shard_by_fsdp2(model: Blocks, device: torch.device) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fsdp2_fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp2_fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@contextmanager
+def world(kind: str, device: torch.device) -> Iterator[int]:
+    """Be rank 0 of a world: ``one``, real, of one rank; ``fake``, of eight."""
+    size = 8 if kind == "fake" else 1
+    real = "nccl" if device.type == "cuda" else "gloo"
+    backend, store = (
+        ("fake", seam.fake_store()) if kind == "fake" else (real, seam.hash_store())
+    )
+    dist.init_process_group(backend, store=store, rank=0, world_size=size)
+    try:
+        yield size
+    finally:
+        dist.destroy_process_group()
+
+
+class Timer:
+    """Milliseconds between marks: by events of the device, or by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[torch.cuda.Event] = []
+        self.moments: list[float] = []
+
+    def mark(self) -> None:
+        """What the current stream was given so far ends an interval."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+            event.record(torch.cuda.current_stream(self.device))
+            self.marks.append(event)
+        else:
+            self.moments.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Milliseconds between neighbouring marks; waits for the device."""
+        if self.device.type != "cuda":
+            pairs = zip(self.moments, self.moments[1:], strict=False)
+            return [(end - begin) * 1e3 for begin, end in pairs]
+        torch.cuda.synchronize(self.device)
+        events = zip(self.marks, self.marks[1:], strict=False)
+        return [begin.elapsed_time(end) for begin, end in events]
+
+
+def step_times(
+    size: Size, device: torch.device, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Median milliseconds of forward + backward, and of a step, of all in turn."""
+    trainees = {name: Trainee(name, size, device) for name in NAMES}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
+    for trainee in trainees.values():
+        for _ in range(WARM_UP):
+            trainee.step()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, trainee in trainees.items():
+                samples[name].append(_time_step(trainee, device))
+    finally:
+        gc.enable()
+    return {
+        name: (
+            statistics.median(a for a, _ in row),
+            statistics.median(b for _, b in row),
+        )
+        for name, row in samples.items()
+    }
+
+
+def _time_step(trainee: Trainee, device: torch.device) -> tuple[float, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    timer = Timer(device)
+    timer.mark()
+    trainee.forward_backward()
+    timer.mark()
+    trainee.update()
+    timer.mark()
+    first, second = timer.intervals()
+    return first, first + second
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes: what stays between steps, and the most in each of many steps."""
+
+    resident: int
+    peaks: tuple[int, ...]
+
+    @property
+    def transient(self) -> int:
+        """What comes and goes in a step, at the most."""
+        return max(self.peaks) - self.resident
+
+    @property
+    def varies(self) -> int:
+        """By how much the steps differ."""
+        return max(self.peaks) - min(self.peaks)
+
+
+def peaks_of(
+    make: Callable[[], Callable[[], object]], device: torch.device, steps: int
+) -> Peaks:
+    """Build with ``make`` and measure its steps, from the allocator or op by op."""
+    gc.collect()
+    if device.type != "cuda":
+        with LiveBytes() as live:
+            step = make()
+            return _peaks(step, steps, lambda: live.now, live.reset, lambda: live.peak)
+    torch.cuda.empty_cache()
+    return _peaks(
+        make(),
+        steps,
+        lambda: torch.cuda.memory_allocated(device),
+        lambda: torch.cuda.reset_peak_memory_stats(device),
+        lambda: torch.cuda.max_memory_allocated(device),
+    )
+
+
+def _peaks(
+    step: Callable[[], object],
+    steps: int,
+    now: Callable[[], int],
+    reset: Callable[[], object],
+    peak: Callable[[], int],
+) -> Peaks:
+    for _ in range(WARM_UP):
+        step()
+    resident, found = now(), []
+    for _ in range(steps):
+        reset()
+        step()
+        found.append(peak())
+    return Peaks(resident, tuple(found))
+
+
+class Chain(nn.Module):
+    """Square layers without bias: next to them one row's activations are nothing."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(width, width, bias=False, device=device) for _ in range(6)
+        )
+        self.row = torch.ones(1, width, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(rows, width)`` to the same."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def chain_peaks(
+    width: int, device: torch.device, world_size: int, steps: int = 20
+) -> tuple[Peaks, PeakMemory]:
+    """Measured and planned, of steps of a ``Chain`` in bf16."""
+
+    def make() -> Callable[[], object]:
+        model = Chain(width, device)
+        for layer in model.layers:
+            fully_shard(layer, mixed_precision=BF16)
+        fully_shard(model, mixed_precision=BF16)
+
+        def step() -> None:
+            model(model.row).float().sum().backward()
+            model.zero_grad()
+
+        return step
+
+    planned = plan(
+        Chain(width, torch.device("meta")),
+        world_size=world_size,
+        policy=CustomPolicy(lambda module: isinstance(module, nn.Linear)),
+        mixed_precision=BF16,
+    )
+    return peaks_of(make, device, steps), planned.peak(device_type=device.type)

@@ -1,0 +1,287 @@
+"""On a GPU: constant peaks, overlap in a trace, numbers under delayed streams, bf16.
+
+One rank sends nothing, but its casts and copies go by the side streams as a collective
+would; and with torch's ``fake`` backend an all-gather copies on the gather stream.
+Delays (kernels that only wait) stand for a network: real work behind them is then
+ordered by events alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.device_steps import BF16, Chain, chain_peaks, peaks_of, world
+from benchmarks.trace import StreamUse, record, stream_uses
+from composable_fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    fully_shard,
+    no_sync,
+)
+from composable_fsdp.flat import views
+from composable_fsdp.runtime import backward, forward, reduce, unshard
+from composable_fsdp.testing.models import TinyGPT
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: no stream was tried"),
+]
+
+LONG = 2_000_000
+"""Cycles of a delay: about a millisecond."""
+PRE, POST = BackwardPrefetch
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def delayed(wait: Callable[[], int]) -> Iterator[None]:
+    """Before each gather and each reduction its stream waits for so many cycles."""
+    gather, issue = unshard._gather, reduce._issue
+
+    def slow_gather(*args: Any, **kwargs: Any) -> Any:
+        _sleep(wait())
+        return gather(*args, **kwargs)
+
+    def slow_issue(*args: Any, **kwargs: Any) -> Any:
+        _sleep(wait())
+        return issue(*args, **kwargs)
+
+    unshard._gather, reduce._issue = slow_gather, slow_issue
+    try:
+        yield
+    finally:
+        unshard._gather, reduce._issue = gather, issue
+
+
+def _sleep(cycles: int) -> None:
+    if cycles:
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch
+
+
+class Slow(torch.autograd.Function):
+    """Passes a tensor on; the stream that computes waits, each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wait: Callable[[], int]) -> Tensor:
+        """Equal values."""
+        ctx.wait = wait
+        _sleep(wait())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Equal gradients."""
+        _sleep(ctx.wait())
+        return grads[0].clone(), None
+
+
+def slow_compute(units: Iterable[nn.Module], wait: Callable[[], int]) -> None:
+    """Delay the compute stream before each unit, forward and backward."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (Slow.apply(args[0], wait), *args[1:])  # type: ignore[no-untyped-call]  # torch
+
+    for unit in units:
+        unit.register_forward_pre_hook(before)
+
+
+@pytest.mark.req("U-03")
+@pytest.mark.parametrize("kind", ["one", "fake"])
+def test_the_peak_of_a_step_is_constant_and_planned(
+    device: torch.device, kind: str
+) -> None:
+    """Over 20 steps, byte for byte; the plan's formula but for what the allocator
+    rounds."""
+    with world(kind, device) as size:
+        found, planned = chain_peaks(2048, device, size, steps=20)
+
+    expected = planned.full + planned.reduce + planned.in_flight
+    assert found.varies == 0
+    assert found.transient == pytest.approx(expected, rel=0.01)
+
+
+def test_the_peak_does_not_depend_on_how_fast_streams_are(
+    device: torch.device,
+) -> None:
+    """Streams that are late by chance take no byte more."""
+    with world("fake", device) as size:
+        quick, _ = chain_peaks(1024, device, size, steps=5)
+        chance = random.Random(0)
+        with delayed(lambda: chance.choice([0, LONG // 10, LONG])):
+            late, _ = chain_peaks(1024, device, size, steps=20)
+
+    assert late.peaks == (late.peaks[0],) * 20
+    assert late.transient == quick.transient
+
+
+def uses_of(
+    device: torch.device, mode: BackwardPrefetch | None, *, in_forward: bool
+) -> list[StreamUse]:
+    """Streams of a forward, or a backward, whose compute and gathers take long."""
+    with world("fake", device):
+        model = Chain(64, device)
+        for layer in model.layers:
+            fully_shard(layer, backward_prefetch=mode)
+        fully_shard(model, backward_prefetch=mode)
+        slow_compute(model.layers, lambda: LONG)
+        row = model.row.clone().requires_grad_()
+        with delayed(lambda: LONG // 2):
+            for _ in range(3):
+                model(row).sum().backward()
+            if in_forward:
+                return stream_uses(record(lambda: model(row), device))
+            loss = model(row).sum()
+            return stream_uses(record(loss.backward, device))
+
+
+@pytest.mark.req("S2-03")
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_a_trace_shows_that_collectives_run_beside_compute(
+    device: torch.device, in_forward: bool
+) -> None:
+    """Of what the side streams do more than half runs while compute is busy: each
+    stream's share is at least that."""
+    compute, *side = uses_of(device, PRE, in_forward=in_forward)
+
+    assert side
+    assert sum(use.hidden for use in side) > 0.5 * sum(use.busy for use in side)
+    assert all(use.hidden <= compute.busy for use in side)
+
+
+def gpt(device: torch.device, **options: Any) -> Any:
+    """Three blocks and a root, on one rank."""
+    model: Any = TinyGPT(layers=3).to(device)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def train(model: nn.Module, device: torch.device, steps: int = 4) -> list[Tensor]:
+    """Steps of which each second accumulates first; the losses, then the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tokens = torch.arange(12, device=device).view(2, 6)
+    losses = []
+    for step in range(steps):
+        if step % 2:
+            with no_sync(model):
+                model(tokens).float().square().mean().backward()
+        loss = model(tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        losses.append(loss.detach())
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("limited", [True, False])
+@pytest.mark.parametrize("mode", [PRE, POST, None])
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_that_are_late_by_chance_change_no_number(
+    device: torch.device,
+    seed: int,
+    mode: BackwardPrefetch | None,
+    limited: bool,
+    host: bool,
+) -> None:
+    """Bit by bit the same losses and weights: whatever is shared is ordered by events,
+    and no memory is used again too early."""
+    options: dict[str, Any] = {
+        "backward_prefetch": mode,
+        "forward_prefetch": seed % 2 == 0,
+        "limit_all_gathers": limited,
+        "mixed_precision": BF16,
+        "cpu_offload": CPUOffload(offload_params=True) if host else None,
+    }
+    chance = random.Random(seed)
+
+    def wait() -> int:
+        return chance.choice([0, 0, LONG // 20, LONG // 2])
+
+    with world("one", device):
+        expected = train(gpt(device, **options), device)
+        late = gpt(device, **options)
+        slow_compute(late.blocks, wait)
+        with delayed(wait):
+            found = train(late, device)
+
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_missing_wait_would_be_seen(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delays find a compute stream that does not wait for its all-gather."""
+
+    def nothing(handle: Any) -> None:
+        handle.ready = None
+        if not handle.is_full:
+            views.use_full(handle)
+
+    with world("one", device):
+        expected = train(gpt(device, mixed_precision=BF16), device)
+        late = gpt(device, mixed_precision=BF16)
+        for module in (forward, backward):
+            monkeypatch.setattr(module, "wait_unsharded", nothing)
+        with delayed(lambda: LONG):
+            found = train(late, device)
+
+    pairs = zip(expected, found, strict=True)
+    assert not all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_bf16_trains_as_the_plain_model_in_bf16(device: torch.device) -> None:
+    """Weights in fp32, compute in bf16: the loss after three steps is that of
+    autocast, as far as bf16 goes."""
+    plain = TinyGPT(layers=3).to(device)
+    tokens = torch.arange(12, device=device).view(2, 6)
+    with world("one", device):
+        sharded = gpt(device, mixed_precision=BF16)
+        for name, model in (("plain", plain), ("sharded", sharded)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                automatic = torch.autocast(device.type, torch.bfloat16)
+                with automatic if name == "plain" else torch.enable_grad():
+                    loss = model(tokens).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if name == "plain":
+                expected = loss.item()
+        assert loss.item() == pytest.approx(expected, rel=0.02)
+
+
+def test_activations_and_optimizer_leave_the_peak_constant(
+    device: torch.device,
+) -> None:
+    """A small GPT in bf16 with AdamW: 20 steps, one peak."""
+    tokens = torch.arange(12, device=device).view(2, 6)
+
+    def make() -> Callable[[], object]:
+        model = gpt(device, mixed_precision=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+        def step() -> None:
+            model(tokens).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    with world("one", device):
+        assert peaks_of(make, device, 20).varies == 0
