@@ -217,6 +217,15 @@ def take_own_gradients(flats: Iterable[Flat]) -> None:
             add_own_gradients(handle, flat.region)
 
 
+def take_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
+    """``add_own_gradients`` for each of the units; when a backward ends."""
+    if FLATS:
+        for handle in handles:
+            for region in handle.trainable:
+                if region.flat is not None:
+                    add_own_gradients(handle, region)
+
+
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     assert region.flat is not None
     ready_gradient(region, rows=handle.rows)

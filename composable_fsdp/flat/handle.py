@@ -30,7 +30,6 @@ from composable_fsdp.planning.unit_plan import UnitPlan
 NO_TASK = -1
 """Graph task id outside backward, as autograd reports it."""
 
-
 Table = dict[str, "nn.Parameter | None"]
 """``module._parameters``."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from composable_fsdp.flat.handed_out import take_gradients_in
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.fill import finish_filling, has_arrived
@@ -143,6 +144,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     if root.is_last_backward:
         finish_reduction(context)
         land(context)
+        take_gradients_in(context.handles)
     retire(context, keep=0)
     for log in context.backward_logs:
         log.end()

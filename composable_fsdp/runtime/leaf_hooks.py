@@ -18,8 +18,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.handed_out import add_own_gradients, grad_of
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handed_out import grad_of
 from composable_fsdp.flat.parameter import FlatParameter, shard_views
 
 tensor_hooks_of = attrgetter("_backward_hooks")
@@ -55,20 +54,17 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
             hook(leaf)
 
 
-def show_flat_gradient(
-    handle: FlatParamHandle, region: FlatParameter, arrived: bytes | bytearray
-) -> None:
+def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> None:
     """Make ``grad_shard`` the gradient of the region's flat parameter.
 
     One assignment. Leaves are looked at one by one only if one has a hook after
-    accumulation, which then finds its part in ``.grad``, or a gradient of its own.
+    accumulation, which then finds its part in ``.grad``.
     """
     if 1 in arrived:
         assert region.flat is not None
         region.flat.grad = region.grad_shard
         if any(map(_post_hooks_of, region.leaves)):
             _call_flat_post_hooks(region, arrived)
-    add_own_gradients(handle, region)
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ def land(context: RuntimeContext) -> None:
             if region.in_flight is not None:
                 landed, region.in_flight = region.in_flight, None
                 if region.flat is not None:
-                    show_flat_gradient(handle, region, landed)
+                    show_flat_gradient(region, landed)
                 else:
                     hooked += _show(region, landed)
     call_post_hooks(hooked)

@@ -363,7 +363,7 @@ def _settle(reduction: Reduction) -> None:
             views.hold_gradients(region)
             region.grad_shard.add_(region.temporary)
         if region.flat is not None:
-            show_flat_gradient(handle, region, arrived)
+            show_flat_gradient(region, arrived)
             continue
         for leaf, view, hit in zip(
             region.leaves, region.grad_views, arrived, strict=True

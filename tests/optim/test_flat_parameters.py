@@ -25,6 +25,7 @@ from composable_fsdp import (
     no_sync,
     replicate,
     set_full_grad,
+    set_reshard_after_backward,
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
@@ -152,12 +153,19 @@ def check_as_originals(
     ("options", "optimize"),
     [
         ({"mixed_precision": BF16}, adamw),
+        ({"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)}, adamw),
         # torch's AdamW takes no gradients of another dtype.
         ({"mixed_precision": KEPT_LOW}, sgd),
         ({"cpu_offload": CPUOffload(offload_params=True)}, adamw),
         ({"strategy": ShardingStrategy.NO_SHARD, "mixed_precision": BF16}, adamw),
     ],
-    ids=["bf16", "low precision kept", "offloaded", "not sharded, bf16"],
+    ids=[
+        "bf16",
+        "reduced in bf16",
+        "low precision kept",
+        "offloaded",
+        "not sharded, bf16",
+    ],
 )
 @one_to_three_ranks
 def test_precision_and_offload_train_as_over_the_originals(
@@ -300,32 +308,95 @@ def test_gradients_by_name_are_read_and_written_in_the_flat_gradient(
     ranks(world_size).run(check_gradients_by_name)
 
 
-def check_penalty(world: World, first: bool) -> None:
+def penalty_of(model: nn.Module) -> Tensor:
+    return 0.1 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+def check_penalty(world: World, how: str) -> None:
     plain = tiny_mlp()
     model = fully_shard(copy.deepcopy(plain))
     made = {model: adamw(flat_parameters(model)), plain: adamw(plain.parameters())}
     for at in range(2):
         for each, optimizer in made.items():
-            penalty = 0.1 * sum(p.square().sum() for p in each.parameters())
-            loss = loss_of(each, x_of(at, 0))
-            for term in (penalty, loss) if first else (loss, penalty):
-                backward(term)  # type: ignore[arg-type]
-            if not first:
-                norm = clip_grad_norm_(each, 0.5)
+            terms = [penalty_of(each), loss_of(each, x_of(at, 0))]
+            for term in terms if how == "before" else reversed(terms):
+                backward(term)
+            if how == "clipped":
+                clip_grad_norm_(each, 0.5)
+            if how == "scaled":
+                scaler = ShardedGradScaler("cpu", init_scale=1.0)
+                scaler.scale(torch.zeros(()))
+                scaler.unscale_(optimizer)
+                assert all(p.grad is None for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
 
-    assert first or norm > 0
     found = differences(model.state_dict(), plain.state_dict())
     assert max(found.values(), default=0.0) < 1e-6
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", ["before", "after", "clipped", "scaled"])
 def test_gradients_that_the_originals_get_beside_their_unit_are_added(
-    ranks: RankCount, first: bool
+    ranks: RankCount, how: str
 ) -> None:
-    """A penalty on the weights counts in norm and step, before and after the loss."""
-    ranks(1).run(check_penalty, first)
+    """A penalty on the weights counts before and after the loss, in clip and scaler."""
+    ranks(1).run(check_penalty, how)
+
+
+def test_a_gradient_beside_the_unit_is_cleared_with_the_others(one_rank: World) -> None:
+    """It is in the flat gradient when backward ends, so zero_grad reaches it."""
+    model = fully_shard(tiny_mlp())
+    optimizer = adamw(flat_parameters(model))
+    backward(penalty_of(model) + loss_of(model, x_of(0, 0)))
+
+    optimizer.zero_grad()
+
+    assert clip_grad_norm_(model, 1.0) == 0
+
+
+def test_a_flat_gradient_that_was_set_is_added_to(one_rank: World) -> None:
+    """As any gradient that a user replaced."""
+    model = fully_shard(tiny_mlp())
+    (flat,) = flat_parameters(model)
+    backward(loss_of(model, x_of(0, 0)))
+    first = grad_of(model, "0.weight")
+    assert flat.grad is not None
+    flat.grad = 3 * flat.grad
+
+    backward(loss_of(model, x_of(0, 0)))
+
+    assert torch.allclose(grad_of(model, "0.weight"), 4 * first)
+
+
+def test_gradients_stay_with_their_parameters_when_some_are_frozen(
+    one_rank: World,
+) -> None:
+    """The flat parameter is retired, and the next one has what the others had."""
+    model = fully_shard(tiny_mlp())
+    (before,) = flat_parameters(model)
+    backward(loss_of(model, x_of(0, 0)))
+    names = ["0.weight", "2.weight", "2.bias"]
+    seen = [grad_of(model, name) for name in names]
+    model[0].bias.requires_grad_(False)
+
+    (after,) = flat_parameters(model)
+
+    assert after is not before
+    assert before.grad is None
+    assert all(map(torch.equal, seen, [grad_of(model, name) for name in names]))
+
+
+def test_a_step_under_a_unit_that_was_kept_full_is_noticed(one_rank: World) -> None:
+    """The next forward would use old values."""
+    model = fully_shard(tiny_mlp(), mixed_precision=BF16)
+    optimizer = adamw(flat_parameters(model))
+    set_reshard_after_backward(model, False)
+    backward(loss_of(model, x_of(0, 0)))
+
+    optimizer.step()
+
+    with pytest.raises(PhaseError, match="were written to while"):
+        model(x_of(0, 0))
 
 
 def check_hooks(world: World) -> list[Any]:

@@ -362,6 +362,8 @@ def load_native(
     before = [v["exp_avg"].data_ptr() for v in optimizer.state.values()]
     load(folder / "saved", model, optimizer)
 
+    values = [v for s in optimizer.state_dict()["state"].values() for v in s.values()]
+    assert form != "flat" or any(isinstance(value, ShardedValue) for value in values)
     assert differences(model.state_dict(), saved[0]) == {}
     assert _same(optim_state_dict(model, optimizer)["state"], saved[1])
     if stepped:
