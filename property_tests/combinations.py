@@ -102,7 +102,7 @@ def check_idle(state: _FSDPState) -> None:
     assert handle.phase in (Phase.IDLE, Phase.BACKWARD_PRE), handle
     assert not handle.is_full, state.name
     assert not handle.gathered, state.name
-    assert not handle.reduce_is_allocated, state.name
+    assert not handle.reduce_due, state.name
     assert handle.held is None
     for region in handle.regions:
         assert region.temporary is None

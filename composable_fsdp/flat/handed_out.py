@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.flat.gradients import ready_gradient
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import (
     FlatParameter,
-    make_grad_shard,
     shard_views,
 )
 from composable_fsdp.flat.views import hold_gradients
@@ -66,8 +66,7 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
             flat = nn.Parameter(region.shard)
             adopt(handle, region, flat)
             if any(leaf.grad is not None for leaf in region.leaves):
-                if region.grad_shard is None:
-                    make_grad_shard(region, rows=handle.rows)
+                ready_gradient(region, rows=handle.rows)
                 region.flat = None
                 hold_gradients(region)
                 for leaf in region.leaves:
@@ -220,8 +219,7 @@ def take_own_gradients(flats: Iterable[Flat]) -> None:
 
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     assert region.flat is not None
-    if region.grad_shard is None:
-        make_grad_shard(region, rows=handle.rows)
+    ready_gradient(region, rows=handle.rows)
     hold_gradients(region)
     region.flat.grad = region.grad_shard
 

@@ -48,6 +48,7 @@ class FlatParamHandle:
         "calls",
         "device",
         "epoch",
+        "expected_calls",
         "fills",
         "forward_log",
         "fqn",
@@ -78,8 +79,9 @@ class FlatParamHandle:
         "plan",
         "ready",
         "reduce_event",
+        "reduce_due",
         "reduce_groups",
-        "reduce_is_allocated",
+        "reduce_has_memory",
         "reduce_log",
         "reduce_owner",
         "regions",
@@ -151,6 +153,9 @@ class FlatParamHandle:
     task: int
     pending: int
     open_calls: int
+    expected_calls: int
+    """The open calls whose inputs are sure to say when: the unit reduces then, with its
+    full parameters freed, and not when its gradients are complete."""
     tapes: tuple[Any, ...]
     """Forwards whose open calls are in ``open_calls``."""
     kept: bool
@@ -162,7 +167,10 @@ class FlatParamHandle:
     reduce_log: OrderLog | None
     """Where its gathers in forward and backward and its reductions are compared with
     those of other ranks; ``None`` for what it does not send."""
-    reduce_is_allocated: bool
+    reduce_due: bool
+    """Whether gradients are expected, or are here, that no reduction took."""
+    reduce_has_memory: bool
+    """Whether the reduce buffers have; those of a reduction in flight, too."""
     rule: ReduceRule
     held: tuple[bytes, ...] | None
     """What had arrived when sums went into ``partial``; ``None`` if nothing waits."""
@@ -337,8 +345,8 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.ready = handle.other_form = None
     handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes, handle.calls = (), []
-    handle.kept = handle.reduce_is_allocated = False
+    handle.tapes, handle.calls, handle.expected_calls = (), [], 0
+    handle.kept = handle.reduce_due = handle.reduce_has_memory = False
     handle.reduce_owner = handle.held = handle.full_since = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     handle.leaf_stream = None

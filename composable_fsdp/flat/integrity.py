@@ -75,7 +75,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     if not _is_anew(handle, current):
         _reattach(handle)
         return False
-    if handle.reduce_is_allocated or handle.held is not None:
+    if handle.reduce_due or handle.held is not None:
         raise PlanError(
             f"Parameters of unit {handle.name} were replaced, cast or moved while "
             "gradients of no_sync wait to be reduced. Change them between steps."

@@ -5,7 +5,7 @@
     shard          (shard_numel,)   always     <- sharded leaves, the originals
     full           (padded_numel,)  unshard..  <- full leaves, which compute sees
     reduce_buffer  (padded_numel,)  backward   <- gradients, copied as they arrive
-    grad_shard     (shard_numel,)   always     <- ``.grad`` of the sharded leaves
+    grad_shard     (shard_numel,)   reduction.. <- ``.grad`` of the sharded leaves
 
 All views are made once, at build. A full leaf takes its data through ``.data``, so it
 has a version counter of its own: an all-gather into ``full`` does not invalidate what
@@ -15,6 +15,7 @@ autograd saved (the values are the same again).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class FlatParameter:
         "gaps",
         "grad_dtype",
         "grad_gaps",
+        "grad_memory",
         "grad_shard",
         "grad_views",
         "has_tensor_hooks",
@@ -53,6 +55,7 @@ class FlatParameter:
         "reduce_views",
         "shard",
         "temporary",
+        "waiting",
     )
 
     layout: RegionLayout
@@ -80,11 +83,16 @@ class FlatParameter:
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
+    grad_memory: Any
+    """What ``gradients`` knows of ``grad_shard``."""
     flat: nn.Parameter | None
     """``shard`` as one parameter, if it was handed out (``handed_out``): then the flat
     gradient is its ``.grad``, and the leaves have none."""
     arrived: bytearray
-    """Per parameter: 1 if ``reduce_buffer`` holds a gradient not reduced yet."""
+    """Per parameter: 1 if a gradient has come that was not reduced yet."""
+    waiting: list[Tensor | None]
+    """Per parameter: its gradient as autograd made it, until it is in
+    ``reduce_buffer``."""
     has_tensor_hooks: bool
     """Whether a leaf has hooks of the user that see its gradient; of this reduction."""
     division: Division
@@ -132,6 +140,7 @@ def build_region(
     region = FlatParameter()
     region.layout, region.rank = layout, rank
     region.temporary = region.in_flight = region.partial = region.flat = None
+    region.grad_memory = None
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload
@@ -217,6 +226,7 @@ def _make_sharded_leaves(
             parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
+    region.waiting = [None] * len(parameters)
 
 
 def make_full(region: FlatParameter, dtype: torch.dtype) -> None:

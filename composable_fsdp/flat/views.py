@@ -49,7 +49,7 @@ def allocate_reduce(handle: FlatParamHandle) -> None:
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         storage.allocate(region.reduce_buffer)
-    handle.reduce_is_allocated = True
+    handle.reduce_has_memory = True
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
@@ -57,11 +57,13 @@ def free_reduce(handle: FlatParamHandle) -> None:
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         storage.free(region.reduce_buffer)
+    handle.reduce_has_memory = False
 
 
 def forget_arrived(handle: FlatParamHandle) -> None:
-    """Note that no gradient waits in the reduce buffers."""
+    """Note that no gradient waits, in the reduce buffers or before them."""
     for region in handle.trainable:
+        region.waiting[:] = [None] * len(region.waiting)
         region.arrived[:] = bytes(len(region.arrived))
 
 

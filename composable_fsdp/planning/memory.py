@@ -3,10 +3,12 @@
 The walk allocates and frees what the runtime does, in its order::
 
     forward    unit 0 full, 1 full, ...            resharded units freed
-    backward   reduce buffer k | full k-1 ahead | gradients of k arrive, one at a time |
-               k+1's reduction is finished | k is reduced, and then freed
+    backward   full k-1 ahead | gradients of k arrive, and wait for each other |
+               k+1's reduction is finished | reduce buffer k, gradients move into it |
+               k is reduced, and then freed
 
-so next to full k there are the prefetched unit, two reduce buffers and one gradient. On
+so next to full k there are the prefetched unit, its gradients as autograd made them and
+one reduce buffer: k+1's before, its own after. On
 CUDA the memory of a resharded unit is freed when the next one is resharded, and one
 more stands beside them (see ``runtime.unshard``).
 
@@ -38,10 +40,10 @@ class UnitMemory(NamedTuple):
     """Bytes of one unit's buffers, and what decides when they live.
 
     ``temporary``: what a reduction writes to when it is not the gradient itself.
-    ``gradient``: of the largest parameter, ``last``: of the one used first, whose
-    gradient arrives last. ``tied``: of parameters used at several places, held from the
-    first to the last. ``parent``: the unit around it, -1 for the root. ``ahead``: its
-    forward gathers the unit after it.
+    ``gradients``: of all parameters, in the compute dtype; ``early``: of those whose
+    gradients are there before those of units inside; ``reduced``: of the reduced ones
+    that the rank keeps until they are cleared. ``parent``: the unit around it, -1 for
+    the root. ``ahead``: its forward gathers the unit after it.
     """
 
     name: str
@@ -49,9 +51,9 @@ class UnitMemory(NamedTuple):
     full: int
     reduce: int
     temporary: int
-    gradient: int
-    last: int
-    tied: int
+    gradients: int
+    early: int
+    reduced: int
     sends: bool
     in_backward: bool
     reshards: bool
@@ -65,7 +67,8 @@ class UnitMemory(NamedTuple):
 class PeakMemory:
     """Bytes on the compute device of one rank, at the moment when they are most.
 
-    ``parameters`` and ``gradients``: what the rank keeps. ``full``: units that are
+    ``parameters``: what the rank keeps. ``gradients``: reduced, of the units that
+    backward has come by. ``full``: units that are
     full, on their way, or not freed yet. ``reduce``: buffers that gradients arrive in
     or are reduced from and to. ``in_flight``: gradients that arrive. ``optimizer``:
     states, if asked for. ``when``: the moment, for a reader.
@@ -98,6 +101,7 @@ class Moment(NamedTuple):
     full: int = 0
     reduce: int = 0
     in_flight: int = 0
+    gradients: int = 0
     when: str = "between steps"
 
 
@@ -151,16 +155,15 @@ class _Step:
         self.units, self.streams = units, streams
         self.gathered: set[int] = set()
         self.retiring: deque[int] = deque()
-        self.full = self.reduce = self.tied = 0
+        self.full = self.reduce = self.early = self.reduced = 0
         self.reducing = 0
         """Bytes of the reduction in flight."""
         self.most = Moment()
 
-    def _note(self, when: str, index: int, gradient: int = 0) -> None:
-        in_flight = self.tied + gradient
-        if self.full + self.reduce + in_flight > sum(self.most[:3]):
-            name = f"{when} of {self.units[index].name}"
-            self.most = Moment(self.full, self.reduce, in_flight, name)
+    def _note(self, when: str, index: int, gradients: int = 0) -> None:
+        now = (self.full, self.reduce, self.early + gradients, self.reduced)
+        if sum(now) > sum(self.most[:4]):
+            self.most = Moment(*now, f"{when} of {self.units[index].name}")
 
     def unshard(self, index: int, when: str) -> None:
         unit = self.units[index]
@@ -189,34 +192,32 @@ class _Step:
 
     def begin_backward(self, index: int, before: int | None) -> None:
         unit = self.units[index]
-        self.reduce += unit.reduce
         self.unshard(index, "backward")
         ahead = unit.prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
             self.unshard(before, "backward")
-        self._note("backward", index, unit.gradient)
-        self.tied += unit.tied
+        self.early += unit.early
 
     def end_backward(self, index: int, before: int | None) -> None:
         unit = self.units[index]
-        self._note("backward", index, unit.gradient)
-        self.tied -= unit.tied
+        self.early -= unit.early
+        self._note("backward", index, unit.gradients)
         behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
         following = before if behind else None
-        if unit.reduce and following is None:
-            self._reduce(index, unit.last)
         if unit.parent >= 0:  # the root stays full until backward is over
             self.reshard(index)
         if following is not None:
             self.unshard(following, "backward")
-            if unit.reduce:
-                self._reduce(index, 0)
+        if unit.reduce:
+            self._reduce(index)
 
-    def _reduce(self, index: int, gradient: int) -> None:
+    def _reduce(self, index: int) -> None:
         unit = self.units[index]
-        self.reduce -= self.reducing
+        self.reduce += unit.reduce - self.reducing
+        self._note("reduction", index, unit.gradients)
         self.reduce += unit.temporary
-        self._note("reduction", index, gradient)
+        self.reduced += unit.reduced
+        self._note("reduction", index)
         self.reducing = unit.reduce + unit.temporary
         if not self.streams and not unit.sends:
             self.reduce -= self.reducing

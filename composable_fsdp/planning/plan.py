@@ -96,7 +96,8 @@ class ShardingPlan:
         )
         return PeakMemory(
             parameters=sum(unit.parameter_bytes for unit in kept),
-            gradients=sum(unit.gradient_bytes for unit in kept),
+            gradients=moment.gradients
+            + sum(unit.gradient_bytes for unit in kept if unit.is_offloaded),
             full=moment.full,
             reduce=moment.reduce,
             in_flight=moment.in_flight,

@@ -150,6 +150,8 @@ class UnitPlan:
             for r, d in self._reduced
             for slot in r.parameters
         }
+        total = sum(gradients.values())
+        last = min(gradients, default=0)
         tied = {s.index for r in self.regions for s in r.parameters if s.fqns[1:]}
         options = self.options
         limited = options.limit_all_gathers
@@ -163,9 +165,11 @@ class UnitPlan:
                 for r, d in self._reduced
                 if d.reduce != d.gradient or on_host
             ),
-            gradient=max(gradients.values(), default=0),
-            last=gradients[min(gradients)] if gradients else 0,
-            tied=sum(nbytes for i, nbytes in gradients.items() if i in tied),
+            gradients=total,
+            # The one used first comes last. A tied one is summed from the start.
+            early=total - (0 if last in tied else gradients.get(last, 0)),
+            # On the host they have memory of their own, for good.
+            reduced=0 if self.is_offloaded else self.gradient_bytes,
             sends=self.shard_world_size * self.replicas > 1,
             in_backward=in_backward,
             reshards=options.reshard_after_forward and parent >= 0,

@@ -1,4 +1,4 @@
-"""Gradients of full leaves: each is moved into the reduce buffer as it arrives.
+"""Gradients of full leaves: each waits, as autograd made it, for the unit's others.
 
 The last one that a graph task will bring makes the unit reduce.
 
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.reduce import (
-    prepare_reduce,
+    move_arrived,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
@@ -96,21 +95,22 @@ def make_arrivals(
 ) -> list[Callable[[Tensor], None]]:
     """Return the post-accumulate hooks of the region's full leaves.
 
-    Each moves its leaf's gradient into the leaf's view of the reduce buffer: the first
-    arrival copies, later ones of the same reduction add.
+    Each takes its leaf's gradient away. The first of a reduction waits to be moved to
+    the leaf's view of the reduce buffer with all others; later ones are added there, in
+    the dtype of the reduction.
     """
     # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
     # strong reference would keep the model alive for ever.
     owner = weakref.ref(state)
     return [
-        partial(_arrive, owner, region.arrived, index, view)
+        partial(_arrive, owner, region, index, view)
         for index, view in enumerate(region.reduce_views)
     ]
 
 
 def _arrive(
     owner: weakref.ref[_FSDPState],
-    arrived: bytearray,
+    region: FlatParameter,
     index: int,
     view: Tensor,
     leaf: Tensor,
@@ -124,13 +124,16 @@ def _arrive(
         leaf.grad = None
         if gradient.requires_grad:  # create_graph
             gradient = gradient.detach()
-        if not handle.reduce_is_allocated:
+        if not handle.reduce_due:
             _late(unit, handle)
-        if arrived[index]:
+        if region.arrived[index]:
+            assert unit.context is not None
+            move_arrived(unit.context, handle)
             view.add_(gradient)
         else:
-            view.copy_(gradient)
-            arrived[index] = 1
+            region.waiting[index] = gradient
+            region.arrived[index] = 1
+        del gradient  # the reduction frees it
     # Of another graph task (a checkpoint inside the unit): only accumulated.
     if handle.task == current_task():
         handle.pending -= 1
@@ -142,7 +145,7 @@ def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
     """A gradient that no pre-backward announced: have somebody reduce it."""
     context = state.context
     assert context is not None
-    prepare_reduce(context, handle)
+    handle.reduce_due = True
     if handle.task == NO_TASK:
         join_task(context, state, current_task())
         # Nothing counts down, so the final callback reduces.
@@ -154,9 +157,8 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     # With a schedule, in the unit's turn; see ``fill``.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
-    mode = handle.plan.options.backward_prefetch
-    if handle.open_calls and mode is BackwardPrefetch.BACKWARD_POST:
-        return  # the last input's alias, or the end of backward, reduces
+    if handle.expected_calls and handle.expected_calls == handle.open_calls:
+        return
     if state.sync_gradients and not scheduled:
         for region in handle.trainable:
             if handle.open_calls and 0 in region.arrived:

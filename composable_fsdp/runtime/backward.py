@@ -8,9 +8,11 @@
   are complete, the unit reshards. Complete gradients alone do not allow it: the last
   use of the weights may be for the gradient of an input.
 
-With ``BACKWARD_POST`` the first waits for the second: reshard, gather the next unit,
-then reduce. The network serves in order, and the next unit's compute waits for its
-parameters, while nobody waits for a reduction until the next one is complete.
+Where inputs need gradients the first waits for the second, which comes right after it:
+reshard, then reduce, so that the reduce buffer takes the place of the weights. With
+``BACKWARD_POST`` the next unit is gathered in between. The network serves in order, and
+the next unit's compute waits for its parameters, while nobody waits for a reduction
+until the next one is complete.
 
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does. What never came is done at
@@ -36,7 +38,6 @@ from composable_fsdp.runtime.fill import catch_up
 from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
 from composable_fsdp.runtime.reduce import (
-    prepare_reduce,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
@@ -60,6 +61,7 @@ class Call:
     """
 
     __slots__ = (
+        "aliased",
         "aliases",
         "begin",
         "epoch",
@@ -75,6 +77,8 @@ class Call:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
+        self.aliased = False
+        """Whether there were any, so that ``input_done`` can be expected."""
         self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
@@ -94,15 +98,17 @@ class Call:
         through = handle.open_calls == 0 and handle.pending == 0
         if through:
             reshard_after_backward(state, handle)
+        handle.expected_calls -= 1
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        listed = state.ahead_in_backward
-        if post and tape.reached > 0 and tape.schedule is None and not listed:
+        if post:
             # Its own index would not do: the units inside it have run since.
-            prefetch_backward(context, tape, tape.reached)
+            listed = state.ahead_in_backward
+            if tape.reached > 0 and tape.schedule is None and not listed:
+                prefetch_backward(context, tape, tape.reached)
         # After the prefetch, which is needed sooner: the network serves one at a time.
         if (
             through
-            and handle.reduce_is_allocated
+            and handle.reduce_due
             and state.sync_gradients
             and tape.schedule is None
         ):
@@ -135,6 +141,9 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         )
     if handle.task != task:
         _begin(context, state, task)
+    mode = handle.plan.options.backward_prefetch
+    if call.aliased:
+        handle.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
         catch_up(context, call.tape, call.index)
     if call.tape not in handle.tapes:
@@ -160,21 +169,19 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         tape.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif (
-        tape.reached > 0
-        and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    ):
+    elif tape.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
         prefetch_backward(context, tape, tape.reached)
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Enter the graph task: count the gradients to come, make room for them."""
+    """Enter the graph task: count the gradients to come."""
     join_task(context, state, task)
     handle = state.handle
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = sum(map(_will_run, handle.accumulators))
     handle.tapes = ()
+    handle.expected_calls = 0
     # create_graph: the graph of this backward needs the weights again.
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:
-        prepare_reduce(context, handle)
+        handle.reduce_due = True

@@ -20,7 +20,7 @@ from __future__ import annotations
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
-from composable_fsdp.runtime.reduce import prepare_reduce, reduce_gradients
+from composable_fsdp.runtime.reduce import reduce_gradients
 from composable_fsdp.runtime.unshard import (
     keep_full,
     reshard,
@@ -84,8 +84,8 @@ def finish_filling(context: RuntimeContext) -> None:
 
 
 def has_arrived(handle: FlatParamHandle) -> bool:
-    """Whether a gradient waits in the unit's reduce buffers."""
-    return handle.reduce_is_allocated and any(1 in r.arrived for r in handle.trainable)
+    """Whether a gradient waits to be reduced."""
+    return handle.reduce_due and any(1 in r.arrived for r in handle.trainable)
 
 
 def _gather_in_turn(context: RuntimeContext, tape: Tape, at: int) -> None:
@@ -105,7 +105,6 @@ def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:
     handle = state.handle
     expected = handle.rule.fill and handle.trainable
     if state.sync_gradients and (expected or has_arrived(handle)):
-        prepare_reduce(context, handle)
         reduce_gradients(context, handle)
     if handle.task == NO_TASK:
         # Backward did not come by, so nothing else takes the weights away.

@@ -21,7 +21,6 @@ from composable_fsdp.runtime.reduce import (
     drop_arrived,
     drop_reduction,
     finish_reduction,
-    prepare_reduce,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
@@ -90,7 +89,7 @@ def bury(context: RuntimeContext) -> None:
 def reset_backward(handle: FlatParamHandle) -> None:
     """Forget the graph task that the unit was in."""
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes = ()
+    handle.tapes, handle.expected_calls = (), 0
     handle.phase = Phase.IDLE
 
 
@@ -130,10 +129,9 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     for state in root._all_fsdp_states:
         handle = state.handle
         waits = handle.held is not None and handle.rule.all_reduce
-        if (handle.reduce_is_allocated or waits) and state.sync_gradients:
+        if (handle.reduce_due or waits) and state.sync_gradients:
             # Arrived under no_sync, or waits for its replicas, and this backward did
             # not come by.
-            prepare_reduce(context, handle)
             reduce_gradients(context, handle)
         if not keep and context.outermost is None:
             handle.kept = False

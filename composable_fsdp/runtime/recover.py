@@ -16,6 +16,7 @@ from torch import nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
+from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
@@ -53,6 +54,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         log.drop()
     context.prefetched.clear()
     for handle in context.handles:
+        free_cleared(handle)
         if handle.rule.fill:
             schedule = schedule or Schedule()
         if handle.full_since is not None and is_good(handle):

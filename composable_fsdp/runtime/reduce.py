@@ -15,6 +15,7 @@ leaf shows. It also sends offloaded gradients to the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import or_
 
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.flat import storage, views
+from composable_fsdp.flat.gradients import ready_gradient
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
+from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.leaf_hooks import (
     call_post_hooks,
@@ -37,18 +39,32 @@ from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
-def prepare_reduce(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Give the unit's reduce buffers memory, if they have none to write to.
+@torch.no_grad()
+def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Move gradients that wait into the reduce buffers, all in one operation.
 
-    Allocated on the current stream, which is that of backward. Sends nothing.
+    The buffers are given memory, if they have none to write to, on the current stream.
+    Sends nothing.
     """
-    if handle.reduce_is_allocated:
-        return
     if context.reducing is not None and context.reducing.handle is handle:
         finish_reduction(context)
-    views.allocate_reduce(handle)
-    if context.streams is not None:
-        handle.reduce_owner = torch.cuda.current_stream(handle.device)
+    users = [] if context.streams is None else _users(context.streams, handle)
+    for stream in users[1:]:
+        users[0].wait_stream(stream)
+    if not handle.reduce_has_memory:
+        views.allocate_reduce(handle)
+        handle.reduce_owner = users[0] if users else None
+    for region in handle.trainable:
+        gradients = [gradient for gradient in region.waiting if gradient is not None]
+        if gradients:
+            into = region.reduce_views
+            if len(gradients) < len(into):
+                came = [gradient is not None for gradient in region.waiting]
+                into = tuple(compress(into, came))
+            torch._foreach_copy_(into, gradients)
+            region.waiting[:] = [None] * len(region.waiting)
+    for stream in users[1:]:
+        stream.wait_stream(users[0])
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -67,6 +83,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Raises: DesyncError, if another rank reduces something else, or other parameters.
     """
     finish_reduction(context)
+    move_arrived(context, handle)
     _zero_what_is_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
     arrived = _arrived(handle)
@@ -81,10 +98,9 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # Not before: until then the log tells peers which gradients are not there.
         views.forget_arrived(handle)
         handle.held = None
-    handle.reduce_is_allocated = False
+    handle.reduce_due = False
     for region in handle.trainable:
-        if region.grad_shard is None:
-            make_grad_shard(region, rows=handle.rows)
+        ready_gradient(region, rows=handle.rows)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction
     if context.streams is not None:
@@ -195,12 +211,12 @@ def drop_arrived(handle: FlatParamHandle) -> None:
     handle.held = None
     for region in handle.trainable:
         region.partial = None
-    if handle.reduce_is_allocated:
+    handle.reduce_due = False
+    if handle.reduce_has_memory:
         if handle.reduce_owner is not None and handle.leaf_stream is not None:
             # Gradients may still be copied into the buffers.
             handle.reduce_owner.wait_stream(handle.leaf_stream)
         views.free_reduce(handle)
-        handle.reduce_is_allocated = False
 
 
 def _zero_what_is_missing(handle: FlatParamHandle) -> None:

@@ -20,7 +20,7 @@ def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> No
     Raises: PhaseError, while gradients of the unit wait to be reduced.
     """
     finish_reduction(context)
-    if handle.reduce_is_allocated or handle.held is not None:
+    if handle.reduce_due or handle.held is not None:
         raise PhaseError(
             f"requires_grad of parameters of unit {handle.name} was changed while its "
             "gradients wait to be reduced (no_sync, set_requires_gradient_sync or "

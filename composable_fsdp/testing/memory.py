@@ -68,7 +68,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     def _meet(self, tensors: list[Any]) -> None:
         for tensor in tensors:
-            if not isinstance(tensor, Tensor):
+            # A wrapper, as a DTensor, has the size of the whole and no memory: what it
+            # wraps comes by in the ops it makes.
+            if not isinstance(tensor, Tensor) or hasattr(tensor, "__tensor_flatten__"):
+                continue
+            if tensor.device.type == "meta":
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata

@@ -144,7 +144,7 @@ class _Waiting:
 
 def _missing(handle: FlatParamHandle) -> str:
     """The parameters whose gradients the unit waits for; empty if for none."""
-    if not handle.reduce_is_allocated:
+    if not handle.reduce_due:
         return ""
     arrived = [region.arrived for region in handle.trainable]
     return ", ".join(map(repr, without_gradient(handle, arrived)))

@@ -284,6 +284,7 @@ def check_low_precision_accumulates_wide(world: World) -> None:
 
     set_requires_gradient_sync(model, False)
     backward(model, 0, world.rank)
+    backward(model, 1, world.rank)
 
     for state in _get_fsdp_states(model):
         for region in state.handle.trainable:
@@ -291,7 +292,7 @@ def check_low_precision_accumulates_wide(world: World) -> None:
             assert region.reduce_buffer.dtype == torch.float32
             assert region.reduce_buffer.untyped_storage().nbytes() > 0
     set_requires_gradient_sync(model, True)
-    backward(model, 1, world.rank)
+    backward(model, 2, world.rank)
     clip_grad_norm_(model, 1.0)
 
 

@@ -1,0 +1,95 @@
+"""What the exact benchmarks show is true of small models, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import memory, scale, traffic
+from benchmarks.models import Gpt
+from benchmarks.traffic import UNITS, VARIANTS, padding
+from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.testing.memory import LiveBytes
+
+SMALL = {"width": 64, "hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 128}
+
+
+@pytest.mark.req("U-03")
+@pytest.mark.parametrize(("world_size", "order"), [(8, "cpu"), (64, "cuda")])
+def test_the_peak_of_a_billion_parameters_is_the_planned_one(
+    world_size: int, order: str
+) -> None:
+    """Within 1 %, with the activations of a few tokens."""
+    found = memory.measure_ours(world_size, memory.SHORT // 4, order=order)
+
+    assert found.planned <= found.step <= 1.01 * found.planned
+
+
+@pytest.mark.req("U-03")
+def test_the_peak_is_below_that_of_fsdp1_and_fsdp2() -> None:
+    """With one unit gathered ahead at most FSDP2's; behind, also below FSDP1's."""
+    peers = [memory.PEERS[name] for name in ("fsdp1", "fsdp2")]
+    fsdp1, fsdp2 = (
+        memory.measure_peer(p, 8, memory.LONG, layers=4).step for p in peers
+    )
+
+    ahead = memory.measure_ours(8, tokens, layers=4).step
+    post = BackwardPrefetch.BACKWARD_POST
+    behind = memory.measure_ours(8, tokens, prefetch=post, layers=4).step
+
+    assert ahead <= 1.001 * fsdp2
+    assert behind < fsdp1
+
+
+def test_sharding_from_meta_needs_one_unit_above_the_shards() -> None:
+    """Each unit gets its values when it is sharded, and keeps its shard of them."""
+    peak, shards, unit = memory.measure_sharding(8)
+
+    assert 0 < peak - shards <= unit
+
+
+def test_a_wrapper_and_a_tensor_on_meta_have_no_memory() -> None:
+    """They say a size all the same."""
+    with LiveBytes() as live:
+        torch.zeros(8, device="meta").add(1)
+
+    assert live.peak == 0
+
+
+@pytest.mark.parametrize("world_size", [8, 256])
+def test_copies_are_one_pass_over_the_gradients(world_size: int) -> None:
+    """The all-gather needs none; FSDP2 copies more than 2.5 times as much."""
+    plain, ours, fsdp2 = (
+        traffic.measure(VARIANTS[name], world_size)[0]
+        for name in ("plain", "ours", "fsdp2")
+    )
+    model = Gpt(**traffic.MODEL)
+    gradients = sum(p.nbytes for p in model.parameters())
+
+    assert ours.copied - plain.copied == gradients
+    assert gradients < 0.4 * (fsdp2.copied - plain.copied)
+
+
+@pytest.mark.req("U-03")
+@pytest.mark.parametrize("world_size", [8, 1024])
+def test_bytes_sent_are_the_planned_ones(world_size: int) -> None:
+    """Call by call and byte by byte, at any number of ranks."""
+    _, calls = traffic.measure(VARIANTS["ours"], world_size)
+
+    assert traffic.recorded_traffic(calls) == traffic.planned_traffic(world_size)
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 256, 512, 1024])
+@pytest.mark.parametrize("unit", [name for name in UNITS if "expert" not in name])
+def test_row_blocks_pad_less_than_one_percent(unit: str, ranks: int) -> None:
+    """Of each unit of public models, up to 1024 ranks."""
+    assert padding(UNITS[unit], ranks) < traffic.GOAL_PADDING
+
+
+def test_a_step_does_not_grow_with_the_number_of_ranks() -> None:
+    """Python makes the same calls and allocations for 8 ranks and for 16,384."""
+    few = scale.calls_of_a_step(2, 8, **SMALL)
+    many = scale.calls_of_a_step(2, 16384, **SMALL)
+
+    assert few == many
+    assert min(few) > 0
