@@ -6,6 +6,7 @@ installed) just the GPU tests are collected.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -33,6 +34,11 @@ def pytest_report_header() -> str | None:
     if collect_ignore_glob:
         return "hypothesis is not installed: only tests/gpu is collected"
     return None
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now lives as long as the run: no collection looks at it."""
+    gc.freeze()
 
 
 # Two threads would change the order of sums, and ranks have one each.

@@ -38,6 +38,9 @@ SUITE = (
     ),
     Cell("step", "--rounds 12", "--rounds 40"),
     Cell("checkpoint", "", "--many 500 1000 5000"),
+    Cell("memory", "", "--worlds 8 64 1024"),
+    Cell("traffic", "", ""),
+    Cell("scale", "--layers 32", ""),
 )
 
 

@@ -5,15 +5,18 @@ checks sizes before it does. With ``async_op`` it returns a ``Work`` whose ``wai
 be called before the result is read; otherwise the result is ordered on the current
 stream.
 
-Names checked on torch 2.11 and 2.13: 2.13 deprecates ``all_gather_into_tensor`` and
-``reduce_scatter_tensor`` for names that 2.11 lacks, so the name is chosen here, once.
-Several regions go through the group's coalesced method, because the coalescing context
-manager fails on gloo.
+The two calls that every unit makes in every step go to the group's own methods. The
+functions of torch.distributed around them check anew each time what a plan has settled
+(types, membership, options), which took longer than all of ours around a collective.
+Several regions go through the group's coalesced methods, because the coalescing
+context manager fails on gloo.
+
+Names checked on torch 2.11 and 2.13, which renamed these methods; chosen here, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,16 +30,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.errors import FSDPError
 
-_all_gather: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-_reduce_scatter: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 _SINGLE = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+_ALL_GATHER = "all_gather_single" if _SINGLE else "_allgather_base"
 _ALL_GATHER_COALESCED = (
     "all_gather_single_coalesced" if _SINGLE else "allgather_into_tensor_coalesced"
 )
+_REDUCE_SCATTER = "reduce_scatter_single" if _SINGLE else "_reduce_scatter_base"
 _REDUCE_SCATTER_COALESCED = (
     "reduce_scatter_single_coalesced" if _SINGLE else "reduce_scatter_tensor_coalesced"
 )
@@ -113,18 +112,17 @@ def all_gather_flat(
     if _recorder is not None:
         _require(full, shard, group.size())
         _note("all_gather", full, group)
+    options = AllgatherOptions()
+    options.asyncOp = async_op
     if len(full) == 1:
-        work: dist.Work | None = _all_gather(
-            full[0], shard[0], group=group, async_op=async_op
-        )
-        return work
+        whole, part = _as_real(full[0], shard[0])
+        work = getattr(group, _ALL_GATHER)(whole, part, options)
+        return _finish(work, async_op)
     if len({tensor.dtype for tensor in full}) > 1:
         # gloo's coalesced gather takes the first dtype for all (seen on torch 2.13); a
         # gather moves bytes, so bytes are what it is given.
         full = [tensor.view(torch.uint8) for tensor in full]
         shard = [tensor.view(torch.uint8) for tensor in shard]
-    options = AllgatherOptions()
-    options.asyncOp = async_op
     return _finish(
         getattr(group, _ALL_GATHER_COALESCED)(full, shard, options), async_op
     )
@@ -150,14 +148,13 @@ def reduce_scatter_flat(
         _note("reduce_scatter", full, group)
     # The stubs of torch tell the constants from the class that has them.
     op: Any = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    if len(full) == 1:
-        work: dist.Work | None = _reduce_scatter(
-            shard[0], full[0], op=op, group=group, async_op=async_op
-        )
-        return work
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
+    if len(full) == 1:
+        whole, part = _as_real(full[0], shard[0])
+        work = getattr(group, _REDUCE_SCATTER)(part, whole, options)
+        return _finish(work, async_op)
     return _finish(
         getattr(group, _REDUCE_SCATTER_COALESCED)(shard, full, options), async_op
     )
@@ -267,6 +264,13 @@ def gather_object(
         value, values, dst=dist.get_global_rank(group, rank), group=group
     )
     return values
+
+
+def _as_real(full: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+    """Complex numbers as pairs of real ones: backends have no complex numbers."""
+    if full.dtype.is_complex:
+        return torch.view_as_real(full), torch.view_as_real(shard)
+    return full, shard
 
 
 def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:

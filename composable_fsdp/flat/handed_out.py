@@ -180,8 +180,12 @@ def add_own_gradients(handle: FlatParamHandle, region: FlatParameter) -> None:
     because optimizer steps and reductions call it.
     """
     gradients = [*map(grad_of, region.leaves)]
-    if gradients.count(None) == len(gradients):
-        return
+    if gradients.count(None) != len(gradients):
+        _add(handle, region)
+
+
+@torch.no_grad()
+def _add(handle: FlatParamHandle, region: FlatParameter) -> None:
     _hold(handle, region)
     for leaf, view in zip(region.leaves, region.grad_views, strict=True):
         if leaf.grad is not None:

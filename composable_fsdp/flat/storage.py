@@ -26,8 +26,7 @@ def allocate(tensor: Tensor) -> None:
 
     The block belongs to the current stream. Nothing is sent.
     """
-    nbytes = tensor.numel() * tensor.element_size()
-    memory = tensor.untyped_storage()
+    nbytes, memory = tensor.nbytes, tensor.untyped_storage()
     if memory.nbytes() != nbytes:
         memory.resize_(nbytes)
 

@@ -122,7 +122,7 @@ def _arrive(
     # None, if a custom Function returned no gradient: counted, nothing to move.
     if gradient is not None:
         leaf.grad = None
-        if torch.is_grad_enabled():
+        if gradient.requires_grad:  # create_graph
             gradient = gradient.detach()
         if not handle.reduce_due:
             _late(unit, handle)
@@ -157,18 +157,14 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     # With a schedule, in the unit's turn; see ``fill``.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
-    if handle.expected_calls and handle.expected_calls == handle.open_calls:
+    if handle.open_calls:
+        # The last input's alias, or the end of backward, reduces: when the weights are
+        # freed, and gradients of a reentrant checkpoint inside the unit, which nothing
+        # announced, are here, too.
         return
+    reshard_after_backward(state, handle)
     if state.sync_gradients and not scheduled:
-        for region in handle.trainable:
-            if handle.open_calls and 0 in region.arrived:
-                # They may yet arrive, unannounced: from a reentrant checkpoint inside
-                # the unit. It is through when the last input is, so that reduces, once.
-                break
-        else:
-            reduce_gradients(context, handle)
-    if handle.open_calls == 0:
-        reshard_after_backward(state, handle)
+        reduce_gradients(context, handle)
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -1,8 +1,8 @@
 """Backward of a unit: two events (``graph_task`` ends what they leave).
 
-* *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
-  buffer and counts down from the number of leaves that this graph task will reach. At 0
-  the unit reduces (``arrivals``).
+* *Gradients complete*: the hook of each full leaf takes its gradient and counts down
+  from the number of leaves that this graph task will reach. At 0 the unit may reduce
+  (``arrivals``).
 * *Weights no longer needed*: each input that needs a gradient is an alias whose node
   runs after everything the unit recorded. When the last one has run, and the gradients
   are complete, the unit reshards. Complete gradients alone do not allow it: the last
@@ -61,7 +61,6 @@ class Call:
     """
 
     __slots__ = (
-        "aliased",
         "aliases",
         "begin",
         "epoch",
@@ -77,8 +76,6 @@ class Call:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
-        self.aliased = False
-        """Whether there were any, so that ``input_done`` can be expected."""
         self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
@@ -98,13 +95,11 @@ class Call:
         through = handle.open_calls == 0 and handle.pending == 0
         if through:
             reshard_after_backward(state, handle)
-        handle.expected_calls -= 1
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        if post:
+        listed = state.ahead_in_backward
+        if post and tape.reached > 0 and tape.schedule is None and not listed:
             # Its own index would not do: the units inside it have run since.
-            listed = state.ahead_in_backward
-            if tape.reached > 0 and tape.schedule is None and not listed:
-                prefetch_backward(context, tape, tape.reached)
+            prefetch_backward(context, tape, tape.reached)
         # After the prefetch, which is needed sooner: the network serves one at a time.
         if (
             through
@@ -141,9 +136,6 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         )
     if handle.task != task:
         _begin(context, state, task)
-    mode = handle.plan.options.backward_prefetch
-    if call.aliased:
-        handle.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
         catch_up(context, call.tape, call.index)
     if call.tape not in handle.tapes:
@@ -169,7 +161,10 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         tape.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif tape.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
+    elif (
+        tape.reached > 0
+        and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    ):
         prefetch_backward(context, tape, tape.reached)
 
 
@@ -180,7 +175,6 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = sum(map(_will_run, handle.accumulators))
     handle.tapes = ()
-    handle.expected_calls = 0
     # create_graph: the graph of this backward needs the weights again.
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:

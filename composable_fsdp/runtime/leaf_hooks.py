@@ -55,7 +55,6 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
             hook(leaf)
 
 
-@torch.no_grad()
 def show_flat_gradient(
     handle: FlatParamHandle, region: FlatParameter, arrived: bytes | bytearray
 ) -> None:
@@ -72,6 +71,7 @@ def show_flat_gradient(
     add_own_gradients(handle, region)
 
 
+@torch.no_grad()
 def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> None:
     """Show the hooked leaves their parts of the flat gradient while the hooks run."""
     for leaf, view, hit in zip(region.leaves, region.grad_views, arrived, strict=True):

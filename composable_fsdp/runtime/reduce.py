@@ -239,7 +239,7 @@ def _arrived(handle: FlatParamHandle) -> tuple[bytes, ...]:
     if handle.rule.fill:
         arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
     else:
-        arrived = tuple(bytes(region.arrived) for region in handle.trainable)
+        arrived = tuple([bytes(region.arrived) for region in handle.trainable])
     if handle.held is not None:
         arrived = tuple(
             bytes(map(or_, now, earlier))
@@ -284,6 +284,7 @@ def _target(region: FlatParameter) -> Tensor:
 def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Waitable]:
     """Send the reductions; without a group, copy. Returns what to wait for."""
     groups, rule = handle.groups, handle.rule
+    shard_group = groups.shard
     works: list[torch.distributed.Work | None] = []
     for regions in handle.reduce_groups:
         if rule.hook is not None and final:
@@ -295,10 +296,10 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
         targets = [_target(r) for r in regions]
         if before != 1 and rule.hook is None:
             torch._foreach_div_(buffers, before)
-        if groups.shard is not None:
+        if shard_group is not None:
             works.append(
                 collectives.reduce_scatter_flat(
-                    targets, buffers, groups.shard, average=average, async_op=async_op
+                    targets, buffers, shard_group, average=average, async_op=async_op
                 )
             )
             if final and groups.replicas > 1 and not async_op:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 from hypothesis import HealthCheck, settings
@@ -141,29 +142,41 @@ def _nodes(
     )
 
 
-@st.composite
 def model_recipes(
-    draw: st.DrawFn,
     max_depth: int = 3,
     max_children: int = 3,
     features: Collection[str] = FEATURES,
     max_width: int = 5,
-) -> ModelRecipe:
+) -> st.SearchStrategy[ModelRecipe]:
     """Draw a model and which of its modules to make units.
 
     The units may part tied parameters: pass them through ``models.legal_units`` where
     that matters. Shrinks to one linear layer of width 1 without units below it.
     """
-    recipe = ModelRecipe(
-        root=draw(module_recipes(max_depth, max_children, features)),
-        width=draw(st.integers(1, max_width)),
-        seed=draw(st.integers(0, 3)),
-    )
+    # Made here and not at each draw: to make them takes longer than to draw.
+    roots = module_recipes(max_depth, max_children, features)
+    return _models(roots, st.integers(1, max_width), st.integers(0, 3))
+
+
+@st.composite
+def _models(
+    draw: st.DrawFn,
+    roots: st.SearchStrategy[ModuleRecipe],
+    widths: st.SearchStrategy[int],
+    seeds: st.SearchStrategy[int],
+) -> ModelRecipe:
+    recipe = ModelRecipe(root=draw(roots), width=draw(widths), seed=draw(seeds))
     paths = recipe.shardable_paths()
     if not paths:
         return recipe
-    path = st.sampled_from(paths)
-    few = st.lists(path, unique=True)
-    many = st.lists(path, unique=True, min_size=(len(paths) + 1) // 2)
-    chosen = draw(st.one_of(few, many))
-    return replace(recipe, sharded=tuple(sorted(chosen, key=paths.index)))
+    chosen = draw(_some_of(len(paths)))
+    return replace(recipe, sharded=tuple(paths[i] for i in sorted(chosen)))
+
+
+@cache
+def _some_of(count: int) -> st.SearchStrategy[list[int]]:
+    """Draw some of the numbers below ``count``, or at least half of them."""
+    number = st.sampled_from(range(count))
+    few = st.lists(number, unique=True)
+    many = st.lists(number, unique=True, min_size=(count + 1) // 2)
+    return st.one_of(few, many)

@@ -478,6 +478,40 @@ def test_torchs_checkpoint_keeps_the_parts_of_all_ranks(
             assert text != "nothing was raised", (size, form)
 
 
+def save_named(world: World, folder: Path, form: str) -> State:
+    model, optimizer = trained(world, form)
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"optim": optim_state_dict(model, optimizer)}
+        dcp_save(state, checkpoint_id=folder)
+    return optim_state_dict(model, optimizer)["state"]  # type: ignore[no-any-return]
+
+
+def load_named(world: World, folder: Path, form: str) -> State:
+    model, optimizer = trained(world, form, steps=1)
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"optim": optim_state_dict(model, optimizer)}
+        dcp_load(state, checkpoint_id=folder)
+        optim_state_dict_to_load(model, optimizer, state["optim"], load_directly=True)
+    return optim_state_dict(model, optimizer)["state"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "forms", [("flat", "originals"), ("originals", "flat"), ("flat", "flat")], ids=str
+)
+def test_torchs_checkpoint_of_the_state_by_name_goes_anywhere(
+    ranks: RankCount,
+    tmp_path: Path,
+    sizes: tuple[int, int],
+    forms: tuple[str, str],
+) -> None:
+    """Sharded values of originals, into either form and at another world size."""
+    saved = ranks(sizes[0]).run(save_named, tmp_path, forms[0])[0]
+
+    for loaded in ranks(sizes[1]).run(load_named, tmp_path, forms[1]):
+        assert _same(loaded, saved)
+
+
 def check_torchs_functions(world: World) -> list[str]:
     model, optimizer = trained(world, "flat")
     other, fresh = trained(world, "flat", steps=0)
@@ -538,16 +572,25 @@ def check_retired(world: World) -> None:
     loss_of(model, gpt_input(0, world.rank))
 
     after = optim_state_dict(model, optimizer)
-
     assert _same(after, before)
-    assert len(flat_parameters(model)) >= len(optimizer.param_groups[0]["params"])
+
+    (group,) = after["param_groups"]
+    for frozen in ("blocks.0.up.weight", "blocks.0.up.bias"):
+        del after["state"][frozen]
+        group["params"].remove(frozen)
+    fresh = adamw(flat_parameters(model))
+    optim_state_dict_to_load(model, fresh, after, load_directly=True)
+    step(model, fresh, world.rank, 3)
+
+    loaded = optim_state_dict(model, fresh)["state"]
+    assert {float(values["step"]) for values in loaded.values()} == {3.0}
 
 
 @several_ranks
 def test_state_of_retired_flat_parameters_is_not_lost(
     ranks: RankCount, world_size: int
 ) -> None:
-    """It is given by name as before, for the next optimizer."""
+    """It is given by name as before, and the next optimizer goes on with it."""
     ranks(world_size).run(check_retired)
 
 

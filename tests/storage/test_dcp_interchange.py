@@ -6,6 +6,8 @@ world size: weights and the whole state of AdamW.
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,12 @@ def make(
     return model, adamw(model.parameters())
 
 
+@cache
 def trained() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and AdamW's state of the plain model after two steps; alike anywhere."""
+    """Weights and AdamW's state of the plain model after two steps; alike anywhere.
+
+    Made once in a process, so nobody may change them.
+    """
     model, optimizer = make("plain", 3)
     for at in range(2):
         step(model, optimizer, 0, at)
@@ -74,7 +80,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 def save(world: World, kind: str, folder: Path) -> None:
     model, optimizer = make(kind, 5)
-    weights, state = trained()
+    weights, state = copy.deepcopy(trained())
     set_state_dict(
         model,
         optimizer,
@@ -126,7 +132,7 @@ def test_what_one_saved_each_loads_at_any_world_size(
 
 def save_ours(world: World, folder: Path) -> None:
     model, optimizer = make("composable", 5)
-    weights, state = trained()
+    weights, state = copy.deepcopy(trained())
     model.load_state_dict(weights)
     optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
     composable_fsdp.save(folder / "ours", model, optimizer)
