@@ -37,6 +37,8 @@ SUITE = (
         "--units 100 1000 5000",
     ),
     Cell("step", "--rounds 12", "--rounds 40"),
+    Cell("overlap", "--rounds 3", ""),
+    Cell("cuda", "", ""),
     Cell("checkpoint", "", "--many 500 1000 5000"),
     Cell("memory", "", "--worlds 8 64 1024"),
     Cell("traffic", "", ""),

@@ -157,14 +157,19 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     # With a schedule, in the unit's turn; see ``fill``.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
-    if handle.open_calls:
-        # The last input's alias, or the end of backward, reduces: when the weights are
-        # freed, and gradients of a reentrant checkpoint inside the unit, which nothing
-        # announced, are here, too.
+    if handle.expected_calls and handle.expected_calls == handle.open_calls:
         return
-    reshard_after_backward(state, handle)
+    if handle.open_calls == 0:
+        # First: the reduce buffer can have the memory of the weights.
+        reshard_after_backward(state, handle)
     if state.sync_gradients and not scheduled:
-        reduce_gradients(context, handle)
+        for region in handle.trainable:
+            if handle.open_calls and 0 in region.arrived:
+                # They may yet arrive, unannounced: from a reentrant checkpoint inside
+                # the unit. It is through when the last input is, so that reduces, once.
+                break
+        else:
+            reduce_gradients(context, handle)
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:

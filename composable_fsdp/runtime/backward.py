@@ -61,6 +61,7 @@ class Call:
     """
 
     __slots__ = (
+        "aliased",
         "aliases",
         "begin",
         "epoch",
@@ -76,6 +77,8 @@ class Call:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
+        self.aliased = False
+        """Whether there were any, so that ``input_done`` can be expected."""
         self.index = self.begin = -1
         self.task = NO_TASK
         self.waiting = 0
@@ -95,11 +98,13 @@ class Call:
         through = handle.open_calls == 0 and handle.pending == 0
         if through:
             reshard_after_backward(state, handle)
+        handle.expected_calls -= 1
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-        listed = state.ahead_in_backward
-        if post and tape.reached > 0 and tape.schedule is None and not listed:
+        if post:
             # Its own index would not do: the units inside it have run since.
-            prefetch_backward(context, tape, tape.reached)
+            listed = state.ahead_in_backward
+            if tape.reached > 0 and tape.schedule is None and not listed:
+                prefetch_backward(context, tape, tape.reached)
         # After the prefetch, which is needed sooner: the network serves one at a time.
         if (
             through
@@ -136,6 +141,9 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         )
     if handle.task != task:
         _begin(context, state, task)
+    mode = handle.plan.options.backward_prefetch
+    if call.aliased:
+        handle.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
         catch_up(context, call.tape, call.index)
     if call.tape not in handle.tapes:
@@ -161,10 +169,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         tape.reached = call.index
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
-    elif (
-        tape.reached > 0
-        and handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    ):
+    elif tape.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
         prefetch_backward(context, tape, tape.reached)
 
 
@@ -175,6 +180,7 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = sum(map(_will_run, handle.accumulators))
     handle.tapes = ()
+    handle.expected_calls = 0
     # create_graph: the graph of this backward needs the weights again.
     handle.open_calls = KEEP if torch.is_grad_enabled() else 0
     if handle.pending:

@@ -240,6 +240,7 @@ def _copy_weights(state: _FSDPState, output: Any) -> Any:
 def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     """Have backward make the unit full at an output; False if it never will."""
     aliases, call.aliases = call.aliases, ()
+    call.aliased = bool(aliases)
     if len(tensors) == 1:
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]

@@ -89,7 +89,7 @@ def bury(context: RuntimeContext) -> None:
 def reset_backward(handle: FlatParamHandle) -> None:
     """Forget the graph task that the unit was in."""
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes = ()
+    handle.tapes, handle.expected_calls = (), 0
     handle.phase = Phase.IDLE
 
 

@@ -154,7 +154,7 @@ def test_a_reduction_behind_the_next_all_gather_makes_no_difference(
     ranks: RankCount, corner: str
 ) -> None:
     """With BACKWARD_POST a unit reduces when its inputs are done, and where none of
-    them tells, at the end of backward."""
+    them will tell, when its gradients are there."""
     post = BackwardPrefetch.BACKWARD_POST
     ranks(2).run(turn, PATHS[0], STRATEGIES[0], corner, FROZEN["all train"], post)
 
