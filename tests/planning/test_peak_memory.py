@@ -252,10 +252,10 @@ def frozen() -> Chain:
 
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 @pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
-def test_a_first_unit_whose_input_needs_no_gradient_is_freed_before_it_is_reduced(
+def test_a_first_unit_whose_input_needs_no_gradient_is_full_when_it_is_reduced(
     mode: BackwardPrefetch | None, order: str
 ) -> None:
-    """Its weights, the largest here, and its reduce buffer are not there together."""
+    """Nothing says that it is done but the end of backward. It is the largest here."""
     planned, measured = peak_of(
         lambda: Chain(4096, 2048, 512, 256), 8, order, backward_prefetch=mode
     )
