@@ -40,6 +40,9 @@ SUITE = (
     Cell("overlap", "--rounds 3", ""),
     Cell("cuda", "", ""),
     Cell("checkpoint", "", "--many 500 1000 5000"),
+    Cell("memory", "", "--worlds 8 64 1024"),
+    Cell("traffic", "", ""),
+    Cell("scale", "--layers 32", ""),
 )
 
 

@@ -43,7 +43,8 @@ class UnitMemory(NamedTuple):
     ``gradients``: of all parameters, in the compute dtype; ``early``: of those whose
     gradients are there before those of units inside; ``reduced``: of the reduced ones
     that the rank keeps until they are cleared. ``parent``: the unit around it, -1 for
-    the root. ``ahead``: its forward gathers the unit after it.
+    the root. ``fed``: its inputs need gradients, as there is something to train before
+    it. ``ahead``: its forward gathers the unit after it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class UnitMemory(NamedTuple):
     reduced: int
     sends: bool
     in_backward: bool
+    fed: bool
     reshards: bool
     prefetch: BackwardPrefetch | None
     gathers: bool
@@ -204,7 +206,9 @@ class _Step:
         self._note("backward", index, unit.gradients)
         behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
         following = before if behind else None
-        if unit.parent >= 0:  # the root stays full until backward is over
+        # The root stays full until backward is over, and so does a unit whose inputs
+        # need no gradient and cannot say when they are done.
+        if unit.parent >= 0 and unit.fed:
             self.reshard(index)
         if following is not None:
             self.unshard(following, "backward")

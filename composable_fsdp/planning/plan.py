@@ -77,14 +77,18 @@ class ShardingPlan:
         assumed of the step.
         """
         streams = device_type == "cuda"
+        flow = self._with_flow()
         parents = _parents(self.units)
         kept = [u for u in self.units if not (u.is_offloaded and streams)]
         moment = peak_of_step(
             [
                 unit.memory(
-                    parent=parents[i], in_backward=flows, on_host=unit.is_offloaded
+                    parent=parents[i],
+                    in_backward=flows,
+                    fed=i > 0 and flow[i - 1][1],
+                    on_host=unit.is_offloaded,
                 )
-                for i, (unit, flows) in enumerate(self._with_flow())
+                for i, (unit, flows) in enumerate(flow)
             ],
             streams=streams,
         )

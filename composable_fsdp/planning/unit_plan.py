@@ -139,11 +139,14 @@ class UnitPlan:
             total += Traffic(all_reduce_calls=len(self._reduced), all_reduce_bytes=part)
         return total
 
-    def memory(self, *, parent: int, in_backward: bool, on_host: bool) -> UnitMemory:
+    def memory(
+        self, *, parent: int, in_backward: bool, fed: bool, on_host: bool
+    ) -> UnitMemory:
         """The bytes of this unit's buffers, for ``peak_of_step``.
 
-        ``parent`` is the index of the unit around it (-1 for the root), ``on_host``
-        tells whether its shards are elsewhere than its full parameters.
+        ``parent`` is the index of the unit around it (-1 for the root), ``fed`` tells
+        whether its inputs need gradients, ``on_host`` whether its shards are elsewhere
+        than its full parameters.
         """
         gradients = {
             slot.index: slot.numel * d.compute.itemsize
@@ -172,6 +175,7 @@ class UnitPlan:
             reduced=0 if self.is_offloaded else self.gradient_bytes,
             sends=self.shard_world_size * self.replicas > 1,
             in_backward=in_backward,
+            fed=fed,
             reshards=options.reshard_after_forward and parent >= 0,
             prefetch=options.backward_prefetch,
             gathers=self.shard_world_size > 1 and self.full_bytes > 0,

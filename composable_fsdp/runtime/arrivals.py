@@ -159,6 +159,9 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
     if handle.expected_calls and handle.expected_calls == handle.open_calls:
         return
+    if handle.open_calls == 0:
+        # First: the reduce buffer can have the memory of the weights.
+        reshard_after_backward(state, handle)
     if state.sync_gradients and not scheduled:
         for region in handle.trainable:
             if handle.open_calls and 0 in region.arrived:
@@ -167,8 +170,6 @@ def _gradients_complete(state: _FSDPState, handle: FlatParamHandle) -> None:
                 break
         else:
             reduce_gradients(context, handle)
-    if handle.open_calls == 0:
-        reshard_after_backward(state, handle)
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:

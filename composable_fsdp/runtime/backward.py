@@ -1,8 +1,8 @@
 """Backward of a unit: two events (``graph_task`` ends what they leave).
 
-* *Gradients complete*: the hook of each full leaf copies its gradient into the reduce
-  buffer and counts down from the number of leaves that this graph task will reach. At 0
-  the unit reduces (``arrivals``).
+* *Gradients complete*: the hook of each full leaf takes its gradient and counts down
+  from the number of leaves that this graph task will reach. At 0 the unit may reduce
+  (``arrivals``).
 * *Weights no longer needed*: each input that needs a gradient is an alias whose node
   runs after everything the unit recorded. When the last one has run, and the gradients
   are complete, the unit reshards. Complete gradients alone do not allow it: the last

@@ -28,9 +28,10 @@ def test_the_peak_of_a_billion_parameters_is_the_planned_one(
 @pytest.mark.req("U-03")
 def test_the_peak_is_below_that_of_fsdp1_and_fsdp2() -> None:
     """With one unit gathered ahead at most FSDP2's; behind, also below FSDP1's."""
-    peers = [memory.PEERS[name] for name in ("fsdp1", "fsdp2")]
+    tokens = memory.LONG
     fsdp1, fsdp2 = (
-        memory.measure_peer(p, 8, memory.LONG, layers=4).step for p in peers
+        memory.measure_peer(memory.PEERS[name], 8, tokens, layers=4).step
+        for name in ("fsdp1", "fsdp2")
     )
 
     ahead = memory.measure_ours(8, memory.LONG, layers=4).step

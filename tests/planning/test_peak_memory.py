@@ -251,6 +251,19 @@ def frozen() -> Chain:
 
 
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", [*BackwardPrefetch, None])
+def test_a_first_unit_whose_input_needs_no_gradient_is_full_when_it_is_reduced(
+    mode: BackwardPrefetch | None, order: str
+) -> None:
+    """Nothing says that it is done but the end of backward. It is the largest here."""
+    planned, measured = peak_of(
+        lambda: Chain(4096, 2048, 512, 256), 8, order, backward_prefetch=mode
+    )
+
+    assert 0.998 * measured <= planned <= measured
+
+
+@pytest.mark.parametrize("order", ["cpu", "cuda"])
 def test_a_unit_gathered_ahead_in_forward_is_in_the_peak(order: str) -> None:
     """It stands beside the one that runs."""
     alone, _ = peak_of(frozen, 8, order)
