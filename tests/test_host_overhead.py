@@ -14,15 +14,15 @@ from benchmarks.counting import Counts, counts
 from benchmarks.variants import PLAIN, load_flat, load_ours
 
 # Per unit and step over plain with torch 2.13 and Python 3.11, of 64 units with six
-# parameters: 200.9 and 127.3 calls, 10.1 and 10.1 operators. The goals are 300 and 25.
-CALLS_FORWARD_BACKWARD = 208
-CALLS_STEP = 134
-OPS = 11
-# Per parameter of a unit beyond six, measured: 4.1 and -9.5 calls, 1 operator (clipping
-# goes over flat gradients, plain's over each).
-CALLS_PER_PARAMETER_FORWARD_BACKWARD = 5
-CALLS_PER_PARAMETER_STEP = -8
-OPS_PER_PARAMETER = 1
+# parameters: 210.1 and 136.5 calls, 5.0 and 5.1 operators. The goals are 300 and 25.
+CALLS_FORWARD_BACKWARD = 217
+CALLS_STEP = 143
+OPS = 6
+# Per parameter of a unit beyond six, measured: 3.1 and -10.5 calls, no operator
+# (clipping goes over flat gradients, plain's over each).
+CALLS_PER_PARAMETER_FORWARD_BACKWARD = 4
+CALLS_PER_PARAMETER_STEP = -9
+OPS_PER_PARAMETER = 0
 
 HELP = (
     "{what}: {got:.2f}, but at most {most}. Each counts in every step of every unit. "

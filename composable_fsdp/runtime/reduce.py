@@ -39,13 +39,17 @@ from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
-@torch.no_grad()
 def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Move gradients that wait into the reduce buffers, all in one operation.
 
     The buffers are given memory, if they have none to write to, on the current stream.
     Sends nothing.
     """
+    if torch.is_grad_enabled():
+        # create_graph. As a decorator this would take 2.5 us in every step.
+        with torch.no_grad():
+            move_arrived(context, handle)
+        return
     if context.reducing is not None and context.reducing.handle is handle:
         finish_reduction(context)
     users = [] if context.streams is None else _users(context.streams, handle)
