@@ -6,7 +6,7 @@ is taken away until the next reduction; else the holder keeps it, with its value
 the next reduction makes another, as autograd would.
 
 ``torch.Tensor._use_count`` and ``torch._C._storage_Use_Count`` are private; used only
-here, checked on torch 2.13 (and present in 2.11).
+here, checked on torch 2.13.
 """
 
 from __future__ import annotations

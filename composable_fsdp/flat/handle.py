@@ -152,8 +152,7 @@ class FlatParamHandle:
     pending: int
     open_calls: int
     expected_calls: int
-    """The open calls whose inputs are sure to say when: the unit reduces then, with its
-    full parameters freed, and not when its gradients are complete."""
+    """Open calls whose inputs will say when they are done; the unit reduces then."""
     tapes: tuple[Any, ...]
     """Forwards whose open calls are in ``open_calls``."""
     kept: bool

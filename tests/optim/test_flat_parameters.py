@@ -745,3 +745,32 @@ def test_a_replicated_module_has_flat_parameters_as_well(
 ) -> None:
     """Every rank holds them whole."""
     ranks(world_size).run(check_hybrid)
+
+
+def test_a_wrapper_clears_flat_gradients_that_were_asked_of_what_it_wraps(
+    one_rank: World,
+) -> None:
+    """``wrapper.zero_grad()`` goes on to the module inside."""
+    model = apply_units(tiny_mlp(), [], path="wrapper")
+    flats = flat_parameters(model.get_submodule("module"))
+    backward(loss_of(model, x_of(0, 0)))
+
+    model.zero_grad()
+
+    assert all(flat.grad is None for flat in flats)
+
+
+def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
+    one_rank: World,
+) -> None:
+    """Norm and scale are those of the parameters that were passed."""
+    model = fully_shard(tiny_mlp())
+    flat_parameters(model)
+    backward(loss_of(model, x_of(0, 0)))
+    before = {name: grad_of(model, name) for name in ("0.weight", "2.weight")}
+
+    norm = clip_grad_norm_([dict(model.named_parameters())["0.weight"]], 1e-3)
+
+    assert torch.allclose(norm, before["0.weight"].norm())
+    assert torch.allclose(grad_of(model, "0.weight").norm(), torch.tensor(1e-3))
+    assert torch.equal(grad_of(model, "2.weight"), before["2.weight"])
