@@ -266,9 +266,7 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(
             nn.Linear(width, width, bias=False, device=device) for _ in range(6)
         )
-        # As in a model with an embedding, the first layer's input needs a gradient, so
-        # that layer, too, is freed before it is reduced.
-        self.row = torch.ones(1, width, device=device, requires_grad=True)
+        self.row = torch.ones(1, width, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(rows, width)`` to the same."""
@@ -293,7 +291,6 @@ def chain_peaks(
         def step() -> None:
             model(model.row).float().sum().backward()
             model.zero_grad()
-            model.row.grad = None
 
         return step
 
