@@ -125,31 +125,11 @@ def _dcp_load(path: str, model: nn.Module, optim: torch.optim.Optimizer) -> None
     set_state_dict(model, optim, model_state_dict=state, optim_state_dict=optim_state)
 
 
-def _ours_dcp(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    with ours.state_dict_type(model, ours.StateDictType.SHARDED_STATE_DICT):
-        return {
-            "model": model.state_dict(),
-            "optim": ours.optim_state_dict(model, optim),
-        }
-
-
-def _ours_dcp_save(path: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    state_dict_saver.save(_ours_dcp(model, optim), checkpoint_id=path)
-
-
-def _ours_dcp_load(path: str, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-    state = _ours_dcp(model, optim)
-    state_dict_loader.load(state, checkpoint_id=path)
-    with ours.state_dict_type(model, ours.StateDictType.SHARDED_STATE_DICT):
-        model.load_state_dict(state["model"])
-        ours.optim_state_dict_to_load(model, optim, state["optim"], load_directly=True)
-
-
 Way = Callable[[str, nn.Module, torch.optim.Optimizer], object]
 WAYS: dict[str, tuple[Way, Way]] = {
     "fsdp1 dcp": (_dcp_save, _dcp_load),
     "fsdp2 dcp": (_dcp_save, _dcp_load),
-    "ours dcp": (_ours_dcp_save, _ours_dcp_load),
+    "ours dcp": (_dcp_save, _dcp_load),
     "ours native": (ours.save, ours.load),
 }
 
