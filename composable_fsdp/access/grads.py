@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.comm import collectives
+from composable_fsdp.flat.gradients import is_whole
 from composable_fsdp.flat.handed_out import (
     add_own_gradients,
     find_flat,
@@ -202,7 +203,9 @@ def _gradients(
 def _is_whole(region: FlatParameter) -> bool:
     if region.grad_shard is None:
         return False
-    return all(map(is_, map(grad_of, region.leaves), region.grad_views))
+    if not all(map(is_, map(grad_of, region.leaves), region.grad_views)):
+        return False
+    return is_whole(region)
 
 
 def _total_norm(

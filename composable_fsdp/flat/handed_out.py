@@ -21,7 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.gradients import ready_gradient
+from composable_fsdp.flat.gradients import (
+    is_whole,
+    leave_to_holders,
+    ready_gradient,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import (
     FlatParameter,
@@ -144,7 +148,7 @@ def leaf_gradients(
     gradient = region.flat.grad
     if gradient is None:
         return [None] * len(region.leaves)
-    if gradient is region.grad_shard:
+    if gradient is region.grad_shard and is_whole(region):
         return list(region.grad_views)
     return list(shard_views(region, gradient, rows=handle.rows)[0])
 
@@ -228,6 +232,8 @@ def take_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
 
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     assert region.flat is not None
+    if not handle.reduce_has_memory:  # no reduction is on its way into it
+        leave_to_holders(region)
     ready_gradient(region, rows=handle.rows)
     hold_gradients(region)
     region.flat.grad = region.grad_shard

@@ -32,8 +32,13 @@ def allocate(tensor: Tensor) -> None:
 
 
 def free(tensor: Tensor) -> None:
-    """Give the memory back; the tensor keeps its shape and must not be read."""
-    tensor.untyped_storage().resize_(0)
+    """Give the memory back; the tensor keeps its shape and must not be read.
+
+    Memory that numpy was shown (on a CPU) stays: torch never resizes it again.
+    """
+    memory = tensor.untyped_storage()
+    if memory.resizable():
+        memory.resize_(0)
 
 
 def is_allocated(tensor: Tensor) -> bool:

@@ -67,6 +67,19 @@ def forget_arrived(handle: FlatParamHandle) -> None:
         region.arrived[:] = bytes(len(region.arrived))
 
 
+def keep_waiting(handle: FlatParamHandle) -> None:
+    """Copy gradients that wait and are the weights' memory, before that is freed.
+
+    A custom ``autograd.Function`` may return what it saved.
+    """
+    for region in handle.trainable:
+        begin = region.full.data_ptr()
+        end = begin + region.full.nbytes
+        for index, gradient in enumerate(region.waiting):
+            if type(gradient) is torch.Tensor and begin <= gradient.data_ptr() < end:
+                region.waiting[index] = gradient.clone()
+
+
 def hold_gradients(region: FlatParameter) -> None:
     """Have ``grad_shard`` hold the gradients there are, and zeros where there is none.
 

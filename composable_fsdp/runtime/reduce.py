@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.flat import storage, views
-from composable_fsdp.flat.gradients import ready_gradient
+from composable_fsdp.flat.gradients import leave_to_holders, ready_gradient
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
@@ -66,9 +66,13 @@ def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
                 came = [gradient is not None for gradient in region.waiting]
                 into = tuple(compress(into, came))
             torch._foreach_copy_(into, gradients)
-            region.waiting[:] = [None] * len(region.waiting)
+        del gradients
     for stream in users[1:]:
         stream.wait_stream(users[0])
+    # Not before: one made on a stream of its own is given back behind the stream of
+    # the hooks, for which the engine noted it, and that has to be behind the copy.
+    for region in handle.trainable:
+        region.waiting[:] = [None] * len(region.waiting)
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -104,6 +108,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.held = None
     handle.reduce_due = False
     for region in handle.trainable:
+        leave_to_holders(region)
         ready_gradient(region, rows=handle.rows)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction

@@ -133,6 +133,8 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         views.use_sharded(handle)
     if not handle.gathered or handle.retiring or handle.kept:
         return
+    if handle.reduce_due:
+        views.keep_waiting(handle)
     if not handle.needs_gather:
         handle.gathered = False
     elif context.streams is None:
