@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import (
     is_whole,
-    leave_to_holders,
     ready_gradient,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -70,7 +69,8 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
             flat = nn.Parameter(region.shard)
             adopt(handle, region, flat)
             if any(leaf.grad is not None for leaf in region.leaves):
-                ready_gradient(region, rows=handle.rows)
+                settled = not handle.reduce_has_memory
+                ready_gradient(region, rows=handle.rows, settled=settled)
                 region.flat = None
                 hold_gradients(region)
                 for leaf in region.leaves:
@@ -232,9 +232,8 @@ def take_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
 
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     assert region.flat is not None
-    if not handle.reduce_has_memory:  # no reduction is on its way into it
-        leave_to_holders(region)
-    ready_gradient(region, rows=handle.rows)
+    settled = not handle.reduce_has_memory
+    ready_gradient(region, rows=handle.rows, settled=settled)
     hold_gradients(region)
     region.flat.grad = region.grad_shard
 

@@ -15,7 +15,6 @@ autograd saved (the values are the same again).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ class FlatParameter:
         "gaps",
         "grad_dtype",
         "grad_gaps",
-        "grad_memory",
+        "grad_places",
         "grad_shard",
         "grad_views",
         "has_tensor_hooks",
@@ -83,8 +82,8 @@ class FlatParameter:
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
-    grad_memory: Any
-    """What ``gradients`` knows of ``grad_shard``."""
+    grad_places: list[int]
+    """Addresses of both: a user can give one other data."""
     flat: nn.Parameter | None
     """``shard`` as one parameter, if it was handed out (``handed_out``): then the flat
     gradient is its ``.grad``, and the leaves have none."""
@@ -140,7 +139,7 @@ def build_region(
     region = FlatParameter()
     region.layout, region.rank = layout, rank
     region.temporary = region.in_flight = region.partial = region.flat = None
-    region.grad_memory = None
+    region.grad_places = []
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload
@@ -288,14 +287,21 @@ def _make_gradients(region: FlatParameter, reduce_dtype: torch.dtype) -> None:
 
 
 def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
-    """Make ``grad_shard`` ``(shard_numel,)`` and its views, at the first reduction.
+    """Make ``grad_shard`` ``(shard_numel,)`` and its views, for a reduction.
 
-    Not at build: between build and the first backward the memory is the optimizer's and
-    the activations'.
+    Not at build: between build and backward the memory is the optimizer's and the
+    activations'. Values are undefined.
     """
-    region.grad_shard = _new_shard(region, region.grad_dtype)
-    with storage.outside_inference():
-        # Sums are added to it as a whole: padding has to start from zero.
-        region.grad_shard.zero_()
-        views, region.grad_gaps = shard_views(region, region.grad_shard, rows=rows)
-        region.grad_views = tuple(views)
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            make_grad_shard(region, rows=rows)
+        return
+    if region.offload:
+        shard = _new_shard(region, region.grad_dtype)
+    else:
+        # Once per step and unit, so with no call around it.
+        numel, device = region.layout.shard_numel, region.device
+        shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
+    views, region.grad_gaps = shard_views(region, shard, rows=rows)
+    region.grad_shard, region.grad_views = shard, tuple(views)
+    region.grad_places = [*map(Tensor.data_ptr, (shard, *views))]

@@ -37,8 +37,11 @@ def free(tensor: Tensor) -> None:
     Memory that numpy was shown (on a CPU) stays: torch never resizes it again.
     """
     memory = tensor.untyped_storage()
-    if memory.resizable():
+    try:
         memory.resize_(0)
+    except RuntimeError:
+        if memory.resizable():
+            raise
 
 
 def is_allocated(tensor: Tensor) -> bool:

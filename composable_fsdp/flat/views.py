@@ -75,9 +75,14 @@ def keep_waiting(handle: FlatParamHandle) -> None:
     for region in handle.trainable:
         begin = region.full.data_ptr()
         end = begin + region.full.nbytes
-        for index, gradient in enumerate(region.waiting):
-            if type(gradient) is torch.Tensor and begin <= gradient.data_ptr() < end:
-                region.waiting[index] = gradient.clone()
+        # Others than plain tensors may have no place, and none of them is a view.
+        plain = [each for each in region.waiting if each.__class__ is torch.Tensor]
+        for place in map(torch.Tensor.data_ptr, plain):
+            if begin <= place < end:
+                region.waiting = [
+                    None if each is None else each.clone() for each in region.waiting
+                ]
+                break
 
 
 def hold_gradients(region: FlatParameter) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.flat import storage, views
-from composable_fsdp.flat.gradients import leave_to_holders, ready_gradient
+from composable_fsdp.flat.gradients import ready_gradient
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
@@ -108,7 +108,6 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.held = None
     handle.reduce_due = False
     for region in handle.trainable:
-        leave_to_holders(region)
         ready_gradient(region, rows=handle.rows)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction

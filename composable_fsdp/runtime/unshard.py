@@ -133,7 +133,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         views.use_sharded(handle)
     if not handle.gathered or handle.retiring or handle.kept:
         return
-    if handle.reduce_due:
+    if handle.reduce_due and handle.needs_gather:
         views.keep_waiting(handle)
     if not handle.needs_gather:
         handle.gathered = False
