@@ -19,7 +19,8 @@ CALLS_FORWARD_BACKWARD = 236
 CALLS_STEP = 163
 OPS = 10
 # Per parameter of a unit beyond six, measured: 4.6 and -8.9 calls, half an operator
-# (a matrix's gradient is viewed in its shape; clipping goes over flat gradients, plain's over each).
+# (a matrix's gradient is viewed in its shape; clipping goes over flat gradients,
+# plain's over each).
 CALLS_PER_PARAMETER_FORWARD_BACKWARD = 6
 CALLS_PER_PARAMETER_STEP = -7
 OPS_PER_PARAMETER = 0.5
