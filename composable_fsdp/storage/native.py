@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from composable_fsdp.storage.directory import MANIFEST, open_plain
 from composable_fsdp.storage.manifest import Manifest, Place, Region, Slot, Stored
 from composable_fsdp.storage.runs import Blame, Run, boxes_of, cut_runs, whole_runs
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
-from composable_fsdp.storage.validate import entries_by_file, parse
+from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
 
 _HEAD = b'{"crc32": "%08x", "manifest":\n'
@@ -71,15 +72,14 @@ class NativeSource(Source):
         self.path = os.path.abspath(path)
         self.manifest, self.fingerprint = read_manifest(self.path)
         manifest = self.manifest
-        entries = entries_by_file(manifest, os.path.join(self.path, MANIFEST))
         self.files = [
             BlockFile(
                 os.path.join(self.path, file.name),
                 file,
-                Blame(found, manifest),
+                Blame(manifest, i),
                 self._told,
             )
-            for file, found in zip(manifest.files, entries, strict=True)
+            for i, file in enumerate(manifest.files)
         ]
         # By the tensor's name and the state's, None for the tensor itself.
         self._cut: dict[_Key, tuple[Region, Slot, tuple[Place, ...]]] = {}
@@ -94,29 +94,31 @@ class NativeSource(Source):
             raise
 
     def _index(self) -> None:
+        # Many are equal, and the collector looks at each.
+        info_of = cache(TensorInfo)
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
         optim: dict[str, dict[str, TensorInfo]] = {}
         for region in self.manifest.regions:
             for slot in region.slots:
                 name, *others = slot.fqns
-                model[name] = TensorInfo(region.dtype, slot.shape)
+                model[name] = info_of(region.dtype, slot.shape)
                 self._cut[name, None] = region, slot, region.shards
                 aliases.update(dict.fromkeys(others, name))
             for state in region.states:
                 for index in state.slots:
                     slot = region.slots[index]
                     name = slot.fqns[0]
-                    info = TensorInfo(state.dtype, slot.shape)
+                    info = info_of(state.dtype, slot.shape)
                     optim.setdefault(name, {})[state.name] = info
                     self._cut[name, state.name] = region, slot, state.shards
         for single in self.manifest.singles:
             name, *others = single.fqns
-            model[name] = TensorInfo(single.tensor.dtype, single.tensor.shape)
+            model[name] = info_of(single.tensor.dtype, single.tensor.shape)
             self._wholes[name, None] = single.tensor
             aliases.update(dict.fromkeys(others, name))
             for key, stored in single.states.items():
-                optim.setdefault(name, {})[key] = TensorInfo(stored.dtype, stored.shape)
+                optim.setdefault(name, {})[key] = info_of(stored.dtype, stored.shape)
                 self._wholes[name, key] = stored
         self.model, self.aliases, self.optim = model, aliases, optim
 

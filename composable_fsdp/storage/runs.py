@@ -8,7 +8,7 @@ from typing import NamedTuple
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.manifest import Manifest, Place, Region, Slot, Stored
-from composable_fsdp.storage.validate import Entry
+from composable_fsdp.storage.validate import Entry, entries_by_file
 
 _NAMED_IN_MESSAGES = 20
 
@@ -61,12 +61,12 @@ def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> str:
 class Blame:
     """Names the parameters, with boxes, that lie in some bytes of a file's payload."""
 
-    def __init__(self, entries: list[Entry], manifest: Manifest) -> None:
-        self.entries, self.manifest = entries, manifest
+    def __init__(self, manifest: Manifest, file: int) -> None:
+        self.manifest, self.file = manifest, file
 
     def __call__(self, begin: int, end: int) -> str:
         found = []
-        for entry in self.entries:
+        for entry in entries_by_file(self.manifest, "")[self.file]:
             low, high = max(begin, entry.begin), min(end, entry.end)
             if low < high:
                 found += list(_inside(entry, low, high)) or [f"padding of {entry.what}"]
