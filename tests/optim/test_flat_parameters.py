@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
     CompositionError,
@@ -23,6 +24,7 @@ from composable_fsdp import (
     fully_shard,
     get_full_grad,
     no_sync,
+    optim_state_dict,
     replicate,
     set_full_grad,
     set_reshard_after_backward,
@@ -134,6 +136,41 @@ def test_clipping_takes_the_norm_of_the_whole_flat_gradients(
 ) -> None:
     """``clip_grad_norm_(model, ...)`` scales as on the plain model."""
     ranks(world_size).run(check_as_plain, "composable", STRATEGIES[0], 0.05)
+
+
+def check_hybrid(world: World, strategy: ShardingStrategy) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours, theirs = twins(strategy=strategy, device_mesh=mesh)
+    made: list[torch.optim.Optimizer] = []
+
+    def over_flats(_: object) -> torch.optim.Optimizer:
+        made.append(adamw(flat_parameters(ours)))
+        return made[-1]
+
+    def over_originals(parameters: Any) -> torch.optim.Optimizer:
+        made.append(adamw(parameters))
+        return made[-1]
+
+    clip = lambda m: clip_grad_norm_(m, 0.05)  # noqa: E731
+    losses = train(ours, world.rank, gpt_input, over_flats, clip=clip)
+    expected = train(theirs, world.rank, gpt_input, over_originals, clip=clip)
+
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert world.all_equal(ours.state_dict())
+    mine, other = optim_state_dict(ours, made[0]), optim_state_dict(theirs, made[1])
+    torch.testing.assert_close(mine["state"], other["state"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
+    ids=lambda s: s.name,
+)
+def test_flat_parameters_of_replicas_train_as_the_originals(
+    ranks: RankCount, strategy: ShardingStrategy
+) -> None:
+    """Two replicas of two shards, clipped; all agree, and so does the state by name."""
+    ranks(4).run(check_hybrid, strategy)
 
 
 def check_as_originals(
@@ -727,7 +764,7 @@ def test_the_step_sends_what_it_sends_over_the_originals(
     ranks(world_size).run(check_collectives)
 
 
-def check_hybrid(world: World) -> None:
+def check_replicated(world: World) -> None:
     model = replicate(tiny_mlp())
     plain = tiny_mlp()
     losses = train(model, world.rank, x_of, lambda _: adamw(flat_parameters(model)))
@@ -744,7 +781,7 @@ def test_a_replicated_module_has_flat_parameters_as_well(
     ranks: RankCount, world_size: int
 ) -> None:
     """Every rank holds them whole."""
-    ranks(world_size).run(check_hybrid)
+    ranks(world_size).run(check_replicated)
 
 
 def test_a_wrapper_clears_flat_gradients_that_were_asked_of_what_it_wraps(
