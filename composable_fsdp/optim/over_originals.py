@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handed_out import Flat, find_flat
@@ -50,11 +50,29 @@ class OverOriginals:
         found = (find_flat(p) for g in optim.param_groups for p in g["params"])
         self.flats = [(each[1], parts_of(*each)) for each in found if each is not None]
         self.state = _States(optim, self.flats)
+        self._made: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+        """Memory for a state of ``leaf`` that is not there yet, in its shape.
+
+        In that of the flat parameter's state, which ``load_state_dict`` then takes as
+        it is: nothing is there twice.
+        """
+        place = self.state.places.get(id(leaf))
+        if place is None:
+            return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+        flat, part = place
+        made = self._made.setdefault(flat.parameter, {})
+        if name not in made:
+            made[name] = leaf.new_zeros(flat.layout.shard_numel, dtype=dtype)
+        return part.view(made[name]).detach()
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Load a state by numbers of the originals. Raises: as ``join``."""
         meet(self.optim)
-        groups, present = self.optim.param_groups, self.optim.state
+        groups, present = self.optim.param_groups, dict(self.optim.state)
+        for parameter, made in self._made.items():
+            present[parameter] = {**present.get(parameter, {}), **made}
         self.optim.load_state_dict(join(groups, given, present))
 
     def require_joinable(self, values_of: Callable[[nn.Parameter], Values]) -> None:
@@ -73,12 +91,12 @@ class _States:
         self, optim: torch.optim.Optimizer, flats: list[tuple[Flat, list[Part]]]
     ) -> None:
         self._whole = optim.state
-        self._places = {
+        self.places = {
             id(part.leaf): (flat, part) for flat, parts in flats for part in parts
         }
 
     def __getitem__(self, leaf: nn.Parameter) -> Values:
-        place = self._places.get(id(leaf))
+        place = self.places.get(id(leaf))
         if place is None:
             values: Values = self._whole[leaf]
             return values
@@ -86,7 +104,7 @@ class _States:
 
     def get(self, leaf: nn.Parameter, default: Any = None) -> Any:
         """The state of a leaf, or ``default`` where there is none."""
-        place = self._places.get(id(leaf))
+        place = self.places.get(id(leaf))
         key = leaf if place is None else place[0].parameter
         return self[leaf] if self._whole.get(key) else default
 

@@ -156,6 +156,12 @@ class OptimizerLoad:
                 self.states[id(member)] = self._state(member, present)
         return self.copies
 
+    def _new_state(self, leaf: Any, name: str, dtype: torch.dtype) -> Tensor:
+        if isinstance(self.optim, OverOriginals):
+            made: Tensor = self.optim.new_state(leaf, name, dtype)
+            return made
+        return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+
     def _values_to_join(self, member: Member | None) -> dict[str, Any]:
         """What ``_state`` will give; ``...`` stands for an element-wise tensor."""
         found: dict[str, Any] = {}
@@ -248,8 +254,7 @@ class OptimizerLoad:
             into, shape = present.get(name), parameter.shape
             is_new = False
             if not isinstance(into, Tensor) or into.shape != shape:
-                into = torch.empty(shape, dtype=info.dtype, device=parameter.device)
-                is_new = True
+                into, is_new = self._new_state(parameter, name, info.dtype), True
             state[name] = into
             self.copies.append(Copy(member.name, name, *span, into, is_new))
         state.update(source.optim_values.get(member.name, {}))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +39,8 @@ from composable_fsdp import (
 )
 from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.storage.native import NativeSource
+from composable_fsdp.storage.source import Copy
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
@@ -388,6 +392,32 @@ def test_a_native_checkpoint_is_of_originals_whatever_the_optimizer_steps_on(
     saved = ranks(sizes[0]).run(save_native, tmp_path, forms[0], how)[0]
 
     ranks(sizes[1]).run(load_native, tmp_path, forms[1], saved, stepped)
+
+
+def test_new_flat_state_is_the_memory_that_a_checkpoint_was_read_into(
+    one_rank: World, tmp_path: Path
+) -> None:
+    """Not a copy of it: a state is never there twice."""
+    model = fully_shard(tiny_mlp())
+    optimizer = adamw(flat_parameters(model))
+    backward(loss_of(model, x_of(0, 0)))
+    optimizer.step()
+    save(tmp_path / "saved", model, optimizer)
+    fresh = adamw(flat_parameters(model))
+    prepare, read = NativeSource.prepare, set[int]()
+
+    def noted(source: NativeSource, copies: Sequence[Copy]) -> None:
+        read.update(c.into.untyped_storage().data_ptr() for c in copies if c.is_new)
+        prepare(source, copies)
+
+    with mock.patch.object(NativeSource, "prepare", noted):
+        load(tmp_path / "saved", model, fresh)
+
+    (state,) = fresh.state.values()
+    assert read == {state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()}
+    assert torch.equal(
+        state["exp_avg"], next(iter(optimizer.state.values()))["exp_avg"]
+    )
 
 
 def test_a_native_checkpoint_with_other_steps_in_a_region_is_refused_before_a_write(
