@@ -203,9 +203,8 @@ def _gradients(
 def _is_whole(region: FlatParameter) -> bool:
     if region.grad_shard is None:
         return False
-    if not all(map(is_, map(grad_of, region.leaves), region.grad_views)):
-        return False
-    return is_whole(region)
+    shown = all(map(is_, map(grad_of, region.leaves), region.grad_views))
+    return shown and is_whole(region)
 
 
 def _total_norm(

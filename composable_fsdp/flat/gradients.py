@@ -21,8 +21,9 @@ def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -
     Not ``settled``: a reduction may be on its way into the one there is, so it stays.
     Values are undefined where no leaf shows any.
     """
-    settled = settled and region.in_flight is None
-    if settled and not (_is_shown(region) and is_whole(region)):
+    # In a steady state the forward has let it go, and nothing is looked at.
+    may_go = region.grad_shard is not None and settled and region.in_flight is None
+    if may_go and not (_is_shown(region) and is_whole(region)):
         _let_go(region)
     if region.grad_shard is None:
         make_grad_shard(region, rows=rows)

@@ -61,9 +61,8 @@ def free_reduce(handle: FlatParamHandle) -> None:
 
 
 def forget_arrived(handle: FlatParamHandle) -> None:
-    """Note that no gradient waits, in the reduce buffers or before them."""
+    """Note that no gradient waits in the reduce buffers."""
     for region in handle.trainable:
-        region.waiting[:] = [None] * len(region.waiting)
         region.arrived[:] = bytes(len(region.arrived))
 
 

@@ -12,7 +12,8 @@ an optimizer could read half a copy); and what the host does to ``grad_shard`` i
 before the first copy of a backward. Earlier gradients are added on the device, where
 both halves of the sum are ordered by the stream. The tensors in between are allocated
 and dropped on the reduce stream, so their memory is reused behind the copy;
-``grad_shard`` stays for good, and is pinned, as the copy would be synchronous else.
+``grad_shard`` is pinned, as the copy would be synchronous else, and made anew when it
+was cleared, from torch's cache of such memory.
 
 The other direction needs care too: a gather reads the shard behind the host's back.
 Whoever writes shards on the host comes after a wait: the optimizer after that of

@@ -6,10 +6,11 @@ for the ``Work``, on CUDA the compute stream waits for the reduce stream::
     compute [.. k+1 ..]--event   [.. k ..]   [wait done(k+1); divide, add, free] ..
     reduce             [reduce-scatter k+1]--event done(k+1)
 
-So at most two reduce buffers are alive, and the buffer, which the compute stream
-allocated, is freed behind the wait of that stream. ``.grad`` is touched on the compute
-stream alone, as autograd, optimizers and users do: the reduce stream writes what no
-leaf shows. It also sends offloaded gradients to the host.
+A buffer gets memory when the one before was freed, so one is alive, unless gradients of
+``no_sync`` wait in others. The compute stream allocates it, and it is freed behind the
+wait of that stream. ``.grad`` is touched on the compute stream alone, as autograd,
+optimizers and users do: the reduce stream writes what no leaf shows. It also sends
+offloaded gradients to the host.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
         if gradients:
             into = region.reduce_views
             if len(gradients) < len(into):
-                came = [gradient is not None for gradient in region.waiting]
-                into = tuple(compress(into, came))
+                # Not ``arrived``: others were moved before, and are added to.
+                into = tuple(compress(into, [g is not None for g in region.waiting]))
             torch._foreach_copy_(into, gradients)
         del gradients
     for stream in users[1:]:
@@ -219,6 +220,7 @@ def drop_arrived(handle: FlatParamHandle) -> None:
     handle.held = None
     for region in handle.trainable:
         region.partial = None
+        region.waiting[:] = [None] * len(region.waiting)
     handle.reduce_due = False
     if handle.reduce_has_memory:
         if handle.reduce_owner is not None and handle.leaf_stream is not None:
@@ -292,7 +294,6 @@ def _target(region: FlatParameter) -> Tensor:
 def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Waitable]:
     """Send the reductions; without a group, copy. Returns what to wait for."""
     groups, rule = handle.groups, handle.rule
-    shard_group = groups.shard
     works: list[torch.distributed.Work | None] = []
     for regions in handle.reduce_groups:
         if rule.hook is not None and final:
@@ -304,10 +305,10 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
         targets = [_target(r) for r in regions]
         if before != 1 and rule.hook is None:
             torch._foreach_div_(buffers, before)
-        if shard_group is not None:
+        if groups.shard is not None:
             works.append(
                 collectives.reduce_scatter_flat(
-                    targets, buffers, shard_group, average=average, async_op=async_op
+                    targets, buffers, groups.shard, average=average, async_op=async_op
                 )
             )
             if final and groups.replicas > 1 and not async_op:

@@ -25,8 +25,6 @@ Blame = Callable[[int, int], str]
 """Names what lies in bytes ``[begin, end)`` of the payload."""
 Told = Callable[[tuple[Any, ...]], str]
 """Names what was wanted: a ``Want``'s ``what``."""
-
-
 _LISTED = 500
 """Destinations that one system call may fill; systems take 1024."""
 _GAP = 4096

@@ -82,7 +82,7 @@ def load(
             fit = fit_model(source, contents, report, cast=cast)
             optimizer = None
             if optim is not None:
-                optimizer = OptimizerLoad(source, contents, optim, report, cast=cast)
+                optimizer = OptimizerLoad(source, contents, optim, report)
             if strict:
                 report.require_empty(source)
             fit.require_writable()

@@ -45,10 +45,8 @@ class OptimizerLoad:
         contents: Contents,
         optim: torch.optim.Optimizer,
         report: LoadReport,
-        *,
-        cast: bool,
     ) -> None:
-        self.source, self.report, self.cast = source, report, cast
+        self.source, self.report = source, report
         self.optim = over_originals(optim)
         if source.param_groups is None:
             report.optimizer.append("the checkpoint was saved without an optimizer")
