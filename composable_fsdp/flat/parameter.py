@@ -5,11 +5,12 @@
     shard          (shard_numel,)   always     <- sharded leaves, the originals
     full           (padded_numel,)  unshard..  <- full leaves, which compute sees
     reduce_buffer  (padded_numel,)  backward   <- gradients, moved when all are there
-    grad_shard     (shard_numel,)   until cleared <- ``.grad`` of the sharded leaves
+    grad_shard     (shard_numel,)   till clear <- ``.grad`` of the sharded leaves
 
-Views are made once, at build; those of ``grad_shard`` with it (``gradients``). A full leaf takes its data through ``.data``, so it
-has a version counter of its own: an all-gather into ``full`` does not invalidate what
-autograd saved (the values are the same again).
+Views are made once, at build; those of ``grad_shard`` with it (``gradients``). A full
+leaf takes its data through ``.data``, so it has a version counter of its own: an
+all-gather into ``full`` does not invalidate what autograd saved (the values are the
+same again).
 """
 
 from __future__ import annotations

@@ -64,7 +64,6 @@ def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
         if gradients:
             into = region.reduce_views
             if len(gradients) < len(into):
-                # Not ``arrived``: others were moved before, and are added to.
                 into = tuple(compress(into, [g is not None for g in region.waiting]))
             torch._foreach_copy_(into, gradients)
         del gradients
