@@ -241,8 +241,8 @@ def _show(world_size: int, order: str, found: dict[str, dict[str, int]]) -> None
         numbers = (f"{cells[f'tokens_{n}'] / MIB:.0f}" for n in (SHORT, LONG))
         rows.append((name, *numbers, plan_text, exact))
     table(
-        f"Peak MiB of forward and backward, world size {world_size}, {ORDERS[order]}, "
-        "1.04 B parameters in bf16, reduced in fp32 (goal: ours lowest; plan within 1 %)",
+        f"Peak MiB of forward and backward, world size {world_size}, {ORDERS[order]}; "
+        "1.04 B in bf16, reduced in fp32 (goal: ours lowest; plan within 1 %)",
         ("", f"{SHORT} token", f"{LONG} tokens", "planned", "beyond plan"),
         rows,
     )
