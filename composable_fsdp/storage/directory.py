@@ -26,6 +26,14 @@ LATEST = "latest"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}\Z")
 
 
+def path_text(path: object, what: str) -> str:
+    """``path`` as text. Raises: TypeError in the name of ``what``, if it is no path."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or not text.strip():
+        raise TypeError(f"{what} expects a path, got {path!r}.")
+    return text
+
+
 def make_temporary(path: str) -> str:
     """Make the directory in which the checkpoint ``path`` is written; its path.
 

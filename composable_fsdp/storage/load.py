@@ -19,8 +19,8 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.contents import (
     contents_of,
     require_optimizer,
-    units_in,
 )
+from composable_fsdp.storage.directory import path_text
 from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
 from composable_fsdp.storage.load_optim import OptimizerLoad
 from composable_fsdp.storage.opening import open_source
@@ -63,10 +63,9 @@ def load(
 
     Collective: two gathers of objects on a private gloo group, as ``save``; all ranks
     of the module's mesh must call.
-    Raises: CheckpointError or PhaseError, the same on every rank.
+    Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
-    require_module(module, "load")
-    team = team_of(units_in(module))
+    team = team_of(module)
     before = wait_for_pending(team)
     tell = not strict and report is None
     report = LoadReport() if report is None else report
@@ -75,7 +74,8 @@ def load(
     result: tuple[Fit, OptimizerLoad | None, list[Copy], Any] | None = None
     try:
         try:
-            source = source or open_source(path)  # type: ignore[arg-type]  # no Source
+            require_module(module, "load")
+            source = source or open_source(path_text(path, "load"))
             if optim is not None:
                 require_optimizer(optim, "load")
             contents = contents_of(module, "load")

@@ -25,12 +25,12 @@ from composable_fsdp.storage import crash
 from composable_fsdp.storage.contents import (
     contents_of,
     require_optimizer,
-    units_in,
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
     commit,
     make_temporary,
+    path_text,
     remove_older,
     set_latest,
     stale_copies,
@@ -76,8 +76,7 @@ def save(
     makes; all of them must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
-    require_module(module, "save")
-    team = team_of(units_in(module))
+    team = team_of(module)
     write(team, prepare(team, path, module, optim, extra, keep))
 
 
@@ -108,7 +107,8 @@ def prepare(
     part, pieces = Part(), list[Piece]()
     before = wait_for_pending(team)
     try:
-        target = _absolute(path)
+        require_module(module, "save")
+        target = os.path.abspath(path_text(path, "save"))
         if keep is not None and (type(keep) is not int or keep < 1):
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
         if optim is not None:
@@ -127,13 +127,6 @@ def prepare(
         raise
     target, temporary, _ = answers[0]
     return Job(target, temporary, part, in_order(pieces), keep)
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    if not isinstance(text, str) or not text.strip():
-        raise TypeError(f"save expects a path, got {path!r}.")
-    return os.path.abspath(text)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
