@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +16,27 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.first import Described, hops, share_structure, share_tensor
+from composable_fsdp.optim.first import (
+    Described,
+    everyone,
+    hops,
+    share_structure,
+    share_tensor,
+)
 from composable_fsdp.optim.guard import require_elementwise, whole_reason
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_part, require_plans
 from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
 from composable_fsdp.optim.per_original import join, originals
 from composable_fsdp.optim.sharded import is_number, require_own_parts
+from composable_fsdp.optim.telling import agreed, units_known
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import require_module
 
 
 def optim_state_dict_to_load(
@@ -53,20 +62,27 @@ def optim_state_dict_to_load(
         load_directly: also call ``optim.load_state_dict`` with the result.
         group: the ranks that the first one sends to, if not the model's.
 
-    Collective: none; with ``rank0_only`` one broadcast of the structure and one per
-    tensor.
+    Collective: none; with ``rank0_only`` one broadcast of the structure, one exchange
+    of what ranks refuse, and one broadcast per tensor.
     Raises: CheckpointError, listing names that are missing, left over, or of another
     shape; CompositionError, as ``optim_state_dict``; nothing has been loaded then.
     """
-    require_pair(model, optim, "optim_state_dict_to_load")
-    require_elementwise(optim)
-    meet(optim)
-    units = _get_fsdp_states(model)
-    settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
+    units = units_known(model, optim)
+    settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
+
+    def param_groups() -> list[Group]:
+        require_pair(model, optim, "optim_state_dict_to_load")
+        require_elementwise(optim)
+        if units:
+            get_state_dict_type(model)  # one for all of them
+        meet(optim)
+        return optim.param_groups
+
     result = state_to_load(
+        units,
         model,
-        optim.param_groups,
+        param_groups,
         optim_state_dict,
         named=is_named_optimizer,
         elementwise=not whole_reason(optim),
@@ -80,8 +96,9 @@ def optim_state_dict_to_load(
 
 
 def state_to_load(
+    units: Sequence[_FSDPState],
     model: nn.Module,
-    param_groups: list[Group],
+    param_groups: Callable[[], list[Group]],
     saved: Any,
     *,
     named: bool = False,
@@ -90,20 +107,27 @@ def state_to_load(
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Cut this rank's part out of ``saved``; see ``optim_state_dict_to_load``."""
-    for state in _get_fsdp_states(model):
-        settle(state, "optim_state_dict_to_load")
-    own = originals(param_groups)
-    groups = name_parameters(model, own)
-    members = [each for group_members in groups for each in group_members]
-    senders = hops(model, group) if from_first else ()
+    """Cut this rank's part out of ``saved``; see ``optim_state_dict_to_load``.
+
+    ``param_groups`` gives the optimizer's, or raises: for all ranks, if they would
+    wait. ``units`` are those of ``model``.
+    """
+    senders = hops(units, group) if from_first else ()
     saved = share_structure(saved, senders)
-    saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
-    if local:
-        require_plans(model, saved)
-    else:
-        _require_shapes(members, saved, elementwise=elementwise)
-        require_own_parts(members, saved, from_first=bool(senders))
+    with agreed(everyone(units, group) if from_first else ()):
+        own_groups = param_groups()
+        require_module(model, "optim_state_dict_to_load")
+        for state in units:
+            settle(state, "optim_state_dict_to_load")
+        own = originals(own_groups)
+        groups = name_parameters(model, own)
+        members = [each for group_members in groups for each in group_members]
+        saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
+        if local:
+            require_plans(model, saved)
+        else:
+            _require_shapes(members, saved, elementwise=elementwise)
+            require_own_parts(members, saved, from_first=bool(senders))
     state_of: dict[Any, dict[str, Any]] = {}
     for i, each in enumerate(members):
         values = saved["state"].get(each.fqn)
@@ -120,7 +144,7 @@ def state_to_load(
         number = {each.fqn: i for i, each in enumerate(members)}
         for group_options in options:
             group_options["params"] = [number[k] for k in group_options["params"]]
-        return join(param_groups, {"state": state_of, "param_groups": options})
+        return join(own_groups, {"state": state_of, "param_groups": options})
     return {"state": state_of, "param_groups": options}
 
 

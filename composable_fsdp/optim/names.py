@@ -61,13 +61,17 @@ def groups_of(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     optim_input: Iterable[Any] | None,
+    what: str,
 ) -> list[Group]:
     """The parameter groups of ``optim``, or those an optimizer would be made from.
 
     ``optim_input``: parameters or groups, as an optimizer takes them. With neither, one
     group of all parameters, as FSDP1 has it.
+
+    Raises: TypeError in the name of ``what``, for an ``optim`` that is none.
     """
     if optim is not None:
+        require_pair(model, optim, what)
         return optim.param_groups
     given = list(model.parameters() if optim_input is None else optim_input)
     if given and not isinstance(given[0], dict):

@@ -31,6 +31,7 @@ from composable_fsdp.optim.names import Group, Named, name_parameters, require_p
 from composable_fsdp.optim.parts import local_state_dict, unwrapped
 from composable_fsdp.optim.per_original import originals
 from composable_fsdp.optim.sharded import as_sharded
+from composable_fsdp.optim.telling import shard_groups, telling, units_known
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.state import _FSDPState
@@ -65,15 +66,21 @@ def optim_state_dict(
     CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
-    require_pair(model, optim, "optim_state_dict")
-    require_elementwise(optim)
-    states = _get_fsdp_states(model)
-    settings = get_state_dict_type(model) if states else FULL_BY_DEFAULT
+    units = units_known(model, optim)
+    settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    with telling([] if is_local else units):
+        require_pair(model, optim, "optim_state_dict")
+        require_elementwise(optim)
+        if units:
+            get_state_dict_type(model)  # one for all of them
+        given = optim_state_dict
+        if given is None:
+            given = local_state_dict(optim)
     config = settings.optim_state_dict_config
-    given = local_state_dict(optim) if optim_state_dict is None else optim_state_dict
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return sharded_state(model, optim, given, to_cpu=config.offload_to_cpu)
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+    if is_local:
         return local_state(model, optim, given, to_cpu=config.offload_to_cpu)
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     return full_state(
@@ -137,7 +144,7 @@ def _agreed(
     Refuses on all ranks alike what one of them cannot put together.
     """
     units = _get_fsdp_states(model)
-    try:
+    with telling(units):
         for state in units:
             settle(state, "optim_state_dict")
         own = originals(optim.param_groups)
@@ -147,10 +154,6 @@ def _agreed(
         given = per_original(optim, given)
         given = state_by_name(given, model, groups, own, what)
         given = unwrapped(given)
-    except Exception as error:
-        # The others are on their way to the exchange.
-        tell_problem(units, error)
-        raise
     states: list[dict[str, Any]] = [given["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
@@ -199,19 +202,6 @@ Entry = tuple[str, list[str]]
 """A parameter's name, and the names of its state tensors."""
 
 
-def tell_problem(units: Sequence[_FSDPState], error: Exception) -> None:
-    """Take part in ``require_same_state`` of the other ranks, to tell an error."""
-    text = str(error.args[0]) if error.args else type(error).__name__
-    for group in _shard_groups(units):
-        collectives.all_gather_object(([], text), group)
-
-
-def _shard_groups(units: Sequence[_FSDPState]) -> dict[dist.ProcessGroup, list[Entry]]:
-    """The groups over which units are cut, each once, in the order of the units."""
-    groups = [unit.handle.groups.shard for unit in units]
-    return {group: [] for group in groups if group is not None}
-
-
 def require_same_state(
     members: list[Named],
     states: list[dict[str, Any]],
@@ -226,7 +216,8 @@ def require_same_state(
     """
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
     problem = next(filter(None, misfits), "")
-    by_group = _shard_groups(units)
+    by_group: dict[dist.ProcessGroup, list[Entry]]
+    by_group = {group: [] for group in shard_groups(units)}
     for indices in by_handle.values():
         for i in indices:
             handle = members[i].handle
