@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
+from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.over_originals import OverOriginals, over_originals
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.optim.watch import meet
@@ -140,7 +140,7 @@ class OptimizerLoad:
         """What is to be read, into the state that is there or new memory for it.
 
         Raises: CheckpointError, if a group of the optimizer has its parameters from
-        several saved groups.
+        several saved groups whose options differ.
         """
         self._origins()
         if isinstance(self.optim, OverOriginals):
@@ -178,12 +178,7 @@ class OptimizerLoad:
         found: list[int | None] = []
         for g, members in enumerate(self.groups):
             origins = {self.home[member.name] for member in members if member}
-            if len(origins) > 1:
-                raise CheckpointError(
-                    f"The optimizer's group {g} holds parameters of several saved "
-                    f"groups ({sorted(origins)}), whose options differ. Build the "
-                    "groups as they were saved."
-                )
+            require_same_options(g, origins, self.source.param_groups or ())
             found.append(origins.pop() if origins else None)
         return found
 
@@ -197,6 +192,11 @@ class OptimizerLoad:
             saved = self.source.param_groups or ()
             # What an older version did not save stays as it is.
             chosen = own if origin is None else {**own, **saved[origin]}
+            if "param_names" in own:
+                # They go with the order of the parameters, which is the optimizer's.
+                chosen["param_names"] = own["param_names"]
+            else:
+                chosen.pop("param_names", None)
             # A range: torch looks each number up in it, once per state.
             ids = range(index, index + len(self.groups[g]))
             options.append({**chosen, "params": ids})
