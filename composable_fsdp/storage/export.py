@@ -20,7 +20,7 @@ from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert
 from composable_fsdp.storage.directory import path_text
-from composable_fsdp.storage.formats.files import OUT, begin, commit, unwritable
+from composable_fsdp.storage.formats.files import OUT, begin, finish, unwritable
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.outcome import Team, team_of
@@ -155,7 +155,7 @@ class _Writing:
         """Give the files their name."""
         if self._writer is not None and self._work is not None:
             self._writer.finish()
-            commit(self._work, self._path)
+            finish(self._work, self._path)
 
     def clean_up(self) -> None:
         """Leave nothing half done."""

@@ -125,7 +125,7 @@ def test_a_path_that_cannot_be_written_is_the_same_error_on_all(
     (tmp_path / "file").write_text("mine")
 
     for path, expected in [
-        (tmp_path / "file", "file exists, and a checkpoint is never overwritten"),
+        (tmp_path / "file", "file exists already, and nothing is overwritten"),
         (tmp_path / "file" / "step-1", "cannot be made (File exists: "),
         (Path("/proc/step-1"), "cannot be made ("),
     ]:
