@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.optim.load import state_to_load
-from composable_fsdp.optim.names import groups_of, require_pair
+from composable_fsdp.optim.names import Group, groups_of, require_pair
 from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
 from composable_fsdp.optim.telling import telling, units_known
@@ -34,7 +34,7 @@ def full_optim_state_dict(
     ``optim_state_dict``.
     """
     given = _own_state(model, optim, "full_optim_state_dict")
-    return full_state(model, optim, given, first_only=rank0_only, to_cpu=True)
+    return full_state(model, [optim], [given], first_only=rank0_only, to_cpu=True)
 
 
 def shard_full_optim_state_dict(
@@ -49,9 +49,10 @@ def shard_full_optim_state_dict(
     Sends nothing. Raises: as ``optim_state_dict_to_load``.
     """
     what = "shard_full_optim_state_dict"
-    groups = partial(groups_of, model, optim, optim_input, what)
+    groups = partial(_groups, model, optim, optim_input, what)
     units = units_known(model, optim)
-    return state_to_load(units, model, groups, full_optim_state_dict)
+    (result,) = state_to_load(units, model, groups, full_optim_state_dict)
+    return result
 
 
 def scatter_full_optim_state_dict(
@@ -70,11 +71,12 @@ def scatter_full_optim_state_dict(
     Raises: as ``optim_state_dict_to_load``, on all ranks alike.
     """
     what = "scatter_full_optim_state_dict"
-    groups = partial(groups_of, model, optim, optim_input, what)
+    groups = partial(_groups, model, optim, optim_input, what)
     units = units_known(model, optim)
-    return state_to_load(
+    (result,) = state_to_load(
         units, model, groups, full_optim_state_dict, from_first=True, group=group
     )
+    return result
 
 
 def sharded_optim_state_dict(
@@ -87,7 +89,7 @@ def sharded_optim_state_dict(
     ``group`` is not needed. Collective, Raises: as ``optim_state_dict``.
     """
     given = _own_state(model, optim, "sharded_optim_state_dict")
-    return sharded_state(model, optim, given, to_cpu=False)
+    return sharded_state(model, [optim], [given], to_cpu=False)
 
 
 def _own_state(
@@ -110,6 +112,12 @@ def flatten_sharded_optim_state_dict(
     """
     require_pair(model, optim, "flatten_sharded_optim_state_dict")
     units = units_known(model, optim)
-    return state_to_load(
-        units, model, lambda: optim.param_groups, sharded_optim_state_dict
+    (result,) = state_to_load(
+        units, model, lambda: [optim.param_groups], sharded_optim_state_dict
     )
+    return result
+
+
+def _groups(*args: Any) -> list[list[Group]]:
+    """The groups of the one optimizer; see ``groups_of``."""
+    return [groups_of(*args)]

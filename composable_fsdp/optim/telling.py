@@ -27,7 +27,9 @@ def units_known(model: object, optim: object) -> list[_FSDPState]:
     """
     if isinstance(model, nn.Module):
         return _get_fsdp_states(model)
-    parameters = [p for g in getattr(optim, "param_groups", ()) for p in g["params"]]
+    optims = optim if isinstance(optim, (list, tuple)) else [optim]
+    groups = [g for each in optims for g in getattr(each, "param_groups", ())]
+    parameters = [p for group in groups for p in group["params"]]
     places = (find_leaf(p) or find_flat(p) for p in parameters)
     handles = dict.fromkeys(place[0] for place in places if place is not None)
     states = [_get_module_fsdp_state(handle.infos[0].module) for handle in handles]

@@ -137,7 +137,7 @@ def _full(
     ]
     first_only = asked.to_cpu and all(h and rank_0_is_first(h.groups) for h in handles)
     full = full_state(
-        asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu
+        asked.model, [optim], [given], first_only=first_only, to_cpu=asked.to_cpu
     )
     if not full:
         return {"state": {}, "param_groups": given["param_groups"]}

@@ -18,9 +18,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.pending import SaveFuture, remember
 from composable_fsdp.storage.save import Job, prepare, write
@@ -30,7 +30,7 @@ from composable_fsdp.storage.writer import Piece
 def async_save(
     path: str | os.PathLike[str],
     module: nn.Module,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizers | None = None,
     extra: Any = None,
     *,
     keep: int | None = None,

@@ -7,6 +7,7 @@ what it lacks, before its first step, is read into new memory. Both go through i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,27 @@ class Member:
     is_cut: bool
 
 
+def optimizer_loads(
+    source: Source,
+    contents: Contents,
+    optims: Sequence[torch.optim.Optimizer],
+    report: LoadReport,
+) -> list[OptimizerLoad]:
+    """What this rank reads of each; what they and ``source`` lack goes to ``report``.
+
+    Raises: CheckpointError, for a parameter that is not in the module.
+    """
+    if optims and source.param_groups is None:
+        report.optimizer.append("the checkpoint was saved without an optimizer")
+    loads = [OptimizerLoad(source, contents, each, report) for each in optims]
+    taken = {m.name for each in loads for group in each.groups for m in group if m}
+    left = {name for each in loads for name in each.home} - taken
+    report.optimizer += [f"{shown(name)} is not in it" for name in sorted(left)]
+    return loads
+
+
 class OptimizerLoad:
-    """What this rank reads of the optimizer; compared when it is made."""
+    """What this rank reads of one optimizer; compared when it is made."""
 
     def __init__(
         self,
@@ -48,16 +68,12 @@ class OptimizerLoad:
     ) -> None:
         self.source, self.report = source, report
         self.optim = over_originals(optim)
-        if source.param_groups is None:
-            report.optimizer.append("the checkpoint was saved without an optimizer")
         self.home = {
             name: g
             for g, group in enumerate(source.param_groups or ())
             for name in group["params"]
         }
         self.groups = self._members(contents)
-        left = set(self.home) - {m.name for g in self.groups for m in g if m}
-        report.optimizer += [f"{shown(name)} is not in it" for name in sorted(left)]
         self._compare_options()
         for members in self.groups:
             for member in members:

@@ -17,14 +17,14 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage import crash
 from composable_fsdp.storage.contents import (
     contents_of,
-    require_optimizer,
+    optimizers_in,
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
@@ -50,7 +50,7 @@ from composable_fsdp.tree.traversal import require_module
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizers | None = None,
     extra: Any = None,
     *,
     keep: int | None = None,
@@ -65,7 +65,8 @@ def save(
     Args:
         path: where the checkpoint will be; nothing may be there. Rank 0's counts.
         module: a sharded model on either path, or a plain one.
-        optim: an optimizer over its parameters.
+        optim: an optimizer over its parameters, or a list of several, each over its
+            own.
         extra: nested dicts and lists of strings, numbers, booleans, None and tensors;
             rank 0's is saved, as ``load`` will return it.
         keep: how many checkpoints to keep of those beside ``path`` whose names differ
@@ -95,7 +96,7 @@ def prepare(
     team: Team,
     path: str | os.PathLike[str],
     module: nn.Module,
-    optim: torch.optim.Optimizer | None,
+    optim: Optimizers | None,
     extra: Any,
     keep: int | None,
 ) -> Job:
@@ -111,10 +112,9 @@ def prepare(
         target = os.path.abspath(path_text(path, "save"))
         if keep is not None and (type(keep) is not int or keep < 1):
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
-        if optim is not None:
-            require_optimizer(optim, "save")
+        optims = optimizers_in(optim, "save")
         contents = contents_of(module, "save")
-        part, pieces = PartMaker(contents, is_first=team.rank == 0).make(optim, extra)
+        part, pieces = PartMaker(contents, is_first=team.rank == 0).make(optims, extra)
         if team.rank == 0:
             temporary = make_temporary(target)
     except Exception as raised:

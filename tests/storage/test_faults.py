@@ -202,13 +202,13 @@ def test_latest_is_found_whatever_blanks_its_name_has(tmp_path: Path) -> None:
 
 
 def test_what_is_no_optimizer_is_refused_by_name(tmp_path: Path) -> None:
-    """A list of optimizers, and extra where the optimizer stands."""
+    """Optimizers by name, and extra where the optimizer stands."""
     model = make("plain")
-    wrongs: list[Any] = [[optimizer_of(model)], {"epoch": 1}]
+    wrongs: list[Any] = [[{"all": optimizer_of(model)}], {"epoch": 1}]
     for wrong in wrongs:
         text = message_of(partial(save, tmp_path / "x", model, wrong))
 
-        assert text.startswith("TypeError: save expects one optimizer, got a ")
+        assert text.startswith("TypeError: save expects an optimizer, or a list of sev")
         assert "extra=... by its name" in text
 
 
