@@ -17,8 +17,7 @@ from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
-from composable_fsdp.optim.guard import watch_optimizers
-from composable_fsdp.optim.watch import meet_optimizers
+from composable_fsdp.optim.steps import look_at_optimizers
 from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
@@ -136,8 +135,7 @@ def apply(
     )
     for each in states:
         install_state_dict_hooks(each)
-    meet_optimizers()  # first, because it turns what was loaded into parts
-    watch_optimizers()
+    look_at_optimizers()
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
