@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # torch does not annotate these constructors.
 _Event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -65,6 +66,44 @@ class Streams:
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
+        _watch_steps(device)
+
+
+_watching = False
+_watched: set[torch.device] = set()
+"""Devices that have side streams."""
+_steps: dict[torch.device, StreamEvent] = {}
+"""Where the last step of an optimizer ended, on the stream that it ran on."""
+
+
+def _watch_steps(device: torch.device) -> None:
+    global _watching
+    _watched.add(device)
+    if not _watching:
+        register_optimizer_step_post_hook(_note_step)
+        _watching = True
+
+
+def _note_step(optim: object, args: object, kwargs: object) -> None:
+    # An event of a graph that is being captured cannot be waited for outside.
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return
+    for device in _watched:
+        event = _steps.get(device)
+        if event is None:
+            event = _steps[device] = StreamEvent(device)
+        event.record(torch.cuda.current_stream(device))
+
+
+def wait_for_step(streams: Streams, device: torch.device) -> None:
+    """Order gathers behind the last step of an optimizer, if there was one.
+
+    For a backward that does not follow its forward at once: one whose graph was kept,
+    or that of the first of two forwards. It waits for no compute since the step.
+    """
+    event = _steps.get(device)
+    if event is not None:
+        streams.gather.wait_event(event.event)
 
 
 def copy_async(target: Tensor, source: Tensor) -> None:

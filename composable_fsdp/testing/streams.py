@@ -286,6 +286,7 @@ def stream_order() -> Iterator[StreamOrder]:
 
 
 def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
+    """What to put where: streams and events of ours, and where memory is given."""
     names = iter(["gather", "reduce"] * 100)
     reset = handle_layer.reset_handle
     resize = torch.UntypedStorage.resize_
@@ -351,6 +352,9 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
     return [
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (device_layer, "_watched", set()),
+        (device_layer, "_steps", {}),
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
         (sys.modules["composable_fsdp.tree.root"], "make_streams", make),

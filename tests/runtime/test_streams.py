@@ -329,6 +329,21 @@ def again(order: StreamOrder) -> None:
     train(model)
 
 
+def stepped_between(order: StreamOrder) -> None:
+    """An optimizer steps before a backward that gathers what it writes."""
+    model = gpt(order)
+    optimizer = sgd(model)
+    first, second = loss_of(model), loss_of(model)
+    backward(first)
+    optimizer.step()
+    backward(second)
+    loss = loss_of(model)
+    optimizer.step()
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch has none
+    optimizer.step()
+    backward(loss)
+
+
 def copied(order: StreamOrder) -> None:
     """A copy trains beside the original."""
     model = gpt(order)
@@ -445,6 +460,7 @@ CASES = [
     comm_hooks,
     checkpointed,
     again,
+    stepped_between,
     copied,
     unused,
     scaled,
