@@ -68,6 +68,9 @@ CASES: list[tuple[Any, str | None, str, torch.device, torch.device]] = [
     (None, None, "gloo", META, torch.device("cpu")),
     (None, None, "nccl", torch.device("cpu"), torch.device("cuda", 3)),
     (None, None, "nccl", META, torch.device("cuda", 3)),
+    # What init_process_group() makes without a backend, where there is a GPU.
+    (None, None, "cpu:gloo,cuda:nccl", torch.device("cpu"), torch.device("cuda", 3)),
+    (None, None, "cpu:gloo", torch.device("cpu"), torch.device("cpu")),
     (None, "cpu", "nccl", CUDA, torch.device("cpu")),
     (None, "cuda", "gloo", torch.device("cpu"), torch.device("cuda", 3)),
     (1, "cuda", "nccl", CUDA, torch.device("cuda", 1)),
@@ -88,7 +91,8 @@ def test_the_compute_device_is_the_first_that_somebody_names(
     expected: torch.device,
 ) -> None:
     """``device_id``, the mesh's, cuda under NCCL, else where the parameters are."""
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    served = {"nccl": "cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}.get(backend, backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: served)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     layout = RankLayout(one_rank.group, None, mesh)
     with FakeTensorMode():
