@@ -46,6 +46,7 @@ _WRITTEN: dict[str, tuple[int, ...]] = {
     "reduce_scatter_tensor_coalesced_": (0,),
     "allreduce_": (0,),
     "broadcast_": (0,),
+    "allgather_": (0,),
     "gather_": (0,),
     "scatter_": (0,),
 }
@@ -355,6 +356,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (device_layer, "_watched", set()),
         (device_layer, "_steps", {}),
+        (device_layer, "_reading", set()),
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
         (sys.modules["composable_fsdp.tree.root"], "make_streams", make),

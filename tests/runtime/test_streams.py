@@ -330,18 +330,20 @@ def again(order: StreamOrder) -> None:
 
 
 def stepped_between(order: StreamOrder) -> None:
-    """An optimizer steps before a backward that gathers what it writes."""
-    model = gpt(order)
-    optimizer = sgd(model)
-    first, second = loss_of(model), loss_of(model)
-    backward(first)
-    optimizer.step()
-    backward(second)
-    loss = loss_of(model)
-    optimizer.step()
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch has none
-    optimizer.step()
-    backward(loss)
+    """An optimizer steps before a backward that gathers what it writes, and after a
+    forward that may be reading it."""
+    for offload in (None, ON_HOST):
+        model = gpt(order, cpu_offload=offload)
+        optimizer = sgd(model)
+        first, second = loss_of(model), loss_of(model)
+        backward(first)
+        optimizer.step()
+        backward(second)
+        loss = loss_of(model)
+        optimizer.step()
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        backward(loss)
 
 
 def copied(order: StreamOrder) -> None:
