@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -317,11 +318,13 @@ def resolve_device(
     device_id: int | torch.device | None,
     ranks: RankLayout,
     parameters: Sequence[torch.Tensor],
+    below: Sequence[torch.device] = (),
 ) -> torch.device:
     """Return the compute device, the first of these that is known.
 
-    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters. The CPU,
-    for parameters on meta: they may still get values elsewhere.
+    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters, that of
+    the units ``below``: a root may have no parameters of its own. The CPU, for
+    parameters on meta: they may still get values elsewhere.
     """
     if device_id is not None:
         if isinstance(device_id, int):
@@ -333,7 +336,7 @@ def resolve_device(
         wanted = _indexed(torch.device("cuda"))
     else:
         real = (p.device for p in parameters if not p.is_meta)
-        return next(real, torch.device("cpu"))
+        return next(chain(real, below), torch.device("cpu"))
     return wanted
 
 

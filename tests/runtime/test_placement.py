@@ -29,7 +29,8 @@ from composable_fsdp.flat.integrity import _device
 from composable_fsdp.runtime.casting import to_device
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
-from composable_fsdp.tree.traversal import _get_fsdp_handles
+from composable_fsdp.tree.state import _get_module_fsdp_state
+from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.runtime.reference import (
     PATHS,
     Optimize,
@@ -99,6 +100,20 @@ def test_the_compute_device_is_the_first_that_somebody_names(
         parameter = torch.empty(2, device=where)
 
     assert resolve_device(device_id, layout, [parameter]) == expected
+
+
+@pytest.mark.req("S2-09")
+def test_a_root_without_parameters_computes_where_its_units_do(one_rank: World) -> None:
+    """It has the streams of all, so it must not be taken for a module on the host."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    below = _get_module_fsdp_state(fully_shard(model[0]))
+    assert below is not None
+    below.device = torch.device("cpu", 0)  # unlike what any parameter says
+
+    fully_shard(model)
+
+    (root, _) = _get_fsdp_states(model)
+    assert root.device == below.device
 
 
 @pytest.mark.req("S2-09")
