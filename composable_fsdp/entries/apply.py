@@ -106,7 +106,13 @@ def apply(
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
-    device = resolve_device(application.device_id, ranks, parameters)
+    below = [
+        unit.device
+        for target in targets
+        for unit in target.units_below
+        if isinstance(unit, _FSDPState)
+    ]
+    device = resolve_device(application.device_id, ranks, parameters, below)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PlanError(
             f"The compute device is {device} (device_id={application.device_id}), and "
