@@ -107,8 +107,8 @@ def _shard(
         limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
         block: what a shard boundary may not cut: Block.ROW (if nothing is given) or
             Block.ELEMENT.
-        if_sharded: "error" (if nothing is given), or "skip" to return a module that is sharded with the same
-            settings.
+        if_sharded: "error" (if nothing is given), or "skip" to return a module that is
+            sharded with the same settings.
         tied_params: what to do with a parameter tied across units: "error" (if
             nothing is given), or "promote" to the lowest unit above all its places.
 
