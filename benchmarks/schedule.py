@@ -257,7 +257,10 @@ def on_streams(
         for name in ("gather_event", "free_event", "reduce_event"):
             setattr(handle, name, Mark(schedule))
     streams = SimpleNamespace(
-        gather=make_stream(), reduce=make_stream(), compute=schedule.compute_stream
+        gather=make_stream(),
+        reduce=make_stream(),
+        compute=schedule.compute_stream,
+        stepped=None,
     )
     patches: list[tuple[Any, str, Any]] = [
         (torch.cpu, "Stream", make_stream),

@@ -65,64 +65,70 @@ class Streams:
     not depend on timing.
     """
 
-    __slots__ = ("__weakref__", "compute", "gather", "reduce")
+    __slots__ = (
+        "__weakref__",
+        "compute",
+        "device",
+        "gather",
+        "reads_host",
+        "reduce",
+        "stepped",
+    )
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
-        _watch_steps(device)
+        self.reads_host = False
+        """Whether gathers read shards on the host, for which optimizers then wait."""
+        self.stepped: StreamEvent | None = None
+        """Where the last step of an optimizer ended, on the stream it ran on."""
+        _watch_steps(self)
 
 
+_live: weakref.WeakSet[Streams] = weakref.WeakSet()
 _watching = False
-_watched: set[torch.device] = set()
-"""Devices that have side streams."""
-_steps: dict[torch.device, StreamEvent] = {}
-"""Where the last step of an optimizer ended, on the stream that it ran on."""
-_reading: weakref.WeakSet[Streams] = weakref.WeakSet()
-"""Those whose gathers read shards on the host."""
 
 
-def _watch_steps(device: torch.device) -> None:
+def _watch_steps(streams: Streams) -> None:
     global _watching
-    _watched.add(device)
+    _live.add(streams)
     if not _watching:
         register_optimizer_step_pre_hook(_wait_for_reads)
         register_optimizer_step_post_hook(_note_step)
         _watching = True
 
 
-def note_host_reads(streams: Streams) -> None:
-    """Have optimizers wait, from now on, until gathers have read the host's shards."""
-    _reading.add(streams)
-
-
 def _wait_for_reads(optim: object, args: object, kwargs: object) -> None:
     # After a backward there is nothing left to wait for.
-    for streams in _reading:
-        streams.gather.synchronize()
+    for streams in _live:
+        if streams.reads_host:
+            streams.gather.synchronize()
 
 
 def _note_step(optim: object, args: object, kwargs: object) -> None:
     # An event of a graph that is being captured cannot be waited for outside.
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if (
+        not _live
+        or torch.compiler.is_compiling()
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return
-    for device in _watched:
-        event = _steps.get(device)
-        if event is None:
-            event = _steps[device] = StreamEvent(device)
-        event.record(torch.cuda.current_stream(device))
+    for streams in _live:
+        if streams.stepped is None:
+            streams.stepped = StreamEvent(streams.device)
+        streams.stepped.record(torch.cuda.current_stream(streams.device))
 
 
-def wait_for_step(streams: Streams, device: torch.device) -> None:
+def wait_for_step(streams: Streams) -> None:
     """Order gathers behind the last step of an optimizer, if there was one.
 
     For a backward that does not follow its forward at once: one whose graph was kept,
     or that of the first of two forwards. It waits for no compute since the step.
     """
-    event = _steps.get(device)
-    if event is not None:
-        streams.gather.wait_event(event.event)
+    if streams.stepped is not None:
+        streams.gather.wait_event(streams.stepped.event)
 
 
 def copy_async(target: Tensor, source: Tensor) -> None:

@@ -45,7 +45,7 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
             bury(context)
         if context.streams is not None:
             # Since the forward, behind which gathers are, shards may have changed.
-            wait_for_step(context.streams, state.device)
+            wait_for_step(context.streams)
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)

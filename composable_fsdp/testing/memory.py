@@ -146,6 +146,7 @@ class _Nothing:
 
 class _Streams(_Nothing):
     gather = reduce = compute = _Nothing()
+    stepped = None
 
 
 @contextmanager
