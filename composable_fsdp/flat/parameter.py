@@ -15,7 +15,8 @@ same again).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ class FlatParameter:
         "leaves",
         "offload",
         "own_slice",
+        "owner",
         "partial",
         "rank",
         "reduce_buffer",
@@ -71,6 +73,8 @@ class FlatParameter:
     own_slice: Tensor | None
     """This rank's slice of ``full``, ``(shard_numel,)``, where the shard is copied into
     it before the gather: cast, or from the host. Else the shard itself is gathered."""
+    owner: Callable[[], Any]
+    """The state of the unit, weakly; for the hooks of ``full_leaves``."""
     leaves: tuple[nn.Parameter, ...]
     full_leaves: tuple[nn.Parameter, ...]
     reduce_buffer: Tensor | None
