@@ -300,10 +300,20 @@ def _member(group: object) -> dist.ProcessGroup:
 
 def _from_mesh(mesh: DeviceMesh) -> RankLayout:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}.")
+        raise TypeError(
+            f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}. Make one "
+            "with torch.distributed.device_mesh.init_device_mesh."
+        )
     if mesh.ndim == 1:
         return RankLayout(_member(mesh.get_group()), None, mesh.device_type)
     if mesh.ndim == 2 and mesh.mesh_dim_names:
+        first, second = mesh.mesh_dim_names
+        if "shard" in first or "replicate" in second:
+            raise PlanError(
+                "A 2-D device_mesh expects dimension 0 to replicate and dimension 1 to "
+                f"shard; got dimensions named {first!r} and {second!r}. Make it as "
+                "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
+            )
         return RankLayout(
             _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
         )

@@ -287,7 +287,7 @@ def stream_order() -> Iterator[StreamOrder]:
 
 
 def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
-    """What stands where while ``order`` watches: (module or class, name, stand-in)."""
+    """What to put where: streams and events of ours, and where memory is given."""
     names = iter(["gather", "reduce"] * 100)
     reset = handle_layer.reset_handle
     resize = torch.UntypedStorage.resize_
