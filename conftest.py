@@ -1,7 +1,7 @@
 """What both test folders share: ranks, worlds of one process, Hypothesis profiles.
 
-On a machine that brings only torch and pytest (``python -m pytest -m gpu``, nothing
-installed) just the GPU tests are collected.
+On a machine that brings only torch, safetensors and pytest (``python -m pytest -m
+gpu``, nothing installed) just the GPU tests are collected.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -335,23 +336,34 @@ def resolve_device(
     ``device_id``, the mesh's, cuda under NCCL, the device of the parameters, that of
     the units ``below``: a root may have no parameters of its own. The CPU, for
     parameters on meta: they may still get values elsewhere.
+
+    Which cuda: the one where parameters are, or the group was bound to, or the current
+    one; where no GPU was used yet that is the one of torchrun's local rank, from now
+    on.
     """
     if device_id is not None:
         if isinstance(device_id, int):
             return torch.device("cuda", device_id)
         return _indexed(torch.device(device_id))
+    known = chain((p.device for p in parameters if not p.is_meta), below)
+    kind = "cuda" if ranks.is_nccl else None
     if ranks.device_type is not None:
-        wanted = _indexed(torch.device(ranks.device_type))
-    elif ranks.is_nccl:
-        wanted = _indexed(torch.device("cuda"))
-    else:
-        real = (p.device for p in parameters if not p.is_meta)
-        return next(chain(real, below), torch.device("cpu"))
-    return wanted
+        kind = ranks.device_type
+    if kind is None:
+        return next(known, torch.device("cpu"))
+    bound = getattr(ranks.shard, "bound_device_id", None)
+    near = chain(known, () if bound is None else (bound,))
+    same = (device for device in near if device.type == kind)
+    return next(same, None) or _indexed(torch.device(kind))
 
 
 def _indexed(device: torch.device) -> torch.device:
     # Without an index it prints as its bare type, and means the current device.
     if str(device) == "cuda":
+        local = os.environ.get("LOCAL_RANK", "")
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+        if not used and local.isdecimal() and int(local) < torch.cuda.device_count():
+            # Else all ranks of a node meet on its first GPU.
+            torch.cuda.set_device(int(local))
         return torch.device("cuda", torch.cuda.current_device())
     return device

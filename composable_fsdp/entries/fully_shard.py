@@ -90,7 +90,8 @@ def _shard(
             device. While a backward runs their ``.grad`` is None.
         ignored_modules, ignored_states: modules or parameters to leave as they are.
         device_id: compute device; else the mesh's, else cuda under NCCL, else where the
-            parameters are.
+            parameters are. Of several GPUs the one where they are, else the current
+            one, which torchrun's local rank chooses if nobody did.
         param_init_fn: called once with each module that holds parameters or buffers on
             meta, to give them memory and values; unit by unit, so that memory holds one
             unit above the shards. Without it a model on meta is sharded on meta, and

@@ -1,7 +1,7 @@
 """The headline and parity on GPUs over NCCL, on as many ranks as there are GPUs.
 
-Run by ``make test-gpu``, also where only torch and pytest are installed. Rank counts
-that the machine cannot run are printed, not passed over in silence.
+Run by ``make test-gpu``, also where only torch, safetensors and pytest are installed.
+Rank counts that the machine cannot run are printed, not passed over in silence.
 """
 
 from __future__ import annotations

@@ -72,6 +72,9 @@ CASES: list[tuple[Any, str | None, str, torch.device, torch.device]] = [
     # What init_process_group() makes without a backend, where there is a GPU.
     (None, None, "cpu:gloo,cuda:nccl", torch.device("cpu"), torch.device("cuda", 3)),
     (None, None, "cpu:gloo", torch.device("cpu"), torch.device("cpu")),
+    # The current device is another.
+    (None, None, "nccl", CUDA, CUDA),
+    (None, "cuda", "nccl", CUDA, CUDA),
     (None, "cpu", "nccl", CUDA, torch.device("cpu")),
     (None, "cuda", "gloo", torch.device("cpu"), torch.device("cuda", 3)),
     (1, "cuda", "nccl", CUDA, torch.device("cuda", 1)),
@@ -100,6 +103,43 @@ def test_the_compute_device_is_the_first_that_somebody_names(
         parameter = torch.empty(2, device=where)
 
     assert resolve_device(device_id, layout, [parameter]) == expected
+
+
+@pytest.mark.req("S2-09")
+@pytest.mark.parametrize(
+    ("local_rank", "used", "bound", "expected"),
+    [
+        ("2", False, None, 2),
+        ("2", True, None, 0),
+        ("9", False, None, 0),
+        ("", False, None, 0),
+        ("2", False, 1, 1),
+    ],
+)
+def test_ranks_of_a_node_do_not_meet_on_its_first_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    one_rank: World,
+    local_rank: str,
+    used: bool,
+    bound: int | None,
+    expected: int,
+) -> None:
+    """Nobody chose a GPU: that of torchrun's rank is, and it is made the current one,
+    unless the process has used one or the group was bound to one."""
+    current = [0]
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda at: current.append(at))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    if bound is not None:
+        one_rank.group.bound_device_id = torch.device("cuda", bound)
+
+    device = resolve_device(None, RankLayout(one_rank.group, None, None), [])
+
+    assert device == torch.device("cuda", expected)
+    assert current[-1] == (expected if bound is None else 0)
 
 
 @pytest.mark.req("S2-09")
