@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -58,6 +58,7 @@ def _shard(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block = Block.ROW,
+    group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
     if_sharded: str = "error",
     tied_params: str = "error",
     use_orig_params: bool = True,
@@ -101,6 +102,10 @@ def _shard(
             kind before it is needed.
         limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
         block: what a shard boundary may not cut.
+        group_by: a function of a parameter's name in ``module`` and the parameter.
+            Those with different answers lie in regions of their own, so that
+            ``flat_parameter_groups`` can tell them apart; each group costs a unit one
+            launch more per gather and reduction. Equal on all ranks.
         if_sharded: "error", or "skip" to return a module that is sharded with the same
             settings.
         tied_params: what to do with a parameter tied across units: "error", or
@@ -129,6 +134,7 @@ def _shard(
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
+        group_by=group_by,
     )
     application = prepare(
         options,
