@@ -68,7 +68,7 @@ from composable_fsdp.errors import (
     PlanError,
 )
 from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.optim.flat_parameters import flat_parameters
+from composable_fsdp.optim.flat_parameters import flat_parameter_groups, flat_parameters
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
@@ -163,6 +163,7 @@ __all__ = [
     "contract",
     "convert",
     "export_safetensors",
+    "flat_parameter_groups",
     "flat_parameters",
     "fp16_compress_hook",
     "fully_shard",

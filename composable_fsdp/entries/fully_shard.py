@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +59,7 @@ def _shard(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block = Block.ROW,
+    group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
     if_sharded: str = "error",
     tied_params: str = "error",
     use_orig_params: bool = True,
@@ -108,6 +109,10 @@ def _shard(
         limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
         block: what a shard boundary may not cut: Block.ROW (if nothing is given) or
             Block.ELEMENT.
+        group_by: a function of a parameter's name in ``module`` and the parameter.
+            Those with different answers lie in regions of their own, so that
+            ``flat_parameter_groups`` can tell them apart. Equal on all ranks. One group
+            if nothing is given.
         if_sharded: "error" (if nothing is given), or "skip" to return a module that is
             sharded with the same settings.
         tied_params: what to do with a parameter tied across units: "error" (if
@@ -136,6 +141,7 @@ def _shard(
         use_orig_params=use_orig_params,
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
+        group_by=group_by,
     )
     application = prepare(
         options,

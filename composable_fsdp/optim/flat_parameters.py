@@ -12,12 +12,13 @@ The padding has zero as its value and gradient, and is in no norm and no state d
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from operator import attrgetter
 
 from torch import nn
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handed_out import clear_flat_gradients, flat_of
+from composable_fsdp.flat.handed_out import clear_flat_gradients, find_flat, flat_of
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.integrity import is_regrouped
 from composable_fsdp.naming import shown, strip_wrapper
@@ -90,6 +91,28 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     for each in (module, *(m for state in states for m in state.modules)):
         _clear_flat_ones_too(each)
     return [*flats, *filter(attrgetter("requires_grad"), others)]
+
+
+def flat_parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
+    """Return what ``flat_parameters`` does, by the answers of ``group_by``.
+
+    Under ``None`` are the flat parameters of units that were sharded without it, and
+    parameters that no unit holds, of which nobody asked.
+
+    Sends nothing. Raises: as ``flat_parameters``.
+
+    >>> groups = flat_parameter_groups(model)        # doctest: +SKIP
+    >>> optim = AdamW([                              # doctest: +SKIP
+    ...     {"params": groups["matrices"], "weight_decay": 0.1},
+    ...     {"params": groups["rest"], "weight_decay": 0.0},
+    ... ])
+    """
+    groups: dict[Hashable, list[nn.Parameter]] = {}
+    for parameter in flat_parameters(module):
+        found = find_flat(parameter)
+        group = None if found is None else found[1].layout.group
+        groups.setdefault(group, []).append(parameter)
+    return groups
 
 
 def _clear_flat_ones_too(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import shown
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.options import GroupBy
 
 
 def refuse_container(module: object) -> None:
@@ -117,3 +118,18 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
                     "one would be trained. Make them one nn.Parameter (tied), or clone "
                     "one of them."
                 )
+
+
+def group_of(group_by: GroupBy | None, fqn: str, parameter: nn.Parameter) -> Hashable:
+    """What ``group_by`` says. Raises: TypeError, if that cannot be a key."""
+    if group_by is None:
+        return None
+    group = group_by(fqn, parameter)
+    try:
+        hash(group)
+    except TypeError as error:
+        raise TypeError(
+            f"group_by expects to return a key (a bool, number, string or tuple); for "
+            f"parameter {shown(fqn)} it returned a {type(group).__name__}."
+        ) from error
+    return group

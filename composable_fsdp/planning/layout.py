@@ -18,7 +18,7 @@ more launch. ``plan_regions`` takes the cheapest partition of the classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -46,6 +46,8 @@ class ParameterSpec(NamedTuple):
     dtype: torch.dtype
     trainable: bool
     block: int
+    group: Hashable = None
+    """Parameters of different groups share no region."""
 
     @property
     def numel(self) -> int:
@@ -111,6 +113,8 @@ class RegionLayout:
     padded_numel: int
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]
+    group: Hashable = None
+    """What ``group_by`` said of all its parameters."""
 
     def interval(self, slot: ParameterSlot, rank: int) -> tuple[int, int]:
         """Elements ``[start, stop)`` of the parameter on ``rank``; may be empty."""
@@ -223,10 +227,10 @@ def plan_regions(
 ) -> tuple[RegionLayout, ...]:
     """Lay out the parameters of one unit over ``world_size`` ranks.
 
-    Parameters are grouped by (dtype, trainable); within a group the partition of block
-    classes that minimises padding bytes + ``launch_bytes`` per region is taken (exactly
-    optimal for that cost up to ``EXACT_CLASSES`` classes). Regions come in the order of
-    their first parameter.
+    Parameters are grouped by (dtype, trainable, group); within a group the partition of
+    block classes that minimises padding bytes + ``launch_bytes`` per region is taken
+    (exactly optimal for that cost up to ``EXACT_CLASSES`` classes). Regions come in the
+    order of their first parameter.
     """
     return _plan_regions(tuple(specs), world_size, launch_bytes)
 
@@ -235,11 +239,12 @@ def plan_regions(
 def _plan_regions(
     specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
 ) -> tuple[RegionLayout, ...]:
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool, Hashable], list[int]] = {}
     for index, spec in enumerate(specs):
-        groups.setdefault((spec.dtype, spec.trainable), []).append(index)
+        kind = (spec.dtype, spec.trainable, spec.group)
+        groups.setdefault(kind, []).append(index)
     regions: list[RegionLayout] = []
-    for (dtype, trainable), members in groups.items():
+    for (dtype, trainable, group), members in groups.items():
         key = tuple(
             (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in members
         )
@@ -265,6 +270,7 @@ def _plan_regions(
                 padded_numel=packing.shard_numel * world_size,
                 shard_numel=packing.shard_numel,
                 parameters=tuple(slots),
+                group=group,
             )
             regions.append(layout)
     return tuple(regions)

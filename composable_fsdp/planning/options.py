@@ -5,12 +5,13 @@ Per-module options from a policy name only what differs; the rest is the root's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch import nn
 
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -21,6 +22,9 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import shown
+
+GroupBy: TypeAlias = Callable[[str, nn.Parameter], Hashable]
+"""Of a parameter's name and the parameter, what it shares a region with."""
 
 D = TypeVar("D")
 E = TypeVar("E", bound=Enum)
@@ -53,6 +57,7 @@ class UnitOptions:
     use_orig_params: bool = True
     mixed_precision: MixedPrecision | None = None
     cpu_offload: CPUOffload | None = None
+    group_by: GroupBy | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMS:
@@ -70,6 +75,11 @@ class UnitOptions:
             if given is not None:
                 own = by_fields(form, given, argument=name)
                 object.__setattr__(self, name, own)
+        if self.group_by is not None and not callable(self.group_by):
+            raise TypeError(
+                "group_by expects a function of a parameter's name and the parameter, "
+                f"got {self.group_by!r}."
+            )
         for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(

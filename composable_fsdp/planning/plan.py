@@ -223,4 +223,5 @@ def size_text(nbytes: int) -> str:
 def _region_text(region: RegionLayout) -> str:
     kind = str(region.dtype).removeprefix("torch.")
     frozen = "" if region.trainable else " frozen"
-    return f"{kind}{frozen} x{len(region.parameters)}"
+    group = "" if region.group is None else f" group {region.group!r}"
+    return f"{kind}{frozen}{group} x{len(region.parameters)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import WRAPPED_MODULE
+from composable_fsdp.naming import WRAPPED_MODULE, join
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
     API,
@@ -28,8 +28,9 @@ from composable_fsdp.planning.assign import (
     Unit,
     assign_units,
 )
+from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
-from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.options import GroupBy, UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
@@ -106,17 +107,29 @@ class _Build(NamedTuple):
 
 
 _Known = tuple[
-    tuple[str, ...], tuple[tuple[str, str], ...], tuple[int, ...], torch.dtype, bool
+    tuple[str, ...],
+    tuple[tuple[str, str], ...],
+    tuple[int, ...],
+    torch.dtype,
+    bool,
+    Hashable,
 ]
-"""A parameter: its names, (name from the unit, key) of its places, shape, dtype, and
-whether it is trainable."""
+"""A parameter: its names, (name from the unit, key) of its places, shape, dtype,
+whether it is trainable, and its group."""
 
 
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
     found = [_places(occurrences, index) for _, occurrences in unit.parameters]
     known = [
-        (names, places, parameter.shape, parameter.dtype, parameter.requires_grad)
+        (
+            names,
+            places,
+            parameter.shape,
+            parameter.dtype,
+            parameter.requires_grad,
+            group_of(unit.options.group_by, join(unit.fqn, names[0]), parameter),
+        )
         for (names, places, _), (parameter, _) in zip(
             found, unit.parameters, strict=True
         )
@@ -157,9 +170,14 @@ def _build(
     regions = plan_regions(
         [
             ParameterSpec(
-                names, tuple(shape), dtype, trainable, row_block(shape) if rows else 1
+                names,
+                tuple(shape),
+                dtype,
+                trainable,
+                row_block(shape) if rows else 1,
+                group,
             )
-            for names, _, shape, dtype, trainable in parameters
+            for names, _, shape, dtype, trainable, group in parameters
         ],
         world_size=sizes[0],
     )
@@ -216,6 +234,7 @@ def plan(
     forward_prefetch: bool = False,
     limit_all_gathers: bool = True,
     block: Block = Block.ROW,
+    group_by: GroupBy | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     tied_params: str = "error",
@@ -272,6 +291,7 @@ def plan(
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
+            group_by=group_by,
         ),
         world_size=world_size,
         sizes=partial(
