@@ -178,11 +178,13 @@ def foreign_fsdp(module: nn.Module) -> str | None:
 
 def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
     """Return what ``incompatible_api`` and ``foreign_fsdp`` say, in one look."""
-    name = _torch_class(type(module))
-    registry = _torch_registry(module)
-    ours = REGISTRY_KEY in module.__dict__ and has_api(module, "replicate")
-    if not (name or registry or ours):
+    name, held = _torch_class(type(module)), module.__dict__
+    # Every module of a tree is asked, and next to none holds a registry.
+    torch_key = getattr(sys.modules.get(_TORCH_CONTRACT), "REGISTRY_KEY", REGISTRY_KEY)
+    if not name and REGISTRY_KEY not in held and torch_key not in held:
         return _NO_OTHERS
+    registry = _torch_registry(module)
+    ours = has_api(module, "replicate")
     incompatible = _TORCH_REPLICATES.get(name)
     if incompatible is None and "replicate" in registry:
         incompatible = "torch's replicate"
