@@ -37,6 +37,8 @@ class BackwardPrefetch(Enum):
 
     ``BACKWARD_PRE``: before the current unit's gradients are computed (most overlap).
     ``BACKWARD_POST``: after them (one full unit less in memory).
+    ``None`` in place of both: when it is needed, and nothing else is in flight then
+    (least memory).
     """
 
     BACKWARD_PRE = auto()

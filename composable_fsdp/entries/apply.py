@@ -17,8 +17,8 @@ from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
-from composable_fsdp.optim.guard import watch_optimizers
-from composable_fsdp.optim.watch import meet_optimizers
+from composable_fsdp.optim.steps import look_at_optimizers
+from composable_fsdp.optim.strangers import leave_alone
 from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
@@ -107,7 +107,13 @@ def apply(
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
-    device = resolve_device(application.device_id, ranks, parameters)
+    below = [
+        unit.device
+        for target in targets
+        for unit in target.units_below
+        if isinstance(unit, _FSDPState)
+    ]
+    device = resolve_device(application.device_id, ranks, parameters, below)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PlanError(
             f"The compute device is {device} (device_id={application.device_id}), and "
@@ -136,12 +142,21 @@ def apply(
     )
     for each in states:
         install_state_dict_hooks(each)
-    meet_optimizers()  # first, because it turns what was loaded into parts
-    watch_optimizers()
+    look_at_optimizers()
+    leave_alone(_ignored(modules, application.request))
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
     return plan
+
+
+def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Parameter]:
+    """The parameters that the caller left out by name."""
+    by_module = [p for m in request.ignored_modules for p in m._parameters.values()]
+    alone = request.ignored_parameters
+    # The walk over all parameters only where something is named: calls are many.
+    by_itself = [p for m in modules if alone for p in m.parameters() if id(p) in alone]
+    return [p for p in (*by_module, *by_itself) if p is not None]
 
 
 def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -82,6 +83,8 @@ def _shard(
         strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or a hybrid one, which wants a
             pair, a 2-D mesh, or nothing. A pair or a 2-D mesh makes the first two
             hybrid as well: ranks say who shares, the strategy says when.
+        mixed_precision: a ``MixedPrecision`` with the dtypes of compute, reduction,
+            buffers, inputs and outputs; else everything keeps its own.
         cpu_offload: with ``CPUOffload(offload_params=True)`` shards and their gradients
             live on the host, where the optimizer then works; compute stays on the
             device. While a backward runs their ``.grad`` is None.
@@ -96,15 +99,18 @@ def _shard(
         sync_module_states: give every rank the values of rank 0 first; a model on meta
             gets memory for them, and on rank 0, if it is on meta there, values from
             each module's ``reset_parameters``.
-        backward_prefetch: when the next unit is gathered in backward.
+        backward_prefetch: when the next unit is gathered in backward: BACKWARD_PRE,
+            before this one computes (if nothing is given), BACKWARD_POST, after it, or
+            None, when it is needed.
         forward_prefetch: gather the unit that came next in the last forward of this
-            kind before it is needed.
+            kind before it is needed. Not done if nothing is given.
         limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
-        block: what a shard boundary may not cut.
-        if_sharded: "error", or "skip" to return a module that is sharded with the same
-            settings.
-        tied_params: what to do with a parameter tied across units: "error", or
-            "promote" to the lowest unit above all its places.
+        block: what a shard boundary may not cut: Block.ROW (if nothing is given) or
+            Block.ELEMENT.
+        if_sharded: "error" (if nothing is given), or "skip" to return a module that is
+            sharded with the same settings.
+        tied_params: what to do with a parameter tied across units: "error" (if
+            nothing is given), or "promote" to the lowest unit above all its places.
 
     Collective: one broadcast per parameter and buffer with ``sync_module_states``; the
     nodes' groups are made for the first hybrid unit that is given no ranks; else none.
@@ -155,8 +161,16 @@ def _unknown_text(names: list[str]) -> str:
     if hints:
         parts.append(f"these are torch FSDP names: {', '.join(hints)}")
     if rest:
-        parts.append(f"unknown: {', '.join(rest)}")
-    return f"fully_shard got unexpected keyword arguments; {'; '.join(parts)}."
+        parts.append(f"unknown: {', '.join(map(_with_nearest, rest))}")
+    return (
+        f"fully_shard got unexpected keyword arguments; {'; '.join(parts)}. It takes "
+        f"{', '.join(_OWN_NAMES)}."
+    )
+
+
+def _with_nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, _OWN_NAMES, n=1)
+    return f"{name} (did you mean {near[0]}?)" if near else name
 
 
 class _FullyShard(Contract[Any, _FSDPState]):
@@ -193,6 +207,7 @@ class _FullyShard(Contract[Any, _FSDPState]):
         return True
 
 
+_OWN_NAMES = tuple(_shard.__kwdefaults__ or ())
 # The registry keeps states under the function's name.
 _shard.__name__ = _shard.__qualname__ = "fully_shard"
 fully_shard = _FullyShard(_shard, _FSDPState, check_names=True)

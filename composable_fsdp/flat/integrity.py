@@ -18,6 +18,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import full_views, shard_views
 from composable_fsdp.flat.rebuild import rebuild_handle
+from composable_fsdp.flat.replaced import note_replaced
 from composable_fsdp.naming import join, shown
 
 
@@ -84,6 +85,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
         tuple(current[slot.index] for slot in region.layout.parameters)
         for region in handle.regions
     ]
+    note_replaced(handle, leaves)
     rebuild_handle(handle, leaves, device=_device(handle, current))
     return True
 

@@ -8,9 +8,9 @@ The walk allocates and frees what the runtime does, in its order::
                k is reduced, and then freed
 
 so next to full k there are the prefetched unit, its gradients as autograd made them and
-one reduce buffer: k+1's before, its own after. On
-CUDA the memory of a resharded unit is freed when the next one is resharded, and one
-more stands beside them (see ``runtime.unshard``).
+one reduce buffer: k+1's before, its own after. Without prefetch k+1's is gone before k
+is full. On CUDA the memory of a resharded unit is freed when the next one is resharded
+or gathered ahead (see ``runtime.unshard``).
 
 It holds for a step in the steady state, in which every unit runs once, in the plan's
 order, every trainable parameter gets a gradient, and ``.grad`` was cleared. A unit that
@@ -120,7 +120,7 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
         if enters:
             step.unshard(index, "forward")
             if units[index].ahead and index in following:
-                step.unshard(following[index], "forward")
+                step.unshard_ahead(following[index])
         elif units[index].reshards or not units[index].in_backward:
             step.reshard(index)
     order = [i for i, enters in events if not enters and units[i].in_backward]
@@ -167,9 +167,12 @@ class _Step:
         if sum(now) > sum(self.most[:4]):
             self.most = Moment(*now, f"{when} of {self.units[index].name}")
 
+    def _is_full(self, index: int) -> bool:
+        return index in self.gathered and index not in self.retiring
+
     def unshard(self, index: int, when: str) -> None:
         unit = self.units[index]
-        if not unit.full or (index in self.gathered and index not in self.retiring):
+        if not unit.full or self._is_full(index):
             return
         if index in self.retiring:
             self.retiring.remove(index)
@@ -178,15 +181,26 @@ class _Step:
             self.full += unit.full
         self._note(when, index)
 
+    def unshard_ahead(self, index: int) -> None:
+        if self.units[index].full and not self._is_full(index):
+            self._make_room(index)
+            self.unshard(index, "forward")
+
+    def _make_room(self, index: int) -> None:
+        self._retire(keep=self.units[index].retiring_limit - 1)
+
     def reshard(self, index: int) -> None:
         if index not in self.gathered or index in self.retiring:
             return
         if self.streams:
             self.retiring.append(index)
-            if len(self.retiring) > self.units[index].retiring_limit:
-                self._free(self.retiring.popleft())
+            self._retire(keep=self.units[index].retiring_limit)
         else:
             self._free(index)
+
+    def _retire(self, *, keep: int) -> None:
+        while len(self.retiring) > keep:
+            self._free(self.retiring.popleft())
 
     def _free(self, index: int) -> None:
         self.gathered.remove(index)
@@ -194,6 +208,9 @@ class _Step:
 
     def begin_backward(self, index: int, before: int | None) -> None:
         unit = self.units[index]
+        if unit.prefetch is None and unit.full and not self._is_full(index):
+            self.reduce -= self.reducing
+            self.reducing = 0
         self.unshard(index, "backward")
         ahead = unit.prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
@@ -210,6 +227,8 @@ class _Step:
         # need no gradient and cannot say when they are done.
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
+            if not behind:
+                self._make_room(index)
         if following is not None:
             self.unshard(following, "backward")
         if unit.reduce:

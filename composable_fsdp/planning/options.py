@@ -102,6 +102,12 @@ _TREE_WIDE = ("limit_all_gathers", "use_orig_params")
 _ALIASES = {"sharding_strategy": "strategy"}
 
 
+_EXAMPLES: dict[type, str] = {
+    MixedPrecision: "MixedPrecision(param_dtype=torch.bfloat16)",
+    CPUOffload: "CPUOffload(offload_params=True)",
+}
+
+
 def by_name(kind: type[E], value: object, *, argument: str) -> E:
     """Return ``value`` as a member of ``kind``; torch's enums are taken by name."""
     if isinstance(value, kind):
@@ -128,7 +134,9 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
     if is_dataclass(value) and kind.__name__ in bases:
         return kind(**{n: getattr(value, n) for n in names if hasattr(value, n)})
     raise TypeError(
-        f"{argument} expects a {kind.__name__}({', '.join(names)}), got {value!r}."
+        f"{argument} expects a {kind.__name__}({', '.join(names)}), got {value!r}. "
+        f"Import {kind.__name__} from composable_fsdp and name what differs: "
+        f"{_EXAMPLES[kind]}."
     )
 
 

@@ -36,14 +36,13 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import reshard_after_backward, use_form
 from composable_fsdp.runtime.fill import catch_up
 from composable_fsdp.runtime.graph_task import current_task, join_task
-from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
-from composable_fsdp.runtime.reduce import (
-    reduce_gradients,
+from composable_fsdp.runtime.prefetch import (
+    prefetch_backward,
+    prefetch_listed,
+    unshard_in_backward,
 )
-from composable_fsdp.runtime.unshard import (
-    unshard,
-    wait_unsharded,
-)
+from composable_fsdp.runtime.reduce import reduce_gradients
+from composable_fsdp.runtime.unshard import wait_unsharded
 from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
@@ -160,7 +159,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     if handle.wide is not call.wide:
         use_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
-        unshard(context, handle)
+        unshard_in_backward(context, handle)
     wait_unsharded(handle)
     tape = call.tape
     if tape.task != task:

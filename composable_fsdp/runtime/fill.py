@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.runtime.prefetch import prefetch_backward, prefetch_listed
-from composable_fsdp.runtime.reduce import reduce_gradients
-from composable_fsdp.runtime.unshard import (
-    keep_full,
-    reshard,
-    unshard,
-    wait_unsharded,
+from composable_fsdp.runtime.prefetch import (
+    prefetch_backward,
+    prefetch_listed,
+    unshard_in_backward,
 )
+from composable_fsdp.runtime.reduce import reduce_gradients
+from composable_fsdp.runtime.unshard import keep_full, reshard, wait_unsharded
 from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
 
@@ -93,7 +92,7 @@ def _gather_in_turn(context: RuntimeContext, tape: Tape, at: int) -> None:
     state = tape.schedule.uses[at]
     handle = state.handle
     if not handle.gathered or handle.retiring:
-        unshard(context, handle)
+        unshard_in_backward(context, handle)
     pre = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)

@@ -54,7 +54,8 @@ def pre_forward(
         raise PhaseError(
             f"Forward of fully sharded module {state.name} was called inside "
             f"unshard_params of {context.summoned.name}, where the parameters are "
-            "yours to change. Call it after the block."
+            "yours to change. Call it after the block: a forward gathers by itself, "
+            "and register_forward_method(module, name) has another method do so."
         )
     recomputing = current_task() != NO_TASK
     handle, replaced = state.handle, None

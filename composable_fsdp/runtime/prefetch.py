@@ -4,14 +4,34 @@ Which unit comes next is read from a record, never searched in the tree: in back
 from the order of the forward, in forward from the order of the last round of its mode.
 All ranks have equal records, so all issue alike. What turns out unused is resharded
 where the round ends.
+
+On CUDA a unit gathered ahead takes the place of one that was resharded and not freed
+(``unshard``): its all-gather waits for that one's last reader, so it runs beside the
+unit in use.
 """
 
 from __future__ import annotations
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.runtime.unshard import reshard, unshard
+from composable_fsdp.runtime.reduce import finish_reduction
+from composable_fsdp.runtime.unshard import make_room, reshard, unshard
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+
+
+def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Unshard a unit whose backward begins and that nobody gathered ahead.
+
+    Without prefetch the reduction in flight is finished first, so that its buffer is
+    free while gradients arrive. The network serves in order: a unit that waits for its
+    parameters has waited for the reduction before them.
+
+    Collective: the unit's all-gather; in a hybrid mesh on CPU before it the all-reduce
+    of the reduction.
+    """
+    if handle.plan.options.backward_prefetch is None and context.reducing is not None:
+        finish_reduction(context)
+    unshard(context, handle)
 
 
 def prefetch_backward(context: RuntimeContext, tape: Tape, reached: int) -> None:
@@ -60,6 +80,7 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.needs_gather and (not handle.gathered or handle.retiring):
+        make_room(context, handle)
         unshard(context, handle)
         context.prefetched.append(handle)
 

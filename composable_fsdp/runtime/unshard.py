@@ -9,8 +9,8 @@ buffers belongs to the gather stream::
 
 ``reshard`` does not free its unit on CUDA: it records when compute is through, makes
 the gather stream wait for the event of the unit before it, and frees that one. So a
-block is reused only behind its last reader, at most one resharded unit is kept beside
-the one in use, and the CPU never waits.
+block is reused only behind its last reader, at most one unit is kept beside the one in
+use, be it resharded or gathered ahead, and the CPU never waits.
 """
 
 from __future__ import annotations
@@ -85,6 +85,16 @@ def _unshard_on_stream(
 def _limit(handle: FlatParamHandle) -> int:
     limited = handle.plan.options.limit_all_gathers
     return RETIRING_LIMIT if limited else RETIRING_UNLIMITED
+
+
+def make_room(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Free a resharded unit, if all that may be kept are kept. Sends nothing.
+
+    For one that is gathered ahead: its all-gather then waits for the last reader of
+    that unit, and runs beside the unit in use.
+    """
+    if context.retiring:
+        retire(context, keep=_limit(handle) - 1)
 
 
 def retire(context: RuntimeContext, *, keep: int) -> None:

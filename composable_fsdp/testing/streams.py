@@ -46,6 +46,7 @@ _WRITTEN: dict[str, tuple[int, ...]] = {
     "reduce_scatter_tensor_coalesced_": (0,),
     "allreduce_": (0,),
     "broadcast_": (0,),
+    "allgather_": (0,),
     "gather_": (0,),
     "scatter_": (0,),
 }
@@ -286,7 +287,7 @@ def stream_order() -> Iterator[StreamOrder]:
 
 
 def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
-    """What stands where while ``order`` watches: (module or class, name, stand-in)."""
+    """What to put where: streams and events of ours, and where memory is given."""
     names = iter(["gather", "reduce"] * 100)
     reset = handle_layer.reset_handle
     resize = torch.UntypedStorage.resize_
@@ -354,6 +355,10 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
     return [
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (device_layer, "_watched", set()),
+        (device_layer, "_steps", {}),
+        (device_layer, "_reading", set()),
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
         (sys.modules["composable_fsdp.tree.root"], "make_streams", make),

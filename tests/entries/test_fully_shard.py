@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.testing.models import TinyBlock, TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.access.sharded import message_of
 from tests.runtime.reference import (
     adamw,
     apply_units,
@@ -139,6 +141,27 @@ def test_arguments_of_torchs_fully_shard_are_translated(one_rank: World) -> None
     """FSDP2's names get ours in the message."""
     with pytest.raises(TypeError, match=r"mesh \(here: device_mesh\)"):
         fully_shard(tiny_mlp(), mesh=None)
+
+
+@pytest.mark.req("U-02")
+def test_a_misspelled_argument_gets_the_nearest_and_the_whole_list(
+    one_rank: World,
+) -> None:
+    """A typing error is one glance away from its repair."""
+    text = message_of(lambda: fully_shard(tiny_mlp(), mixed_precison=None))
+
+    assert "mixed_precison (did you mean mixed_precision?)" in text
+    assert "It takes process_group, device_mesh, policy, strategy" in text
+
+
+@pytest.mark.req("U-02")
+def test_the_help_text_names_every_argument() -> None:
+    """``help(fully_shard)`` shows no signature, so the text has to."""
+    arguments = inspect.signature(fully_shard).parameters.keys()
+
+    missing = [a for a in arguments if f" {a}" not in str(fully_shard.__doc__)]
+
+    assert missing == ["use_orig_params", "unknown"]  # FSDP1's, and none
 
 
 def train_with_early_optimizer(world: World) -> None:

@@ -265,11 +265,11 @@ def test_a_first_unit_whose_input_needs_no_gradient_is_full_when_it_is_reduced(
 
 @pytest.mark.parametrize("order", ["cpu", "cuda"])
 def test_a_unit_gathered_ahead_in_forward_is_in_the_peak(order: str) -> None:
-    """It stands beside the one that runs."""
+    """It stands beside the one that runs; on CUDA in the place of the one before."""
     alone, _ = peak_of(frozen, 8, order)
     planned, measured = peak_of(frozen, 8, order, forward_prefetch=True)
 
-    assert planned > alone
+    assert planned > alone if order == "cpu" else planned == alone
     assert 0.998 * measured <= planned <= measured
 
 

@@ -211,6 +211,26 @@ def test_a_mesh_of_another_form_is_refused(
     )
 
 
+@pytest.mark.req("B-04")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_mesh_whose_names_say_the_opposite_is_refused(
+    one_rank: World, path: str
+) -> None:
+    """``(shard, replicate)`` would replicate where the user means to shard."""
+    names = ("dp_shard", "dp_replicate")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+    model = tiny_mlp()
+
+    refused(
+        model,
+        lambda: door(path)(model, device_mesh=mesh),
+        ValueError,
+        "dimension 0 to replicate",
+        "'dp_shard' and 'dp_replicate'",
+        "mesh_dim_names=('replicate', 'shard')",
+    )
+
+
 def shard_on_mesh(world: World, ndim: int) -> tuple[int, int]:
     """Shard on a mesh; how many ranks cut the parameters, and how many copies exist."""
     model = tiny_mlp()

@@ -142,9 +142,9 @@ IN_BACKWARD: dict[BackwardPrefetch | None, Flight] = {
     None: {
         "2": set(),
         "before 2": {"reduce 2"},
-        "1": {"reduce 2"},
+        "1": set(),
         "before 1": {"reduce 1"},
-        "0": {"reduce 1"},
+        "0": set(),
     },
 }
 
@@ -155,8 +155,9 @@ IN_BACKWARD: dict[BackwardPrefetch | None, Flight] = {
 def test_backward_computes_while_its_collectives_are_in_flight(
     mode: BackwardPrefetch | None, path: str
 ) -> None:
-    """The reduction of the unit before always is; the next all-gather with PRE during
-    the whole unit, with POST only after it, without prefetch never."""
+    """The reduction of the unit before is, but not without prefetch: the all-gather
+    came after it. The next all-gather is with PRE during the whole unit, with POST only
+    after it."""
     schedule = step_of(3, path=path, backward_prefetch=mode)
 
     assert flights(schedule, "backward") == IN_BACKWARD[mode]

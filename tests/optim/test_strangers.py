@@ -1,0 +1,133 @@
+"""Optimizers over parameters that the model does not use, or that no unit holds."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import flat_parameters, fully_shard
+from composable_fsdp.testing.models import TinyGPT, tiny_mlp
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, message_of
+from tests.runtime.reference import gpt_input
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return fully_shard(tiny_mlp())
+
+
+def give_values(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+
+
+@pytest.mark.req("U-02")
+def test_an_optimizer_from_before_to_empty_is_refused_by_name(one_rank: World) -> None:
+    """``to_empty`` makes new parameters, and stepping on the old ones does nothing."""
+    model = on_meta()
+    optimizer = sgd(model)
+    give_values(model)
+    model(torch.ones(2, 8)).sum().backward()
+
+    text = message_of(optimizer.step)
+
+    assert text.startswith("CompositionError: SGD holds what '0.weight', '0.bias', ")
+    assert "Make the optimizer after that, or of flat_parameters(module)" in text
+
+
+def test_flat_parameters_from_before_to_empty_train(one_rank: World) -> None:
+    """They go along with their region, so nothing is refused and the step counts."""
+    model = on_meta()
+    optimizer = torch.optim.SGD(flat_parameters(model), lr=0.1)
+    give_values(model)
+    model(torch.ones(2, 8)).sum().backward()
+
+    optimizer.step()
+
+    assert not all(bool((p == 1).all()) for p in model.parameters())
+
+
+def test_an_optimizer_from_after_to_empty_trains(one_rank: World) -> None:
+    """Made of what the model shows, before the first forward as well."""
+    model = on_meta()
+    give_values(model)
+    optimizer = sgd(model)
+    model(torch.ones(2, 8)).sum().backward()
+
+    optimizer.step()
+
+    assert not all(bool((p == 1).all()) for p in model.parameters())
+
+
+def test_places_of_a_tied_parameter_count_as_one(one_rank: World) -> None:
+    """``to_empty`` unties on meta; an optimizer that holds both objects is right."""
+    with torch.device("meta"):
+        model = TinyGPT(tied_head=True)
+    fully_shard(model)
+    give_values(model)
+    optimizer = sgd(model)
+    model(gpt_input(0, 0)).sum().backward()
+
+    optimizer.step()
+
+    assert model.head.weight is model.tokens.weight
+
+
+@pytest.mark.req("U-02")
+def test_an_assignment_between_steps_is_noticed_by_the_next(one_rank: World) -> None:
+    """Also by an optimizer that has stepped often, whose checks are over."""
+    model = fully_shard(tiny_mlp())
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    first = model.get_submodule("0")
+    first.weight = nn.Parameter(torch.ones_like(first.get_parameter("weight")))
+    model(torch.ones(2, 8)).sum().backward()
+
+    assert "SGD holds what '0.weight' were before" in message_of(optimizer.step)
+
+
+def step_without_root(world: World, how: str) -> list[str]:
+    """Shard one layer, leave the others plain, step; what was said."""
+    model = tiny_mlp()
+    rest = [p for layer in list(model.children())[1:] for p in layer.parameters()]
+    fully_shard(model[0])
+    if how == "ignored":
+        fully_shard(model, ignored_states=rest)
+    model(torch.full((2, 8), 1.0 + world.rank)).sum().backward()
+    for parameter in rest if how == "reduced" else ():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sgd(model).step()
+    return [str(each.message) for each in said]
+
+
+@pytest.mark.req("U-02")
+def test_a_forgotten_root_is_told_by_the_rank_that_finds_out(ranks: RankCount) -> None:
+    """Gradients that nothing reduces differ; the second rank to step sees it."""
+    said = [text for texts in ranks(2).run(step_without_root, "left") for text in texts]
+
+    assert len(said) == 1
+    assert "that no unit holds, of shapes" in said[0]
+    assert "Call fully_shard on the whole model after its parts" in said[0]
+
+
+@pytest.mark.parametrize("how", ["ignored", "reduced"])
+def test_parameters_that_somebody_cares_for_are_left_in_peace(
+    ranks: RankCount, how: str
+) -> None:
+    """Those named in ``ignored_states``, and those whose gradients are equal."""
+    assert ranks(2).run(step_without_root, how) == [[], []]
