@@ -80,7 +80,7 @@ class _StateLink(weakref.ref[Any]):
     """A weak reference to a state that knows the entries it was set for."""
 
     __slots__ = ("keys",)
-    keys: list[int]
+    keys: tuple[int, ...]
 
 
 class _ModuleLink(weakref.ref[Any]):
@@ -123,7 +123,7 @@ class OwnerMap(Generic[S]):
     def set(self, state: S, *modules: nn.Module) -> None:
         """Make ``state`` the owner of ``modules``, in place of any before."""
         owner = _StateLink(state, self._drop_state)
-        owner.keys = [id(module) for module in modules]
+        owner.keys = tuple(map(id, modules))
         for key, module in zip(owner.keys, modules, strict=True):
             self._entries[key] = entry = _ModuleLink(module, self._drop_module)
             entry.key, entry.owner = key, owner
