@@ -13,7 +13,7 @@ from torch import nn
 
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handle import set_divisions
+from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import (

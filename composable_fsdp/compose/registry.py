@@ -80,7 +80,7 @@ class _StateLink(weakref.ref[Any]):
     """A weak reference to a state that knows the entries it was set for."""
 
     __slots__ = ("keys",)
-    keys: list[int]
+    keys: tuple[int, ...]
 
 
 class _ModuleLink(weakref.ref[Any]):
@@ -123,7 +123,7 @@ class OwnerMap(Generic[S]):
     def set(self, state: S, *modules: nn.Module) -> None:
         """Make ``state`` the owner of ``modules``, in place of any before."""
         owner = _StateLink(state, self._drop_state)
-        owner.keys = [id(module) for module in modules]
+        owner.keys = tuple(map(id, modules))
         for key, module in zip(owner.keys, modules, strict=True):
             self._entries[key] = entry = _ModuleLink(module, self._drop_module)
             entry.key, entry.owner = key, owner
@@ -178,11 +178,13 @@ def foreign_fsdp(module: nn.Module) -> str | None:
 
 def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
     """Return what ``incompatible_api`` and ``foreign_fsdp`` say, in one look."""
-    name = _torch_class(type(module))
-    registry = _torch_registry(module)
-    ours = REGISTRY_KEY in module.__dict__ and has_api(module, "replicate")
-    if not (name or registry or ours):
+    name, held = _torch_class(type(module)), module.__dict__
+    # Every module of a tree is asked, and next to none holds a registry.
+    torch_key = getattr(sys.modules.get(_TORCH_CONTRACT), "REGISTRY_KEY", REGISTRY_KEY)
+    if not name and REGISTRY_KEY not in held and torch_key not in held:
         return _NO_OTHERS
+    registry = _torch_registry(module)
+    ours = has_api(module, "replicate")
     incompatible = _TORCH_REPLICATES.get(name)
     if incompatible is None and "replicate" in registry:
         incompatible = "torch's replicate"

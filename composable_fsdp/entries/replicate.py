@@ -23,7 +23,8 @@ from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handle import FlatParamHandle, set_divisions
+from composable_fsdp.flat.build import set_divisions
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.planning.assign import REPLICATE
 from composable_fsdp.planning.options import UnitOptions

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.handle import (
-    FlatParamHandle,
-    make_gather_lists,
-    place_leaves,
-)
+from composable_fsdp.flat.build import make_gather_lists, place_leaves
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import make_full
 
 

@@ -34,7 +34,7 @@ def is_whole(region: FlatParameter) -> bool:
     if region.grad_shard is None:
         return True
     parts = region.grad_shard, *region.grad_views
-    return region.grad_places == [*map(Tensor.data_ptr, parts)]
+    return region.grad_places == (*map(Tensor.data_ptr, parts),)
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
@@ -61,4 +61,4 @@ def _is_shown(region: FlatParameter) -> bool:
 def _let_go(region: FlatParameter) -> None:
     region.grad_shard = None
     region.grad_views = region.grad_gaps = ()
-    region.grad_places = []
+    region.grad_places = ()

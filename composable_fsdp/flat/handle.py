@@ -7,8 +7,7 @@ The handle holds data and answers questions. What happens to it is done by the v
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,14 +16,12 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import StreamEvent, Waitable
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.order_log import OrderLog
-from composable_fsdp.config import Block
-from composable_fsdp.flat.parameter import FlatParameter, build_region
-from composable_fsdp.flat.reduce_rule import ReduceRule, division
+from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.naming import shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.assign import ParamInfo, Place
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1
@@ -55,12 +52,13 @@ class FlatParamHandle:
         "full_fqn",
         "full_placed",
         "full_since",
-        "gather_check",
         "gather_event",
         "gather_lists",
         "gathered",
         "groups",
         "held",
+        "here",
+        "here_at",
         "is_full",
         "kept",
         "keys",
@@ -141,8 +139,10 @@ class FlatParamHandle:
     """The autograd nodes that accumulate into the trainable full leaves."""
     calls: list[Any]
     """Forwards that are running, outermost first; ``None`` if without gradients."""
-    gather_check: tuple[tuple[nn.Parameter, ...], tuple[int, ...]]
-    """Leaves with elements on this rank, and where their data has to be."""
+    here: tuple[nn.Parameter, ...]
+    """Leaves with elements on this rank."""
+    here_at: tuple[int, ...]
+    """Where their data has to be."""
     wide: bool
     """Whether the full form is that of the parameters' own dtype; see ``forms``."""
     other_form: Any
@@ -240,117 +240,6 @@ class FlatParamHandle:
             f"parameters, {len(self.regions)} regions, {self.phase.value}, "
             f"{'full' if self.is_full else 'sharded'})"
         )
-
-
-def build_handle(
-    target: Target, *, groups: Groups, device: torch.device, sharded: bool = False
-) -> FlatParamHandle:
-    """Turn a planned unit into buffers and leaves; its parameters are sharded then.
-
-    One unit at a time, so the memory above the shards is that of one unit. With
-    ``sharded`` the parameters are this rank's parts already. Sends nothing.
-    """
-    options = target.plan.options
-    handle = FlatParamHandle()
-    handle.plan, handle.groups, handle.device = target.plan, groups, device
-    handle.origin, handle.epoch = target.plan.regions, 0
-    handle.forward_log = handle.backward_log = handle.reduce_log = None
-    handle.fqn = handle.full_fqn = target.plan.fqn
-    handle.rows = options.block is Block.ROW
-    handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
-    regions = []
-    for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
-        regions.append(
-            build_region(
-                layout,
-                parameters,
-                rank=groups.rank,
-                rows=handle.rows,
-                device=device,
-                dtypes=options.dtypes(layout.dtype),
-                offload=handle.offload,
-                sharded=sharded,
-            )
-        )
-    handle.regions = tuple(regions)
-    handle.places, handle.owners = target.places, target.owners
-    handle.rule = ReduceRule()
-    make_tables(handle)
-    set_divisions(handle)
-    reset_handle(handle)
-    remember_leaves(handle)
-    return handle
-
-
-def make_tables(handle: FlatParamHandle) -> None:
-    """Compute once what every step needs."""
-    handle.tables = tuple([owner._parameters for owner in handle.owners])
-    handle.keys = tuple([place.name for place in handle.places])
-    handle.sharded_placed = place_leaves(handle, [r.leaves for r in handle.regions])
-    handle.full_placed = place_leaves(handle, [r.full_leaves for r in handle.regions])
-    make_gather_lists(handle)
-    here = [leaf for region in handle.regions for leaf in region.leaves if leaf.numel()]
-    handle.gather_check = tuple(here), tuple([leaf.data_ptr() for leaf in here])
-    handle.on_meta = any(region.shard.is_meta for region in handle.regions)
-    handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
-    groups: dict[torch.dtype, list[FlatParameter]] = {}
-    for region in handle.trainable:
-        if region.reduce_buffer is not None and region.layout.padded_numel:
-            groups.setdefault(region.reduce_buffer.dtype, []).append(region)
-    handle.reduce_groups = tuple(tuple(group) for group in groups.values())
-    handle.accumulators = ()
-
-
-def place_leaves(
-    handle: FlatParamHandle, leaves: Sequence[tuple[nn.Parameter, ...]]
-) -> tuple[nn.Parameter, ...]:
-    """The leaf at each place, from the leaves of each region."""
-    if len(leaves) == 1 and len(leaves[0]) == len(handle.places):
-        return leaves[0]  # each has one place
-    slots = (s.index for r in handle.regions for s in r.layout.parameters)
-    by_slot = dict(zip(slots, chain.from_iterable(leaves), strict=True))
-    return tuple([by_slot[place.slot_index] for place in handle.places])
-
-
-def make_gather_lists(handle: FlatParamHandle) -> None:
-    """Note what is gathered, and from where."""
-    gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
-    handle.needs_gather = bool(gathering)
-    # Gather from the shard, if it is what compute takes and where compute is. Else it
-    # is cast, or copied to the device, into our slice, and the gather is in place.
-    inputs = [r.shard if r.own_slice is None else r.own_slice for r in gathering]
-    handle.gather_lists = ([r.full for r in gathering], inputs)
-    handle.fills = tuple(
-        [(r.own_slice, r.shard) for r in gathering if r.own_slice is not None]
-    )
-
-
-def set_divisions(handle: FlatParamHandle) -> None:
-    """Compute how each region's sums are divided, from the unit's rule."""
-    rule, ranks = handle.rule, handle.groups.world_size
-    average = handle.device.type == "cuda" and handle.groups.can_average
-    for region in handle.trainable:
-        assert region.reduce_buffer is not None
-        dtype = region.reduce_buffer.dtype
-        region.division = division(rule, dtype, ranks=ranks, can_average=average)
-
-
-def reset_handle(handle: FlatParamHandle) -> None:
-    """Set what a unit is between steps, with events for the device it is on."""
-    handle.phase = Phase.IDLE
-    handle.is_full = handle.gathered = handle.retiring = False
-    handle.ready = handle.other_form = None
-    handle.wide = False
-    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes, handle.calls, handle.expected_calls = (), [], 0
-    handle.kept = handle.reduce_due = handle.reduce_has_memory = False
-    handle.reduce_owner = handle.held = handle.full_since = None
-    handle.gather_event = handle.free_event = handle.reduce_event = None
-    handle.leaf_stream = None
-    if handle.device.type == "cuda":
-        handle.gather_event = StreamEvent(handle.device)
-        handle.free_event = StreamEvent(handle.device)
-        handle.reduce_event = StreamEvent(handle.device)
 
 
 # Which unit a parameter belongs to, so that functions which are given bare parameters

@@ -39,7 +39,7 @@ def leaves_are_home(handle: FlatParamHandle) -> bool:
             or leaf.requires_grad is not full.requires_grad
         ):
             return False
-    for leaf, pointer in zip(*handle.gather_check, strict=True):
+    for leaf, pointer in zip(handle.here, handle.here_at, strict=True):
         if leaf.data_ptr() != pointer:
             return False
     return not handle.on_meta

@@ -86,7 +86,7 @@ class FlatParameter:
     grad_views: tuple[Tensor, ...]
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
-    grad_places: list[int]
+    grad_places: tuple[int, ...]
     """Addresses of both: a user can give one other data."""
     flat: nn.Parameter | None
     """``shard`` as one parameter, if it was handed out (``handed_out``): then the flat
@@ -143,7 +143,7 @@ def build_region(
     region = FlatParameter()
     region.layout, region.rank = layout, rank
     region.temporary = region.in_flight = region.partial = region.flat = None
-    region.grad_places = []
+    region.grad_places = ()
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload
@@ -318,4 +318,4 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
         shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
     views, region.grad_gaps = shard_views(region, shard, rows=rows)
     region.grad_shard, region.grad_views = shard, tuple(views)
-    region.grad_places = [*map(Tensor.data_ptr, (shard, *views))]
+    region.grad_places = (*map(Tensor.data_ptr, (shard, *views)),)

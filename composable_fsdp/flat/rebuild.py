@@ -8,15 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from composable_fsdp.flat.build import make_tables, reset_handle, set_divisions
 from composable_fsdp.flat.handed_out import carry_over
-from composable_fsdp.flat.handle import (
-    FlatParamHandle,
-    forget_leaves,
-    make_tables,
-    remember_leaves,
-    reset_handle,
-    set_divisions,
-)
+from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves, remember_leaves
 from composable_fsdp.flat.parameter import build_region
 
 

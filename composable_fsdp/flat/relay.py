@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from composable_fsdp.flat.build import build_handle, set_divisions
 from composable_fsdp.flat.handed_out import carry_over
-from composable_fsdp.flat.handle import (
-    FlatParamHandle,
-    build_handle,
-    remember_leaves,
-    set_divisions,
-)
+from composable_fsdp.flat.handle import FlatParamHandle, remember_leaves
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.split import split_region
 
@@ -80,6 +76,7 @@ def _target(handle: FlatParamHandle) -> Target:
             for layout in layouts
         ),
         places=tuple(place for place, _ in placed),
+        keys=tuple(place.name for place, _ in placed),
         owners=tuple(owner for _, owner in placed),
         parent=0,
         units_below=(),

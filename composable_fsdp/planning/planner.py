@@ -46,6 +46,8 @@ class Target(NamedTuple):
     """Region by region and slot by slot."""
     places: tuple[Place, ...]
     """Every place of every parameter, in the same order."""
+    keys: tuple[str, ...]
+    """The parameters' keys there."""
     owners: tuple[nn.Module, ...]
     """The modules at these places."""
     parent: int
@@ -103,6 +105,7 @@ class _Build(NamedTuple):
     order: tuple[tuple[int, ...], ...]
     """By region, the indices of its parameters as the walk met them."""
     places: tuple[Place, ...]
+    keys: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -148,6 +151,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
         tuple(unit.members),
         tuple([tuple([unit.parameters[i][0] for i in r]) for r in build.order]),
         build.places,
+        build.keys,
         tuple([owner for r in build.order for i in r for owner in found[i][2]]),
         unit.parent,
         tuple(unit.units_below),
@@ -189,7 +193,8 @@ def _build(
         for i in region
         for name, key in parameters[i][1]
     ]
-    return _Build(plan, order, tuple(places), tuple(padding_notes(plan)))
+    keys = tuple(place.name for place in places)
+    return _Build(plan, order, tuple(places), keys, tuple(padding_notes(plan)))
 
 
 def _places(

@@ -9,7 +9,7 @@ import torch
 
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.flat.handle import build_handle
+from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.copying import copy_state

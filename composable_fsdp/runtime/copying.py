@@ -18,8 +18,9 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.flat import views
+from composable_fsdp.flat.build import build_handle, set_divisions
 from composable_fsdp.flat.handed_out import adopt
-from composable_fsdp.flat.handle import FlatParamHandle, build_handle, set_divisions
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.arrivals import arm_leaves
@@ -98,6 +99,7 @@ def _copy_handle(
             for region in handle.regions
         ),
         places=handle.places,
+        keys=handle.keys,
         owners=tuple(_copy_module(owner, memo) for owner in handle.owners),
         parent=0,
         units_below=(),

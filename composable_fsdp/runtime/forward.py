@@ -91,7 +91,7 @@ def pre_forward(
     if not recomputing:
         handle.phase = Phase.FORWARD
         if len(state.modules) > 1 and not state.remaining:
-            state.remaining.update(map(id, state.modules))
+            state.remaining = frozenset(map(id, state.modules))
     elif handle.task != NO_TASK:
         # Its pre-backward has run: the hooks of the first forward serve.
         handle.calls.append(None)
@@ -171,7 +171,8 @@ def post_forward(
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if recomputing:
         return replaced
-    state.remaining.discard(id(module))
+    if state.remaining:
+        state.remaining -= {id(module)}
     ended = context.outermost is state and not handle.calls
     if ended:
         context.outermost = context.frame = None
@@ -200,7 +201,7 @@ def post_forward(
 
 def _leave_late(context: RuntimeContext, state: _FSDPState) -> None:
     """Leave a list of which a module did not run, or ran once more. Sends nothing."""
-    state.remaining.clear()
+    state.remaining = frozenset()
     handle = state.handle
     awaited = handle in context.tape.open_calls
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
@@ -279,5 +280,5 @@ def _after_raise(state: _FSDPState) -> None:
     if context.outermost is state and not handle.calls:
         recover(context, drop_gradients=False)
     elif not handle.calls:
-        state.remaining.clear()
+        state.remaining = frozenset()
         reshard(context, handle)

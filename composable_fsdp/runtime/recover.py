@@ -70,7 +70,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             if is_regrouped(handle):
                 follow_requires_grad(context, handle)
     for unit in context.lists:
-        unit.remaining.clear()
+        unit.remaining = frozenset()
     for unit in context.precisions:
         cast_buffers(unit)
     training = state.module.training
@@ -157,7 +157,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         if drop_gradients:
             drop_arrived(handle)
     for unit in context.lists:
-        unit.remaining.clear()
+        unit.remaining = frozenset()
     finish_reduction(context)
     land(context)
     retire(context, keep=0)

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp.comm import device as device_layer
-from composable_fsdp.flat import handle as handle_layer
+from composable_fsdp.flat import build as build_layer
 from composable_fsdp.flat import parameter, rebuild
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
@@ -289,7 +289,7 @@ def stream_order() -> Iterator[StreamOrder]:
 def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
     """What to put where: streams and events of ours, and where memory is given."""
     names = iter(["gather", "reduce"] * 100)
-    reset = handle_layer.reset_handle
+    reset = build_layer.reset_handle
     resize = torch.UntypedStorage.resize_
     new_shard = parameter._new_shard
     arrival, accumulators = arrivals._arrival, arrivals._accumulators
@@ -360,7 +360,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
         (sys.modules["composable_fsdp.tree.root"], "make_streams", make),
-        (handle_layer, "reset_handle", with_events),
+        (build_layer, "reset_handle", with_events),
         (rebuild, "reset_handle", with_events),
         (torch.UntypedStorage, "resize_", resize_),
         (parameter, "_new_shard", host_shard),

@@ -220,7 +220,7 @@ class _FSDPState:
         self.ahead_in_forward: tuple[_FSDPState, ...] = ()
         self.ahead_in_backward: tuple[_FSDPState, ...] = ()
         """Units to gather ahead instead of the next one by the record; empty: that."""
-        self.remaining: set[int] = set()
+        self.remaining: frozenset[int] = frozenset()
         """Of a list unit: modules that have not run in this forward."""
         self.settings = {}
         self.state_dict_settings = FULL_BY_DEFAULT

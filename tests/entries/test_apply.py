@@ -9,7 +9,7 @@ import composable_fsdp
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import prepare
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.handle import build_handle
+from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan_modules

@@ -12,12 +12,8 @@ from torch import nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat import storage, views
-from composable_fsdp.flat.handle import (
-    LEAVES,
-    FlatParamHandle,
-    build_handle,
-    find_leaf,
-)
+from composable_fsdp.flat.build import build_handle
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan_modules
