@@ -136,7 +136,7 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
     raise TypeError(
         f"{argument} expects a {kind.__name__}({', '.join(names)}), got {value!r}. "
         f"Import {kind.__name__} from composable_fsdp and name what differs: "
-        f"{_EXAMPLES[kind]}."
+        f"{_EXAMPLES.get(kind, kind.__name__ + '()')}."
     )
 
 
