@@ -2,7 +2,7 @@
 
 Run from the repository's root; ``benchmarks/README.md`` says how to read the tables:
 
-    python -m benchmarks.host_overhead                  # one cell: steps, counts, cells
+    python -m benchmarks.host_overhead                  # one cell of each of ``WHAT``
     python -m benchmarks.host_overhead --what cells --units 16 64 256 --world 8 128 1024
     python -m benchmarks.host_overhead --profile ours   # its hot spots
 """
@@ -24,12 +24,19 @@ from pathlib import Path
 import torch
 
 from benchmarks.counting import Counts, counts
-from benchmarks.measure import StepTime, in_child, overheads, step_times, warm_trainee
+from benchmarks.measure import (
+    StepTime,
+    in_child,
+    overheads,
+    step_times,
+    updates,
+    warm_trainee,
+)
 from benchmarks.null_group import null_world
 from benchmarks.tables import fixed, ratios, say, say_versions, table
 from benchmarks.variants import NAMES, PARAMETERS, PLAIN, Variant, choose
 
-WHAT = ("steps", "counts", "cells", "all")
+WHAT = ("steps", "counts", "cells", "updates", "all")
 PROFILED_STEPS = 20
 PROFILE_LINES = 40
 
@@ -51,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = list(product(options.units, options.world))
     if options.what in ("cells", "all"):
         results["cells"] = [_run_cells(variants, *size, options) for size in sizes]
+    if options.what in ("updates", "all"):
+        results["updates"] = [_run_updates(variants, *size, options) for size in sizes]
     if options.what in ("steps", "all"):
         results["steps"] = [_run_steps(variants, *size, options) for size in sizes]
     if options.what in ("counts", "all"):
@@ -100,7 +109,7 @@ def _run_cells(
         (
             f"{number} parameters",
             *(f"{medians[name, number]:.0f}" for name in names),
-            _ratio_of_rounds(found, number),
+            _against(found, "ours", "fsdp2", number),
             "0.20, aim 0.15",
         )
         for number in options.parameters
@@ -123,13 +132,54 @@ def _run_cells(
     }
 
 
-def _ratio_of_rounds(
-    found: Mapping[tuple[str, int], Sequence[float]], parameters: int
+def _run_updates(
+    variants: Sequence[Variant], units: int, world: int, options: argparse.Namespace
+) -> Record:
+    """Clip and AdamW at each number of parameters, against the plain model's."""
+    goals = {"ours": "1", "ours flat": "1 at 2, 0.4 from 6"}
+    shown = [each for each in variants if each.name == "plain" or each.name in goals]
+    found = in_child(
+        lambda: updates(
+            shown,
+            units=units,
+            parameters=options.parameters,
+            world_size=world,
+            rounds=options.rounds,
+        )
+    )
+    names = [variant.name for variant in shown if variant.name in goals]
+    table(
+        f"Clip and AdamW, {units} units, world {world}: CPU us per unit and step, and "
+        f"against plain's (median of {options.rounds} rounds)",
+        ("", "plain (absolute)", *names),
+        [
+            *(
+                (
+                    f"{number} parameters",
+                    f"{statistics.median(found['plain', number]):.0f}",
+                    *(_against(found, name, "plain", number) for name in names),
+                )
+                for number in options.parameters
+            ),
+            ("goal", "", *(goals[name] for name in names)),
+        ],
+    )
+    return {
+        "size": {"units": units, "world": world},
+        "us": {f"{n}, {p}": statistics.median(us) for (n, p), us in found.items()},
+    }
+
+
+def _against(
+    found: Mapping[tuple[str, int], Sequence[float]],
+    name: str,
+    other: str,
+    parameters: int,
 ) -> str:
-    """Median over rounds of ours over FSDP2's, if both ran."""
-    if not {("ours", parameters), ("fsdp2", parameters)} <= found.keys():
+    """Median over rounds of one variant's time over another's, if both ran."""
+    if not {(name, parameters), (other, parameters)} <= found.keys():
         return ""
-    pairs = zip(found["ours", parameters], found["fsdp2", parameters], strict=True)
+    pairs = zip(found[name, parameters], found[other, parameters], strict=True)
     return f"{statistics.median(ours / theirs for ours, theirs in pairs):.3f}"
 
 

@@ -120,6 +120,31 @@ def overheads(
     return {key: over(*key) for key in samples}
 
 
+def updates(
+    variants: Sequence[Variant],
+    *,
+    units: int,
+    parameters: Sequence[int],
+    world_size: int,
+    rounds: int,
+) -> dict[tuple[str, int], list[float]]:
+    """Microseconds of clip and optimizer step per unit, one for each round.
+
+    For each variant and number of parameters a unit, all in turn; absolute ones.
+    """
+    with null_world(world_size):
+        trainees = {
+            (variant.name, number): warm_trainee(variant, units, number)
+            for number in parameters
+            for variant in variants
+        }
+        samples = take_turns(trainees, rounds)
+    return {
+        key: [1e6 / units * turn.clip_update for turn in turns]
+        for key, turns in samples.items()
+    }
+
+
 def warm_trainee(
     variant: Variant, units: int, parameters: int = PARAMETERS, *, update: bool = True
 ) -> Trainee:

@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.floor import floor_shard
+
 PARAMETERS = 6
 WIDTH = 8
 BATCH = 4
@@ -157,6 +159,12 @@ def _shard_fsdp2(model: TinyModel) -> nn.Module:
     return model
 
 
+def _shard_floor(model: TinyModel) -> nn.Module:
+    # A yardstick and no library; its clip is torch's, so each rank takes its own norm.
+    floor_shard(model, model.blocks, compute=torch.float32, reduce=torch.float32)
+    return model
+
+
 def load_ours() -> Variant:
     """The package of this repository.
 
@@ -185,6 +193,7 @@ PEERS = (
     Variant("ddp", _shard_ddp, _clip_plain),
     Variant("fsdp1", _shard_fsdp1, _clip_fsdp1),
     Variant("fsdp2", _shard_fsdp2, _clip_fsdp2),
+    Variant("floor", _shard_floor, _clip_plain),
 )
 NAMES = (*(peer.name for peer in PEERS), "ours", "ours flat")
 

@@ -20,7 +20,7 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.integrity import is_at, reattach_full
-from composable_fsdp.flat.parameter import _full_leaf, full_views
+from composable_fsdp.flat.parameter import full_leaf, full_views
 from composable_fsdp.naming import join, shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
@@ -199,7 +199,7 @@ def _show_copies(unit: Shown, *, rank0_only: bool, to_cpu: bool) -> None:
         for region, full in zip(handle.regions, unit.fulls, strict=True):
             pieces, _ = full_views(region.layout, full)
             unit.leaves.extend(
-                _full_leaf(piece, leaf, trainable=leaf.requires_grad)
+                full_leaf(piece, leaf, trainable=leaf.requires_grad)
                 for piece, leaf in zip(pieces, region.leaves, strict=True)
             )
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}

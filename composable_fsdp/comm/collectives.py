@@ -115,10 +115,12 @@ def all_gather_flat(
     options = AllgatherOptions()
     options.asyncOp = async_op
     if len(full) == 1:
-        whole, part = _as_real(full[0], shard[0])
+        whole, part = full[0], shard[0]
+        if whole.dtype.is_complex:
+            whole, part = _as_real([whole, part])
         work = getattr(group, _ALL_GATHER)(whole, part, options)
         return _finish(work, async_op)
-    if len({tensor.dtype for tensor in full}) > 1:
+    if len({tensor.dtype for tensor in full}) > 1 or full[0].dtype.is_complex:
         # gloo's coalesced gather takes the first dtype for all (seen on torch 2.13); a
         # gather moves bytes, so bytes are what it is given.
         full = [tensor.view(torch.uint8) for tensor in full]
@@ -152,9 +154,13 @@ def reduce_scatter_flat(
     options.reduceOp = op
     options.asyncOp = async_op
     if len(full) == 1:
-        whole, part = _as_real(full[0], shard[0])
+        whole, part = full[0], shard[0]
+        if whole.dtype.is_complex:
+            whole, part = _as_real([whole, part])
         work = getattr(group, _REDUCE_SCATTER)(part, whole, options)
         return _finish(work, async_op)
+    if full[0].dtype.is_complex:
+        full, shard = _as_real(full), _as_real(shard)
     return _finish(
         getattr(group, _REDUCE_SCATTER_COALESCED)(shard, full, options), async_op
     )
@@ -266,11 +272,9 @@ def gather_object(
     return values
 
 
-def _as_real(full: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Complex numbers as pairs of real ones: backends have no complex numbers."""
-    if full.dtype.is_complex:
-        return torch.view_as_real(full), torch.view_as_real(shard)
-    return full, shard
+    return [torch.view_as_real(tensor) for tensor in tensors]
 
 
 def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:

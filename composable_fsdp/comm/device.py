@@ -2,19 +2,25 @@
 
 Overlap comes from two side streams of our own: one gathers, one reduces. On CPU there
 are no streams: collectives are issued with ``async_op=True`` and their ``Work`` is
-waited for where CUDA waits for an event. The CPU waits for the GPU only in
-``synchronize``, which only offloading calls, once a step.
+waited for where CUDA waits for an event. The CPU waits for the GPU only where shards
+are offloaded: once a step in ``synchronize``, and in front of an optimizer that comes
+when no backward has waited.
 
 Checked on torch 2.13 (CPU); the CUDA calls are the public ``torch.cuda`` ones.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 # torch does not annotate these constructors.
 _Event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -59,12 +65,64 @@ class Streams:
     not depend on timing.
     """
 
-    __slots__ = ("compute", "gather", "reduce")
+    __slots__ = ("__weakref__", "compute", "gather", "reduce")
 
     def __init__(self, device: torch.device) -> None:
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
+        _watch_steps(device)
+
+
+_watching = False
+_watched: set[torch.device] = set()
+"""Devices that have side streams."""
+_steps: dict[torch.device, StreamEvent] = {}
+"""Where the last step of an optimizer ended, on the stream that it ran on."""
+_reading: weakref.WeakSet[Streams] = weakref.WeakSet()
+"""Those whose gathers read shards on the host."""
+
+
+def _watch_steps(device: torch.device) -> None:
+    global _watching
+    _watched.add(device)
+    if not _watching:
+        register_optimizer_step_pre_hook(_wait_for_reads)
+        register_optimizer_step_post_hook(_note_step)
+        _watching = True
+
+
+def note_host_reads(streams: Streams) -> None:
+    """Have optimizers wait, from now on, until gathers have read the host's shards."""
+    _reading.add(streams)
+
+
+def _wait_for_reads(optim: object, args: object, kwargs: object) -> None:
+    # After a backward there is nothing left to wait for.
+    for streams in _reading:
+        streams.gather.synchronize()
+
+
+def _note_step(optim: object, args: object, kwargs: object) -> None:
+    # An event of a graph that is being captured cannot be waited for outside.
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return
+    for device in _watched:
+        event = _steps.get(device)
+        if event is None:
+            event = _steps[device] = StreamEvent(device)
+        event.record(torch.cuda.current_stream(device))
+
+
+def wait_for_step(streams: Streams, device: torch.device) -> None:
+    """Order gathers behind the last step of an optimizer, if there was one.
+
+    For a backward that does not follow its forward at once: one whose graph was kept,
+    or that of the first of two forwards. It waits for no compute since the step.
+    """
+    event = _steps.get(device)
+    if event is not None:
+        streams.gather.wait_event(event.event)
 
 
 def copy_async(target: Tensor, source: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,14 @@ class Groups:
     ``replicate``: ranks with equal shards, whose gradients are averaged.
     """
 
-    __slots__ = ("_replicate", "_shard", "rank", "replicas", "shard_world_size")
+    __slots__ = (
+        "_replicate",
+        "_shard",
+        "can_average",
+        "rank",
+        "replicas",
+        "shard_world_size",
+    )
 
     def __init__(
         self, shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None
@@ -65,6 +73,10 @@ class Groups:
         self._shard = None if alone or shard is None else GroupRef(shard)
         alone = replicate is None or self.replicas == 1
         self._replicate = None if alone or replicate is None else GroupRef(replicate)
+        self.can_average = all(
+            _is_nccl(each.get()) for each in (self._shard, self._replicate) if each
+        )
+        """Whether collectives of tensors on a GPU can average: gloo's only sum."""
 
     @property
     def shard(self) -> dist.ProcessGroup | None:
@@ -91,6 +103,15 @@ class Groups:
     def world_size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.shard_world_size * self.replicas
+
+
+def _is_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL sends what is on a GPU.
+
+    ``init_process_group()`` without a backend, and ``"cpu:gloo,cuda:nccl"``, make a
+    group that has one for each device, and whose name is neither.
+    """
+    return "cuda:nccl" in dist.get_backend_config(group)
 
 
 class RankLayout:
@@ -125,7 +146,7 @@ class RankLayout:
         self._replicate = None if replicate is None else GroupRef(replicate)
         self.device_type = device_type
         self.by_node = by_node
-        self.is_nccl = dist.get_backend(shard) == "nccl"
+        self.is_nccl = _is_nccl(shard)
         self.shard_world_size = shard.size()
         self.replicas = replicate.size() if replicate is not None else 1
         self._groups: dict[ShardingStrategy, Groups] = {}
@@ -307,11 +328,13 @@ def resolve_device(
     device_id: int | torch.device | None,
     ranks: RankLayout,
     parameters: Sequence[torch.Tensor],
+    below: Sequence[torch.device] = (),
 ) -> torch.device:
     """Return the compute device, the first of these that is known.
 
-    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters. The CPU,
-    for parameters on meta: they may still get values elsewhere.
+    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters, that of
+    the units ``below``: a root may have no parameters of its own. The CPU, for
+    parameters on meta: they may still get values elsewhere.
     """
     if device_id is not None:
         if isinstance(device_id, int):
@@ -323,7 +346,7 @@ def resolve_device(
         wanted = _indexed(torch.device("cuda"))
     else:
         real = (p.device for p in parameters if not p.is_meta)
-        return next(real, torch.device("cpu"))
+        return next(chain(real, below), torch.device("cpu"))
     return wanted
 
 

@@ -26,8 +26,8 @@ from composable_fsdp.errors import PlanError
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 
-_made: dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]] = {}
-"""Groups made here, by global ranks."""
+_made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
+"""Groups made here, by global ranks and purpose."""
 
 
 def node_size(world_size: int) -> int:
@@ -81,32 +81,26 @@ def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
     if len(parts[0]) == 1:
         return None
     (mine,) = [tuple(part) for part in parts if dist.get_rank() in part]
-    known = _known(mine)
+    known = _known(mine, "")
     if known is None:
         made = {tuple(part): dist.new_group(list(part)) for part in parts}
         known = made[mine]
-        _made[mine] = weakref.ref(known)
+        _made[mine, ""] = weakref.ref(known)
     return known
 
 
-def _known(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    made = _made.get(ranks)
+def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+    made = _made.get((ranks, purpose))
     group = made() if made is not None else None
-    return group if group is not None and _is_known(group) else None
-
-
-def _is_known(group: dist.ProcessGroup) -> bool:
+    if group is None:
+        return None
     try:
         # Something else may keep a destroyed group alive on this rank and not on
         # another; whether torch.distributed knows it is the same on all.
         dist.get_global_rank(group, 0)
     except ValueError:
-        return False
-    return True
-
-
-_private: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
-"""Groups made by ``private_group``, by global ranks and purpose."""
+        return None
+    return group
 
 
 def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
@@ -120,16 +114,15 @@ def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | N
     """
     if len(ranks) == 1:
         return None
-    made = _private.get((ranks, purpose))
-    group = made() if made is not None else None
-    if group is None or not _is_known(group):
+    group = _known(ranks, purpose)
+    if group is None:
         described = f"composable_fsdp {purpose}"
         if len(ranks) == dist.get_world_size():
             group = dist.new_group(backend="gloo", group_desc=described)
         else:
             group = _group_of_some(ranks, described)
         assert group is not None
-        _private[ranks, purpose] = weakref.ref(group)
+        _made[ranks, purpose] = weakref.ref(group)
     return group
 
 

@@ -17,9 +17,8 @@ from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join, shown
-from composable_fsdp.optim.guard import watch_optimizers
-from composable_fsdp.optim.strangers import watch_for_strangers
-from composable_fsdp.optim.watch import meet_optimizers
+from composable_fsdp.optim.steps import look_at_optimizers
+from composable_fsdp.optim.strangers import leave_alone
 from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
@@ -108,7 +107,13 @@ def apply(
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
-    device = resolve_device(application.device_id, ranks, parameters)
+    below = [
+        unit.device
+        for target in targets
+        for unit in target.units_below
+        if isinstance(unit, _FSDPState)
+    ]
+    device = resolve_device(application.device_id, ranks, parameters, below)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PlanError(
             f"The compute device is {device} (device_id={application.device_id}), and "
@@ -137,9 +142,8 @@ def apply(
     )
     for each in states:
         install_state_dict_hooks(each)
-    meet_optimizers()  # first, because it turns what was loaded into parts
-    watch_optimizers()
-    watch_for_strangers(_ignored(modules, application.request))
+    leave_alone(_ignored(modules, application.request))
+    look_at_optimizers()
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)

@@ -327,12 +327,12 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
 
 def set_divisions(handle: FlatParamHandle) -> None:
     """Compute how each region's sums are divided, from the unit's rule."""
-    ranks = handle.groups.world_size
+    rule, ranks = handle.rule, handle.groups.world_size
+    average = handle.device.type == "cuda" and handle.groups.can_average
     for region in handle.trainable:
         assert region.reduce_buffer is not None
-        region.division = division(
-            handle.rule, region.reduce_buffer.dtype, handle.device, ranks=ranks
-        )
+        dtype = region.reduce_buffer.dtype
+        region.division = division(rule, dtype, ranks=ranks, can_average=average)
 
 
 def reset_handle(handle: FlatParamHandle) -> None:

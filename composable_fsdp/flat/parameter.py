@@ -8,21 +8,21 @@
     grad_shard     (shard_numel,)   till clear <- ``.grad`` of the sharded leaves
 
 Views are made once, at build; those of ``grad_shard`` with it (``gradients``). A full
-leaf takes its data through ``.data``, so it has a version counter of its own: an
-all-gather into ``full`` does not invalidate what autograd saved (the values are the
-same again).
+leaf has a version counter of its own: an all-gather into ``full`` does not invalidate
+what autograd saved (the values are the same again).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.reduce_rule import Division
-from composable_fsdp.planning.layout import Cuts, RegionLayout
+from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import Dtypes
 
 
@@ -49,6 +49,7 @@ class FlatParameter:
         "leaves",
         "offload",
         "own_slice",
+        "owner",
         "partial",
         "rank",
         "reduce_buffer",
@@ -71,6 +72,8 @@ class FlatParameter:
     own_slice: Tensor | None
     """This rank's slice of ``full``, ``(shard_numel,)``, where the shard is copied into
     it before the gather: cast, or from the host. Else the shard itself is gathered."""
+    owner: Callable[[], Any]
+    """The state of the unit, weakly; for the hooks of ``full_leaves``."""
     leaves: tuple[nn.Parameter, ...]
     full_leaves: tuple[nn.Parameter, ...]
     reduce_buffer: Tensor | None
@@ -192,15 +195,8 @@ def shard_views(
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Views of a ``(shard_numel,)`` buffer: this rank's leaves, and padding."""
     _, cuts, shapes = region.layout.shard_cuts(region.rank, rows=rows)
-    return _views(base, cuts, shapes)
-
-
-def _views(
-    buffer: Tensor, cuts: Cuts, shapes: Sequence[tuple[int, ...]]
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Cut ``buffer``: parts in ``shapes``, and padding."""
     # One operation for all pieces, where slices would take one each.
-    pieces = buffer.split_with_sizes(cuts.sizes)
+    pieces = base.split_with_sizes(cuts.sizes)
     parts = [
         pieces[i] if len(shape) == 1 else pieces[i].view(shape)
         for i, shape in zip(cuts.parameters, shapes, strict=True)
@@ -244,10 +240,10 @@ def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
     if dtype != layout.dtype or region.offload:
         start = region.rank * layout.shard_numel
         region.own_slice = region.full[start : start + layout.shard_numel]
-    views, _ = full_views(layout, region.full)
+    parts, _ = full_views(layout, region.full)
     region.full_leaves = tuple(
-        _full_leaf(view, leaf, trainable=layout.trainable)
-        for view, leaf in zip(views, region.leaves, strict=True)
+        full_leaf(part, leaf, trainable=layout.trainable)
+        for part, leaf in zip(parts, region.leaves, strict=True)
     )
     if region.is_cut:
         # A view can only be made of memory that is there; it outlives the memory.
@@ -257,17 +253,34 @@ def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
 def full_views(
     layout: RegionLayout, buffer: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Views of a ``(padded_numel,)`` buffer: parameters, and padding."""
-    return _views(buffer, layout.cuts, [slot.shape for slot in layout.parameters])
+    """The parts of a ``(padded_numel,)`` buffer: parameters, and padding.
 
-
-def _full_leaf(view: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:
-    """A parameter that views ``full`` and shares the original's attributes.
-
-    ``.data`` gives it a version counter of its own. It is trainable as its region is,
-    so that a change of the original's ``requires_grad`` shows as a difference.
+    They have its memory, but autograd does not know it: each has a version counter of
+    its own, which is what makes the split *unsafe*, and nothing that the collector has
+    to look into.
     """
-    made = torch.Tensor._make_subclass(type(leaf), view.data, trainable)
+    cuts = layout.cuts
+    pieces = buffer.unsafe_split_with_sizes(cuts.sizes)
+    parts = [
+        pieces[i] if len(slot.shape) == 1 else pieces[i].view(slot.shape).data
+        for i, slot in zip(cuts.parameters, layout.parameters, strict=True)
+    ]
+    return parts, tuple([pieces[i] for i in cuts.gaps])
+
+
+def full_leaf(part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:
+    """Make ``part``, one of ``full_views``, a parameter with the original's attributes.
+
+    It is trainable as its region is, so that a change of the original's
+    ``requires_grad`` shows as a difference.
+    """
+    made: nn.Parameter
+    if type(leaf) is nn.Parameter:
+        made = part  # type: ignore[assignment]  # from the next line on
+        made.__class__ = nn.Parameter  # as torch's lazy parameters do
+        made.requires_grad = trainable
+    else:
+        made = torch.Tensor._make_subclass(type(leaf), part, trainable)
     # One dict for both: what a user sets on the parameter is seen in forward, and back.
     made.__dict__ = leaf.__dict__
     return made

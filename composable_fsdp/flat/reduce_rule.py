@@ -60,19 +60,22 @@ def split_factor(factor: float) -> tuple[float, float]:
 
 
 def division(
-    rule: ReduceRule, dtype: torch.dtype, device: torch.device, *, ranks: int
+    rule: ReduceRule, dtype: torch.dtype, *, ranks: int, can_average: bool
 ) -> Division:
-    """How to divide sums of ``dtype`` over ``ranks`` ranks on ``device``."""
-    return _division(rule.factor, dtype, device.type, ranks)
+    """How to divide sums of ``dtype`` over ``ranks`` ranks.
+
+    ``can_average``: whether the collectives that sum can divide, too.
+    """
+    return _division(rule.factor, dtype, ranks, can_average)
 
 
 @lru_cache(maxsize=64)
 def _division(
-    factor: float | None, dtype: torch.dtype, device: str, ranks: int
+    factor: float | None, dtype: torch.dtype, ranks: int, can_average: bool
 ) -> Division:
     whole = float(ranks) if factor is None else factor
     if dtype not in _ROOMY:
         return Division(*split_factor(whole), by_backend=False)
-    if factor is None and device == "cuda":
+    if factor is None and can_average:
         return Division(1.0, 1.0, by_backend=True)
     return Division(1.0, whole, by_backend=False)

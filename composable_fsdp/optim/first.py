@@ -6,18 +6,23 @@ shapes and raise alike; then each tensor is sent when its turn comes, and cut at
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import storage
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.state import _FSDPState
+
+Route = tuple[dist.ProcessGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +35,68 @@ class Described:
     """Whether it is a sharded value, of which there is nothing to give."""
 
 
-def hops(
-    model: nn.Module, group: dist.ProcessGroup | None
-) -> tuple[dist.ProcessGroup, ...]:
+def hops(units: Sequence[_FSDPState], group: dist.ProcessGroup | None) -> Route:
     """The groups over which this rank takes part, first to last.
 
     ``group`` if it is given; else first along the replicas of the first shard, then
     within every shard group.
     """
-    if group is not None:
-        return (group,)
-    states = _get_fsdp_states(model)
-    if not states:
-        return ()
-    ranks = states[0].ranks
+    if group is not None or not units:
+        return everyone(units, group)
+    ranks = units[0].ranks
     copies = ranks.replicate if ranks.shard.rank() == 0 else None
     return tuple(g for g in (copies, ranks.shard) if g is not None and g.size() > 1)
 
 
-def share_structure(saved: Any, groups: tuple[dist.ProcessGroup, ...]) -> Any:
+def everyone(units: Sequence[_FSDPState], group: dist.ProcessGroup | None) -> Route:
+    """The groups over which, one after the other, all ranks can tell each other."""
+    if group is not None:
+        return (group,)
+    if not units:
+        return ()
+    both = units[0].ranks.shard, units[0].ranks.replicate
+    return tuple(g for g in both if g is not None and g.size() > 1)
+
+
+def share_structure(saved: Any, groups: Route) -> Any:
     """Return the first rank's ``saved``, with tensors in their places or described.
 
     Numbers and 0-d tensors are there on every rank. On the first rank all tensors are.
 
     Collective: one broadcast of an object per group.
+    Raises: CheckpointError on all ranks, if it cannot be sent.
     """
-    structure = saved
+    is_first = all(group.rank() == 0 for group in groups)
+    if not groups:
+        return saved
+    told: Any = _packed(saved) if is_first else None
     for group in groups:
-        if group.rank() == 0:
-            collectives.broadcast_object(_pytree.tree_map(_describe, structure), group)
-        else:
-            structure = collectives.broadcast_object(None, group)
-    return structure
+        told = collectives.broadcast_object(told, group)
+    if isinstance(told, str):
+        raise CheckpointError(told)
+    return saved if is_first else pickle.loads(told)
+
+
+def _packed(saved: Any) -> bytes | str:
+    """The structure as bytes, or what is wrong with it."""
+    try:
+        return pickle.dumps(_pytree.tree_map(_describe, saved))
+    except Exception as error:
+        return (
+            "The optimizer state of the first rank cannot be sent to the others: "
+            f"{_unsent(saved)} ({type(error).__name__}: {error}). A state holds "
+            "tensors, numbers, strings, lists and dicts; leave it out."
+        )
+
+
+def _unsent(saved: Any) -> str:
+    """What of a state does not pickle: where it is, and its type."""
+    for path, value in _pytree.tree_leaves_with_path(saved):
+        try:
+            pickle.dumps(_describe(value))
+        except Exception:
+            return f"{_pytree.keystr(path)} is a {type(value).__name__}"
+    return "its keys do not pickle"
 
 
 def _describe(value: Any) -> Any:
@@ -75,7 +110,7 @@ def _describe(value: Any) -> Any:
 
 def share_tensor(
     value: Tensor | Described,
-    groups: tuple[dist.ProcessGroup, ...],
+    groups: Route,
     device: torch.device,
 ) -> Tensor:
     """Return the first rank's tensor on every rank, on ``device``.

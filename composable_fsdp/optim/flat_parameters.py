@@ -21,8 +21,7 @@ from composable_fsdp.flat.handed_out import clear_flat_gradients, flat_of
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.integrity import is_regrouped
 from composable_fsdp.naming import shown, strip_wrapper
-from composable_fsdp.optim.guard import watch_optimizers
-from composable_fsdp.optim.watch import meet_optimizers
+from composable_fsdp.optim.steps import look_at_optimizers
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.runtime.regroup import follow_requires_grad
 from composable_fsdp.tree.root import ensure_root
@@ -87,8 +86,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
         for region in handle.trainable
     ]
     # Optimizers that have stepped already may hold the originals.
-    meet_optimizers()
-    watch_optimizers()
+    look_at_optimizers()
     for each in (module, *(m for state in states for m in state.modules)):
         _clear_flat_ones_too(each)
     return [*flats, *filter(attrgetter("requires_grad"), others)]

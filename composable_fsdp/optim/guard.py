@@ -9,13 +9,11 @@ ones, one rank) are nobody's part, and any optimizer trains them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handed_out import (
@@ -40,26 +38,6 @@ _REASONS: Final = {
     "SOAP": "preconditions whole matrices",
 }
 """By class name, because most of them are not torch's; subclasses count as well."""
-
-_CHECKED_STEPS = 2
-"""The first step sees state that was there before, the second what the first made."""
-
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Per optimizer: how many applications there had been, and steps looked at since."""
-_applications = 0
-
-
-def watch_optimizers() -> None:
-    """Have every optimizer looked at in its next steps; called when a module is cut.
-
-    Those that have stepped already, too: their parameters may just have become parts.
-    """
-    global _applications
-    if not _applications:
-        register_optimizer_step_pre_hook(_before_step)
-    _applications += 1
 
 
 def whole_reason(optim: object) -> str:
@@ -123,7 +101,7 @@ def flat_name(handle: FlatParamHandle, flat: Flat) -> str:
     return f"the flat parameter of {names}{more}"
 
 
-def _prepare_flats(optim: torch.optim.Optimizer) -> None:
+def prepare_flats(optim: torch.optim.Optimizer) -> None:
     """Give flat parameters all of their gradient; every step, one look-up for each.
 
     Raises: CompositionError, for one that was retired.
@@ -141,7 +119,7 @@ def _prepare_flats(optim: torch.optim.Optimizer) -> None:
     take_own_gradients(flats)
 
 
-def _require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
+def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
     """Refuse originals whose gradients go to a flat parameter.
 
     Raises: CompositionError.
@@ -158,24 +136,7 @@ def _require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
             )
 
 
-def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """The hook of all optimizers: a dictionary look-up, after the first two steps."""
-    if torch.compiler.is_compiling():
-        return
-    _prepare_flats(optim)
-    applications, steps = _checked.get(optim, (0, 0))
-    if applications == _applications and steps == _CHECKED_STEPS:
-        return
-    require_elementwise(optim)
-    _require_no_flat_originals(optim)
-    _require_own_state(optim)
-    _checked[optim] = (
-        _applications,
-        steps + 1 if applications == _applications else 1,
-    )
-
-
-def _require_own_state(optim: torch.optim.Optimizer) -> None:
+def require_own_state(optim: torch.optim.Optimizer) -> None:
     """Refuse state that is not of the shards, as far as shapes tell.
 
     Raises: CompositionError.

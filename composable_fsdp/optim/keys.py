@@ -8,7 +8,7 @@ names, if that can be done in one way only; else nothing is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -150,10 +150,26 @@ def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> Non
         )
 
 
-def _options(group: Group) -> list[tuple[str, Any]]:
+def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted(
         (k, v) for k, v in group.items() if k not in ("params", "param_names")
     )
+
+
+def require_same_options(
+    g: int, origins: set[int], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse a group ``g`` of parameters from ``saved`` groups that differ in options.
+
+    Raises: CheckpointError.
+    """
+    if len({repr(_options(saved[origin])) for origin in origins}) > 1:
+        raise CheckpointError(
+            f"The optimizer's group {g} holds parameters of several saved groups "
+            f"({sorted(origins)}), whose options differ. Build the groups as they "
+            "were saved; a flat parameter is in one group, so over "
+            "model.parameters() if that cuts it."
+        )
 
 
 def aligned_groups(
@@ -174,13 +190,7 @@ def aligned_groups(
     result = []
     for g, members in enumerate(groups):
         origins = {home[named.fqn] for named in members}
-        if len({repr(_options(saved["param_groups"][i])) for i in origins}) > 1:
-            raise CheckpointError(
-                f"The optimizer's group {g} holds parameters of several saved groups "
-                f"({sorted(origins)}), whose options differ. Build the groups as they "
-                "were saved; a flat parameter is in one group, so over "
-                "model.parameters() if that cuts it."
-            )
+        require_same_options(g, origins, saved["param_groups"])
         options = dict(saved["param_groups"][origins.pop()] if origins else own[g])
         # They go with the order of the parameters, which is the optimizer's.
         options.pop("param_names", None)

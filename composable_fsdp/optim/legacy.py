@@ -7,6 +7,7 @@ Each says by its name what ``set_state_dict_type`` says for ``optim_state_dict``
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.optim.load import state_to_load
-from composable_fsdp.optim.names import groups_of
+from composable_fsdp.optim.names import Group, groups_of, require_pair
 from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
+from composable_fsdp.optim.telling import telling, units_known
 
 
 def full_optim_state_dict(
@@ -31,8 +33,8 @@ def full_optim_state_dict(
     ``optim_input`` and ``group`` are not needed. Collective, Raises: as
     ``optim_state_dict``.
     """
-    given = local_state_dict(optim)
-    return full_state(model, optim, given, first_only=rank0_only, to_cpu=True)
+    given = _own_state(model, optim, "full_optim_state_dict")
+    return full_state(model, [optim], [given], first_only=rank0_only, to_cpu=True)
 
 
 def shard_full_optim_state_dict(
@@ -46,8 +48,11 @@ def shard_full_optim_state_dict(
     ``optim_input``: the parameters or groups of the optimizer, if it is not there yet.
     Sends nothing. Raises: as ``optim_state_dict_to_load``.
     """
-    groups = groups_of(model, optim, optim_input)
-    return state_to_load(model, groups, full_optim_state_dict)
+    what = "shard_full_optim_state_dict"
+    groups = partial(_groups, model, optim, optim_input, what)
+    units = units_known(model, optim)
+    (result,) = state_to_load(units, model, groups, full_optim_state_dict)
+    return result
 
 
 def scatter_full_optim_state_dict(
@@ -61,14 +66,17 @@ def scatter_full_optim_state_dict(
 
     The other ranks pass ``None``, or anything.
 
-    Collective: one broadcast of the structure and one per tensor, over ``group`` or
-    the model's ranks.
+    Collective: one broadcast of the structure, one exchange of what ranks refuse, and
+    one broadcast per tensor, over ``group`` or the model's ranks.
     Raises: as ``optim_state_dict_to_load``, on all ranks alike.
     """
-    groups = groups_of(model, optim, optim_input)
-    return state_to_load(
-        model, groups, full_optim_state_dict, from_first=True, group=group
+    what = "scatter_full_optim_state_dict"
+    groups = partial(_groups, model, optim, optim_input, what)
+    units = units_known(model, optim)
+    (result,) = state_to_load(
+        units, model, groups, full_optim_state_dict, from_first=True, group=group
     )
+    return result
 
 
 def sharded_optim_state_dict(
@@ -80,7 +88,17 @@ def sharded_optim_state_dict(
 
     ``group`` is not needed. Collective, Raises: as ``optim_state_dict``.
     """
-    return sharded_state(model, optim, local_state_dict(optim), to_cpu=False)
+    given = _own_state(model, optim, "sharded_optim_state_dict")
+    return sharded_state(model, [optim], [given], to_cpu=False)
+
+
+def _own_state(
+    model: nn.Module, optim: torch.optim.Optimizer, what: str
+) -> dict[str, Any]:
+    """The optimizer's state as it has it; what is wrong is told to the other ranks."""
+    with telling(units_known(model, optim)):
+        require_pair(model, optim, what)
+        return local_state_dict(optim)
 
 
 def flatten_sharded_optim_state_dict(
@@ -92,4 +110,14 @@ def flatten_sharded_optim_state_dict(
 
     Sends nothing. Raises: as ``optim_state_dict_to_load``.
     """
-    return state_to_load(model, optim.param_groups, sharded_optim_state_dict)
+    require_pair(model, optim, "flatten_sharded_optim_state_dict")
+    units = units_known(model, optim)
+    (result,) = state_to_load(
+        units, model, lambda: [optim.param_groups], sharded_optim_state_dict
+    )
+    return result
+
+
+def _groups(*args: Any) -> list[list[Group]]:
+    """The groups of the one optimizer; see ``groups_of``."""
+    return [groups_of(*args)]

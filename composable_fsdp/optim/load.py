@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -15,21 +17,38 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.first import Described, hops, share_structure, share_tensor
+from composable_fsdp.optim.first import (
+    Described,
+    everyone,
+    hops,
+    share_structure,
+    share_tensor,
+)
 from composable_fsdp.optim.guard import require_elementwise, whole_reason
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local import local_part, require_plans
-from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
+from composable_fsdp.optim.names import (
+    Group,
+    Named,
+    Optimizers,
+    name_parameters,
+    require_pairs,
+)
 from composable_fsdp.optim.per_original import join, originals
 from composable_fsdp.optim.sharded import is_number, require_own_parts
+from composable_fsdp.optim.telling import agreed, units_known
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import require_module
+
+T = TypeVar("T")
 
 
+@overload
 def optim_state_dict_to_load(
     model: nn.Module,
     optim: torch.optim.Optimizer,
@@ -37,12 +56,34 @@ def optim_state_dict_to_load(
     is_named_optimizer: bool = False,
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]: ...
+
+
+@overload
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Sequence[torch.optim.Optimizer],
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> list[dict[str, Any]]: ...
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Optimizers,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any] | list[dict[str, Any]]:
     """Return this rank's part of a state, ready for ``optim.load_state_dict``.
 
     Args:
         model: the sharded model, or a module that holds it.
-        optim: the optimizer that will load the result.
+        optim: the optimizer that will load the result; or a list of several, which
+            together have the parameters of the state: the result is a list, too.
         optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a
             plain model's state, by names or by numbers (positions in the groups of
             ``optim``); full on every rank, unless ``set_state_dict_type`` says
@@ -53,79 +94,117 @@ def optim_state_dict_to_load(
         load_directly: also call ``optim.load_state_dict`` with the result.
         group: the ranks that the first one sends to, if not the model's.
 
-    Collective: none; with ``rank0_only`` one broadcast of the structure and one per
-    tensor.
+    Collective: none; with ``rank0_only`` one broadcast of the structure, one exchange
+    of what ranks refuse, and one broadcast per tensor.
     Raises: CheckpointError, listing names that are missing, left over, or of another
     shape; CompositionError, as ``optim_state_dict``; nothing has been loaded then.
     """
-    require_pair(model, optim, "optim_state_dict_to_load")
-    require_elementwise(optim)
-    meet(optim)
-    units = _get_fsdp_states(model)
-    settings = get_state_dict_type(model) if units else FULL_BY_DEFAULT
+    units = units_known(model, optim)
+    settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
-    result = state_to_load(
+
+    is_list = isinstance(optim, (list, tuple))
+    optims: Any = optim if is_list else [optim]
+
+    def param_groups() -> list[list[Group]]:
+        require_pairs(model, optim, "optim_state_dict_to_load")
+        for each in optims:
+            require_elementwise(each)
+        if units:
+            get_state_dict_type(model)  # one for all of them
+        for each in optims:
+            meet(each)
+        return [each.param_groups for each in optims]
+
+    results = state_to_load(
+        units,
         model,
-        optim.param_groups,
+        param_groups,
         optim_state_dict,
         named=is_named_optimizer,
-        elementwise=not whole_reason(optim),
+        elementwise=[not whole_reason(each) for each in optims],
         local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
         from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         group=group,
     )
     if load_directly:
-        optim.load_state_dict(result)
-    return result
+        for each, result in zip(optims, results, strict=True):
+            each.load_state_dict(result)
+    return results if is_list else results[0]
 
 
 def state_to_load(
+    units: Sequence[_FSDPState],
     model: nn.Module,
-    param_groups: list[Group],
+    param_groups: Callable[[], list[list[Group]]],
     saved: Any,
     *,
     named: bool = False,
-    elementwise: bool = True,
+    elementwise: Sequence[bool] = (True,),
     local: bool = False,
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Cut this rank's part out of ``saved``; see ``optim_state_dict_to_load``."""
-    for state in _get_fsdp_states(model):
-        settle(state, "optim_state_dict_to_load")
-    own = originals(param_groups)
-    groups = name_parameters(model, own)
-    members = [each for group_members in groups for each in group_members]
-    senders = hops(model, group) if from_first else ()
+) -> list[dict[str, Any]]:
+    """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``.
+
+    ``param_groups`` gives those of each optimizer, or raises: for all ranks, if they
+    would wait. ``elementwise`` is about each. ``units`` are those of ``model``.
+    """
+    senders = hops(units, group) if from_first else ()
     saved = share_structure(saved, senders)
-    saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
-    if local:
-        require_plans(model, saved)
-    else:
-        _require_shapes(members, saved, elementwise=elementwise)
-        require_own_parts(members, saved, from_first=bool(senders))
-    state_of: dict[Any, dict[str, Any]] = {}
-    for i, each in enumerate(members):
-        values = saved["state"].get(each.fqn)
-        if values is None:
-            continue
-        state_of[each.fqn if named else i] = {
-            name: local_part(each, name, value)
+    with agreed(everyone(units, group) if from_first else ()):
+        groups_of = param_groups()
+        require_module(model, "optim_state_dict_to_load")
+        for state in units:
+            settle(state, "optim_state_dict_to_load")
+        own = [each for mine in groups_of for each in originals(mine)]
+        groups = name_parameters(model, own)
+        sizes = [len(mine) for mine in groups_of]
+        saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
+        if local:
+            require_plans(model, saved)
+        else:
+            for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
+                _require_shapes(chain(*mine), saved, elementwise=each)
+            require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
+    state_of = {
+        member.fqn: {
+            name: local_part(member, name, value)
             if local
-            else _part(each, name, value, senders)
-            for name, value in values.items()
+            else _part(member, name, value, senders)
+            for name, value in saved["state"][member.fqn].items()
         }
-    options = aligned_groups(groups, saved, own)
-    if not named:
-        number = {each.fqn: i for i, each in enumerate(members)}
-        for group_options in options:
-            group_options["params"] = [number[k] for k in group_options["params"]]
-        return join(param_groups, {"state": state_of, "param_groups": options})
-    return {"state": state_of, "param_groups": options}
+        for member in chain(*groups)
+        if member.fqn in saved["state"]
+    }
+    options = _split(aligned_groups(groups, saved, own), sizes)
+    parts = [_chosen(state_of, each, named=named) for each in options]
+    return parts if named else list(map(join, groups_of, parts))
+
+
+def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
+    """``items`` in consecutive lists of these sizes."""
+    rest = iter(items)
+    return [list(islice(rest, size)) for size in sizes]
+
+
+def _chosen(
+    state_of: dict[str, dict[str, Any]], groups: list[Group], *, named: bool
+) -> dict[str, Any]:
+    """The state of the parameters in ``groups``, by names or counted from zero."""
+    names = [name for group in groups for name in group["params"]]
+    keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
+    return {
+        "state": {keys[name]: state_of[name] for name in names if name in state_of},
+        "param_groups": [
+            {**group, "params": [keys[name] for name in group["params"]]}
+            for group in groups
+        ],
+    }
 
 
 def _require_shapes(
-    members: list[Named], saved: dict[str, Any], *, elementwise: bool
+    members: Iterable[Named], saved: dict[str, Any], *, elementwise: bool
 ) -> None:
     """Refuse what is no scalar and not of a parameter's shape, on all ranks alike.
 

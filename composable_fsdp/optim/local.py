@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,9 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.flat_form import per_original
-from composable_fsdp.optim.keys import aligned_groups, state_by_name
-from composable_fsdp.optim.names import Named, name_parameters
-from composable_fsdp.optim.parts import unwrapped
-from composable_fsdp.optim.per_original import originals
+from composable_fsdp.optim.keys import aligned_groups
+from composable_fsdp.optim.names import Named
+from composable_fsdp.optim.parts import joined_state
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.local import PLAN, plans_of, require_plan
 from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
@@ -21,8 +20,8 @@ from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
 
 def local_state(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
-    given: dict[str, Any],
+    optims: Sequence[torch.optim.Optimizer],
+    given: Sequence[dict[str, Any]],
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
@@ -32,23 +31,19 @@ def local_state(
     """
     for state in _get_fsdp_states(model):
         settle(state, "optim_state_dict")
-    own = originals(optim.param_groups)
-    groups = name_parameters(model, own)
-    given = per_original(optim, given)
-    given = state_by_name(given, model, groups, own, "optim_state_dict")
-    given = unwrapped(given)
+    groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
     result = {
         named.fqn: {
             key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
-            for key, value in given["state"][named.fqn].items()
+            for key, value in joined["state"][named.fqn].items()
         }
         for members in groups
         for named in members
-        if named.fqn in given["state"]
+        if named.fqn in joined["state"]
     }
     return {
         "state": result,
-        "param_groups": aligned_groups(groups, given, own),
+        "param_groups": aligned_groups(groups, joined, own),
         PLAN: plans_of(model),
     }
 

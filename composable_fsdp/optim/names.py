@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -53,21 +53,59 @@ def require_pair(model: object, optim: object, what: str) -> None:
         )
 
 
+def require_pairs(model: object, optim: object, what: str) -> list[Any]:
+    """As ``require_pair``, of one optimizer or several; they are returned as a list.
+
+    Raises: TypeError; CheckpointError, as ``optimizers_of``.
+    """
+    found = optimizers_of(optim)
+    for each in found:
+        require_pair(model, each, what)
+    return found
+
+
 Group = dict[str, Any]
 """One of an optimizer's ``param_groups``."""
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One optimizer, or several over different parameters of one model."""
+
+
+def optimizers_of(optim: object) -> list[Any]:
+    """``optim`` as a list: one, or a list or tuple of several.
+
+    Raises: CheckpointError, for a parameter that is in two of them.
+    """
+    found = list(optim) if isinstance(optim, (list, tuple)) else [optim]
+    homes: dict[int, int] = {}
+    for n, each in enumerate(found):
+        for g, group in enumerate(originals(getattr(each, "param_groups", []))):
+            for i, parameter in enumerate(group["params"]):
+                if homes.setdefault(id(parameter), n) != n:
+                    raise CheckpointError(
+                        f"Parameter {i} of group {g} of optimizer {n}, of shape "
+                        f"{tuple(parameter.shape)}, is in optimizer "
+                        f"{homes[id(parameter)]} as well, and a state is kept by the "
+                        "names of parameters. Give each optimizer its own."
+                    )
+    return found
 
 
 def groups_of(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     optim_input: Iterable[Any] | None,
+    what: str,
 ) -> list[Group]:
     """The parameter groups of ``optim``, or those an optimizer would be made from.
 
     ``optim_input``: parameters or groups, as an optimizer takes them. With neither, one
     group of all parameters, as FSDP1 has it.
+
+    Raises: TypeError in the name of ``what``, for an ``optim`` that is none.
     """
     if optim is not None:
+        require_pair(model, optim, what)
         return optim.param_groups
     given = list(model.parameters() if optim_input is None else optim_input)
     if given and not isinstance(given[0], dict):

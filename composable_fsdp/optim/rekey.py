@@ -47,7 +47,8 @@ def rekey_optim_state_dict(
         keys.extend(group["params"])
     if all(isinstance(key, wanted) for key in keys):
         return optim_state_dict
-    groups = name_parameters(model, groups_of(model, optim, optim_input))
+    own = groups_of(model, optim, optim_input, "rekey_optim_state_dict")
+    groups = name_parameters(model, own)
     names = [named.fqn for members in groups for named in members]
     table: dict[Any, Any] = dict(enumerate(names))
     if wanted is int:

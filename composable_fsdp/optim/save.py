@@ -23,14 +23,13 @@ from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
-from composable_fsdp.optim.flat_form import per_original
 from composable_fsdp.optim.guard import require_elementwise
-from composable_fsdp.optim.keys import aligned_groups, state_by_name
+from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.local import local_state
-from composable_fsdp.optim.names import Group, Named, name_parameters, require_pair
-from composable_fsdp.optim.parts import local_state_dict, unwrapped
-from composable_fsdp.optim.per_original import originals
+from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
+from composable_fsdp.optim.parts import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
+from composable_fsdp.optim.telling import shard_groups, telling, units_known
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.state import _FSDPState
@@ -39,8 +38,8 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 
 def optim_state_dict(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
-    optim_state_dict: dict[str, Any] | None = None,
+    optim: Optimizers,
+    optim_state_dict: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the optimizer's state, keyed by the plain model's parameter names.
@@ -53,9 +52,10 @@ def optim_state_dict(
 
     Args:
         model: the sharded model, or a module that holds it.
-        optim: an element-wise optimizer over its parameters.
+        optim: an element-wise optimizer over its parameters; or a list of several, each
+            over its own, whose states and groups come out as those of one.
         optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now; by
-            numbers or by names.
+            numbers or by names. A list of those, for a list of optimizers.
         group: ignored; each unit knows its ranks. Here because FSDP1 has it.
 
     Collective: per unit and state one all-gather over the shard group (one gather per
@@ -65,33 +65,51 @@ def optim_state_dict(
     CheckpointError, for state that is not element-wise or a foreign parameter;
     DesyncError, if ranks have different state; PhaseError, inside a step.
     """
-    require_pair(model, optim, "optim_state_dict")
-    require_elementwise(optim)
-    states = _get_fsdp_states(model)
-    settings = get_state_dict_type(model) if states else FULL_BY_DEFAULT
+    units = units_known(model, optim)
+    settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    with telling([] if is_local else units):
+        optims = require_pairs(model, optim, "optim_state_dict")
+        for each in optims:
+            require_elementwise(each)
+        if units:
+            get_state_dict_type(model)  # one for all of them
+        given = _given(optims, optim_state_dict)
     config = settings.optim_state_dict_config
-    given = local_state_dict(optim) if optim_state_dict is None else optim_state_dict
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-        return sharded_state(model, optim, given, to_cpu=config.offload_to_cpu)
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        return local_state(model, optim, given, to_cpu=config.offload_to_cpu)
+        return sharded_state(model, optims, given, to_cpu=config.offload_to_cpu)
+    if is_local:
+        return local_state(model, optims, given, to_cpu=config.offload_to_cpu)
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     return full_state(
-        model, optim, given, first_only=first_only, to_cpu=config.offload_to_cpu
+        model, optims, given, first_only=first_only, to_cpu=config.offload_to_cpu
     )
+
+
+def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, Any]]:
+    """The state of each, as it was passed or as it is now. Raises: TypeError."""
+    if given is None:
+        return [local_state_dict(each) for each in optims]
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    if len(found) != len(optims):
+        raise TypeError(
+            f"optim_state_dict expects a state for each of {len(optims)} optimizers, "
+            f"got {len(found)}. Pass a list of what their state_dict() returned."
+        )
+    return found
 
 
 def full_state(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
-    given: dict[str, Any],
+    optims: Sequence[torch.optim.Optimizer],
+    given: Sequence[dict[str, Any]],
     *,
     first_only: bool,
     to_cpu: bool,
 ) -> dict[str, Any]:
     """Return full state whatever type is set; see ``optim_state_dict``."""
     units = _get_fsdp_states(model)
-    members, options, states, by_handle = _agreed(model, optim, given)
+    members, options, states, by_handle = _agreed(model, optims, given)
     wanted = not (first_only and units and not units[0].handle.groups.is_first)
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
@@ -108,8 +126,8 @@ def full_state(
 
 def sharded_state(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
-    given: dict[str, Any],
+    optims: Sequence[torch.optim.Optimizer],
+    given: Sequence[dict[str, Any]],
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
@@ -117,7 +135,7 @@ def sharded_state(
 
     They share the optimizer's memory unless they are moved. No tensor is sent.
     """
-    members, options, states, _ = _agreed(model, optim, given)
+    members, options, states, _ = _agreed(model, optims, given)
     result = {
         named.fqn: {
             key: _moved(as_sharded(named, value), to_cpu)
@@ -130,34 +148,27 @@ def sharded_state(
 
 
 def _agreed(
-    model: nn.Module, optim: torch.optim.Optimizer, given: dict[str, Any]
+    model: nn.Module,
+    optims: Sequence[torch.optim.Optimizer],
+    given: Sequence[dict[str, Any]],
 ) -> tuple[list[Named], list[Group], list[dict[str, Any]], dict[int, list[int]]]:
     """The parameters, their groups, their states, and which of them a unit cuts.
 
     Refuses on all ranks alike what one of them cannot put together.
     """
     units = _get_fsdp_states(model)
-    try:
+    with telling(units):
         for state in units:
             settle(state, "optim_state_dict")
-        own = originals(optim.param_groups)
-        groups = name_parameters(model, own)
-        members = [named for group_members in groups for named in group_members]
-        what = "optim_state_dict"
-        given = per_original(optim, given)
-        given = state_by_name(given, model, groups, own, what)
-        given = unwrapped(given)
-    except Exception as error:
-        # The others are on their way to the exchange.
-        tell_problem(units, error)
-        raise
-    states: list[dict[str, Any]] = [given["state"].get(m.fqn, {}) for m in members]
+        groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
+    members = [named for group_members in groups for named in group_members]
+    states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
     for i, named in enumerate(members):
         if named.is_cut:
             by_handle.setdefault(id(named.handle), []).append(i)
     require_same_state(members, states, by_handle, units)
-    options = aligned_groups(groups, given, own)
+    options = aligned_groups(groups, joined, own)
     return members, options, states, by_handle
 
 
@@ -199,19 +210,6 @@ Entry = tuple[str, list[str]]
 """A parameter's name, and the names of its state tensors."""
 
 
-def tell_problem(units: Sequence[_FSDPState], error: Exception) -> None:
-    """Take part in ``require_same_state`` of the other ranks, to tell an error."""
-    text = str(error.args[0]) if error.args else type(error).__name__
-    for group in _shard_groups(units):
-        collectives.all_gather_object(([], text), group)
-
-
-def _shard_groups(units: Sequence[_FSDPState]) -> dict[dist.ProcessGroup, list[Entry]]:
-    """The groups over which units are cut, each once, in the order of the units."""
-    groups = [unit.handle.groups.shard for unit in units]
-    return {group: [] for group in groups if group is not None}
-
-
 def require_same_state(
     members: list[Named],
     states: list[dict[str, Any]],
@@ -226,7 +224,8 @@ def require_same_state(
     """
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
     problem = next(filter(None, misfits), "")
-    by_group = _shard_groups(units)
+    by_group: dict[dist.ProcessGroup, list[Entry]]
+    by_group = {group: [] for group in shard_groups(units)}
     for indices in by_handle.values():
         for i in indices:
             handle = members[i].handle

@@ -17,6 +17,7 @@ from composable_fsdp.optim.over_originals import over_originals
 from composable_fsdp.optim.per_original import originals
 from composable_fsdp.optim.save import require_same_state
 from composable_fsdp.optim.scalars import SCALARS
+from composable_fsdp.optim.telling import telling
 from composable_fsdp.optim.watch import meet
 
 
@@ -96,20 +97,22 @@ def set_full_optim_state(
 def _find(
     model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str
 ) -> tuple[Held | nn.Parameter, Named]:
-    require_pair(model, optim, what)
-    meet(optim)
-    require_elementwise(optim)
     found = find_parameter(model, fqn, what)
     if isinstance(found, Held):
         named = Named(fqn, found.leaf, found.handle, found.region, found.slot)
     else:
         named = Named(fqn, found, None, None, None)
-    mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
-    if id(named.parameter) not in mine:
-        raise CompositionError(
-            f"{what}: parameter {shown(fqn)} is not in the {type(optim).__name__}. "
-            "Pass the optimizer that trains it."
-        )
+    sends = what == "get_full_optim_state"
+    with telling([found.state] if isinstance(found, Held) and sends else []):
+        require_pair(model, optim, what)
+        meet(optim)
+        require_elementwise(optim)
+        mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
+        if id(named.parameter) not in mine:
+            raise CompositionError(
+                f"{what}: parameter {shown(fqn)} is not in the {type(optim).__name__}. "
+                "Pass the optimizer that trains it."
+            )
     return found, named
 
 

@@ -9,62 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handed_out import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.replaced import successor, times_replaced
-from composable_fsdp.optim.guard import cut_leaf, leaf_name
+from composable_fsdp.flat.replaced import successor
+from composable_fsdp.optim.guard import leaf_name
 
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Per optimizer: how many applications and replacements there had been."""
 _LEFT_ALONE = "_composable_fsdp_left_alone"
 """Attribute of ignored parameters: a weak reference would forbid to swap them."""
-_applications = 0
 _SHOWN = 3
 
 
-def watch_for_strangers(ignored: Iterable[nn.Parameter]) -> None:
-    """Have every optimizer looked at in its next step; called when a module is cut.
-
-    ``ignored`` parameters are left to the user, who named them.
-    """
-    global _applications
-    if not _applications:
-        register_optimizer_step_pre_hook(_before_step)
-    _applications += 1
-    for parameter in ignored:
+def leave_alone(parameters: Iterable[nn.Parameter]) -> None:
+    """Say nothing of these, which the user left out of all units by name."""
+    for parameter in parameters:
         setattr(parameter, _LEFT_ALONE, True)
 
 
-def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    now = _applications, times_replaced()
-    if _seen.get(optim) == now or torch.compiler.is_compiling():
-        return
-    parameters = [p for group in optim.param_groups for p in group["params"]]
-    _require_current(optim, parameters)
-    _compare_unheld(optim, parameters)
-    _seen[optim] = now
-
-
-def _require_current(
-    optim: torch.optim.Optimizer, parameters: list[nn.Parameter]
-) -> None:
+def require_current(optim: torch.optim.Optimizer) -> None:
     """Refuse parameters whose places others have taken, unless those are here too.
 
     Raises: CompositionError, on all ranks alike; nothing was stepped.
     """
+    parameters = _parameters(optim)
     held = set(map(id, parameters))
     gone = []
     for parameter in parameters:
@@ -85,23 +59,20 @@ def _require_current(
         )
 
 
-def _compare_unheld(
-    optim: torch.optim.Optimizer, parameters: list[nn.Parameter]
-) -> None:
+def compare_unheld(optim: torch.optim.Optimizer) -> None:
     """Warn if parameters beside those of units have other gradients on other ranks.
 
     Two round trips to the key-value store; waits for nobody, sends no tensor. What
     something else reduces (DDP, a hook of the user's) is equal and stays unsaid.
     """
-    group = next((f[0].groups.shard for f in map(cut_leaf, parameters) if f), None)
+    parameters = _parameters(optim)
+    owners = [find_leaf(p) or find_flat(p) for p in parameters]
+    group = next((owner[0].groups.shard for owner in owners if owner), None)
+    # Whether they have gradients may differ over ranks; who takes part may not.
     plain = [
         p
-        for p in parameters
-        if type(p.grad) is Tensor
-        and p.grad.layout is torch.strided
-        and find_leaf(p) is None
-        and find_flat(p) is None
-        and not hasattr(p, _LEFT_ALONE)
+        for p, owner in zip(parameters, owners, strict=True)
+        if owner is None and p.requires_grad and not hasattr(p, _LEFT_ALONE)
     ]
     if group is None or not plain or not can_compare(group):
         return
@@ -118,8 +89,12 @@ def _compare_unheld(
         f"ranks {dist.get_rank()} and {said.rank} differ: nothing reduces them, and "
         "the ranks drift apart. Call fully_shard on the whole model after its parts, "
         "or replicate on what is left, or name them in ignored_states.",
-        stacklevel=4,
+        stacklevel=4,  # the caller of ``step``, beyond the hook and torch's wrapper
     )
+
+
+def _parameters(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optim.param_groups for p in group["params"]]
 
 
 @torch.no_grad()
@@ -128,7 +103,10 @@ def _fingerprint(parameters: list[nn.Parameter]) -> str:
     digest = hashlib.sha256()
     for parameter in parameters:
         gradient = parameter.grad
-        assert isinstance(gradient, Tensor)
-        both = gradient.double().sum(), gradient.double().norm()
-        digest.update(repr([value.item() for value in both]).encode())
+        values = []
+        # A subclass may send something, and says itself who reduces it.
+        if type(gradient) is Tensor and gradient.layout is torch.strided:
+            wide = gradient.double()
+            values = [wide.sum().item(), wide.norm().item()]
+        digest.update(repr(values).encode())
     return digest.hexdigest()[:16]

@@ -5,7 +5,7 @@ it would keep one rank's part and give it to all. An optimizer over sharded para
 therefore gets two hooks when it is first met: its state dict holds ``ShardedValue``,
 and ``load_state_dict`` takes those, full tensors and plain parts. It is met at its
 first step, before which it has no state, or when a function of ours is given a state
-for it. All that a step pays is one look into a dict.
+for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 from composable_fsdp.errors import CheckpointError
@@ -37,30 +36,11 @@ from composable_fsdp.state_dict.in_force import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.torch_asks import Asked, asked_by_torch
 
-_MET = "_composable_fsdp_met"
-"""Attribute of an optimizer: how many applications there had been when it was met."""
-
-_applications = 0
-
-
-def meet_optimizers() -> None:
-    """Meet every optimizer at its next step; called when a module is sharded."""
-    global _applications
-    if not _applications:
-        register_optimizer_step_pre_hook(_before_step)
-    _applications += 1
-
-
-def _before_step(optim: Any, args: object, kwargs: object) -> None:
-    if optim.__dict__.get(_MET) != _applications and not torch.compiler.is_compiling():
-        meet(optim)
-
 
 def meet(optim: object) -> None:
     """Give ``optim`` its hooks, if it is torch's and holds parts of parameters."""
     if not isinstance(optim, torch.optim.Optimizer):
         return
-    vars(optim)[_MET] = _applications
     parameters = [p for group in optim.param_groups for p in group["params"]]
     if _give in optim._optimizer_state_dict_post_hooks.values():
         return
@@ -157,7 +137,7 @@ def _full(
     ]
     first_only = asked.to_cpu and all(h and rank_0_is_first(h.groups) for h in handles)
     full = full_state(
-        asked.model, optim, given, first_only=first_only, to_cpu=asked.to_cpu
+        asked.model, [optim], [given], first_only=first_only, to_cpu=asked.to_cpu
     )
     if not full:
         return {"state": {}, "param_groups": given["param_groups"]}

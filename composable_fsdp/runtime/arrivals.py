@@ -13,7 +13,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _Feeder: Any = torch._C._functions.DelayedError
 OURS = -1
-"""Key of the arrival hook among the hooks of a full leaf."""
+"""Key of our hook among those of a full leaf, or of a module's forward."""
 
 
 def arm_leaves(state: _FSDPState) -> None:
@@ -55,13 +56,15 @@ def arm_leaves(state: _FSDPState) -> None:
     grads = torch.is_grad_enabled()
     with nullcontext() if grads else torch.inference_mode(False), on_stream:
         for region in handle.trainable:
-            arrivals = make_arrivals(state, region)
+            # Weakly: the collector does not look into the hooks of a tensor (torch
+            # 2.13), so a strong reference would keep the model alive for ever.
+            region.owner = weakref.ref(state)
             nodes += _accumulators(region.full_leaves)
-            for leaf, arrive in zip(region.full_leaves, arrivals, strict=True):
+            for index, leaf in enumerate(region.full_leaves):
                 # What register_post_accumulate_grad_hook sets, less its checks and its
                 # handle, which took longer than all else. Torch numbers from 0 up.
                 leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
-                hooks[OURS] = arrive
+                hooks[OURS] = MethodType(_arrival(index), region)
     # A leaf keeps its node only weakly: the handle does, so that the node we ask the
     # engine about is the node it runs.
     handle.accumulators = nodes
@@ -92,55 +95,42 @@ def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
         arm_leaves(state)
 
 
-def make_arrivals(
-    state: _FSDPState, region: FlatParameter
-) -> list[Callable[[Tensor], None]]:
-    """Return the post-accumulate hooks of the region's full leaves.
+@cache
+def _arrival(index: int) -> Callable[[FlatParameter, Tensor], None]:
+    """The post-accumulate hook of full leaf ``index``: it takes the gradient away.
 
-    Each takes its leaf's gradient away. The first of a reduction waits to be moved to
-    the leaf's view of the reduce buffer with all others; later ones are added there, in
-    the dtype of the reduction.
+    The first of a reduction waits to be moved to the leaf's view of the reduce buffer
+    with all others; later ones are added there, in the dtype of the reduction. One
+    function for all units, so that a hook is one object, a method of its region.
     """
-    # Weakly: the collector does not look into the hooks of a tensor (torch 2.13), so a
-    # strong reference would keep the model alive for ever.
-    owner = weakref.ref(state)
-    return [
-        partial(_arrive, owner, region, index, view)
-        for index, view in enumerate(region.reduce_views)
-    ]
 
+    def arrive(region: FlatParameter, leaf: Tensor) -> None:
+        unit: _FSDPState | None = region.owner()
+        assert unit is not None
+        handle = unit.handle
+        gradient = leaf.grad
+        # None, if a custom Function returned no gradient: counted, nothing to move.
+        if gradient is not None:
+            leaf.grad = None
+            if gradient.requires_grad:  # create_graph
+                gradient = gradient.detach()
+            if not handle.reduce_due:
+                _late(unit, handle)
+            if region.arrived[index]:
+                assert unit.context is not None
+                move_arrived(unit.context, handle)
+                region.reduce_views[index].add_(gradient)
+            else:
+                region.waiting[index] = gradient
+                region.arrived[index] = 1
+            del gradient  # the reduction frees it
+        # Of another graph task (a checkpoint inside the unit): only accumulated.
+        if handle.task == current_task():
+            handle.pending -= 1
+            if handle.pending == 0:
+                _gradients_complete(unit, handle)
 
-def _arrive(
-    owner: weakref.ref[_FSDPState],
-    region: FlatParameter,
-    index: int,
-    view: Tensor,
-    leaf: Tensor,
-) -> None:
-    unit = owner()
-    assert unit is not None
-    handle = unit.handle
-    gradient = leaf.grad
-    # None, if a custom Function returned no gradient: counted, nothing to move.
-    if gradient is not None:
-        leaf.grad = None
-        if gradient.requires_grad:  # create_graph
-            gradient = gradient.detach()
-        if not handle.reduce_due:
-            _late(unit, handle)
-        if region.arrived[index]:
-            assert unit.context is not None
-            move_arrived(unit.context, handle)
-            view.add_(gradient)
-        else:
-            region.waiting[index] = gradient
-            region.arrived[index] = 1
-        del gradient  # the reduction frees it
-    # Of another graph task (a checkpoint inside the unit): only accumulated.
-    if handle.task == current_task():
-        handle.pending -= 1
-        if handle.pending == 0:
-            _gradients_complete(unit, handle)
+    return arrive
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from composable_fsdp.comm.device import wait_for_step
 from composable_fsdp.flat.handed_out import take_gradients_in
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.phases import Phase
@@ -42,6 +43,9 @@ def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     if task not in context.tasks:
         if context.dead:
             bury(context)
+        if context.streams is not None:
+            # Since the forward, behind which gathers are, shards may have changed.
+            wait_for_step(context.streams, state.device)
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)

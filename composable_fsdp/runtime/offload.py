@@ -16,9 +16,9 @@ and dropped on the reduce stream, so their memory is reused behind the copy;
 was cleared, from torch's cache of such memory.
 
 The other direction needs care too: a gather reads the shard behind the host's back.
-Whoever writes shards on the host comes after a wait: the optimizer after that of
-backward, our own functions after ``wait_for_copies``. Nothing waits for a forward with
-gradients that gets no backward before the shards are written; use ``torch.no_grad``.
+Whoever writes shards on the host comes after a wait: optimizers after one of their own
+(``comm.device``), our own functions after ``wait_for_copies``. Nothing waits for others
+that write after a forward with gradients that got no backward; use ``torch.no_grad``.
 """
 
 from __future__ import annotations

@@ -18,21 +18,19 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from composable_fsdp.storage.contents import units_in
+from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.pending import SaveFuture, remember
 from composable_fsdp.storage.save import Job, prepare, write
 from composable_fsdp.storage.writer import Piece
-from composable_fsdp.tree.traversal import require_module
 
 
 def async_save(
     path: str | os.PathLike[str],
     module: nn.Module,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizers | None = None,
     extra: Any = None,
     *,
     keep: int | None = None,
@@ -52,10 +50,8 @@ def async_save(
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank, for what
     is found before anything is written.
     """
-    require_module(module, "async_save")
-    units = units_in(module)
-    team = team_of(units)
-    behind = team_of(units, "asynchronous checkpoint")
+    team = team_of(module)
+    behind = team_of(module, "asynchronous checkpoint")
     job = prepare(team, path, module, optim, extra, keep)
     error: Exception | None = None
     try:

@@ -19,7 +19,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, join, shown
-from composable_fsdp.optim.names import names_of
+from composable_fsdp.optim.names import names_of, optimizers_of
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import require_idle, settle
 from composable_fsdp.storage.source import OWN_STATE
@@ -264,14 +264,21 @@ def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointErr
     )
 
 
-def require_optimizer(optim: object, what: str) -> None:
-    """Raise TypeError in the name of ``what`` unless ``optim`` is one optimizer."""
-    if not hasattr(optim, "param_groups") or not hasattr(optim, "state"):
-        raise TypeError(
-            f"{what} expects one optimizer, got a {type(optim).__name__}. Pass the "
-            "optimizer itself, or extra=... by its name; save each of several "
-            "optimizers with the module it trains, in a checkpoint of its own."
-        )
+def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
+    """``optim``, which is None, an optimizer or a list of several, as a list.
+
+    Raises: TypeError in the name of ``what``, for something else; CheckpointError, for
+    a parameter that is in two of them.
+    """
+    found = [] if optim is None else optimizers_of(optim)
+    for each in found:
+        if not hasattr(each, "param_groups") or not hasattr(each, "state"):
+            raise TypeError(
+                f"{what} expects an optimizer, or a list of several, got a "
+                f"{type(each).__name__}. Pass the optimizers themselves, or extra=... "
+                "by its name."
+            )
+    return found
 
 
 def named(contents: Contents) -> dict[int, tuple[HeldRegion, int] | HeldTensor]:

@@ -7,7 +7,7 @@
       .step-300.tmp-9f3a.../       being written, or left by a process that died
       latest                       text: step-200
 
-All of it happens on rank 0 of a save; nothing here sends anything.
+It happens on the rank that writes; nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from composable_fsdp.errors import CheckpointError
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}\Z")
+
+
+def path_text(path: object, what: str) -> str:
+    """``path`` as text. Raises: TypeError in the name of ``what``, if it is no path."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    if not isinstance(text, str) or not text.strip():
+        raise TypeError(f"{what} expects a path, got {path!r}.")
+    return text
 
 
 def make_temporary(path: str) -> str:
@@ -62,24 +70,29 @@ def _make_parents(path: str) -> None:
     if missing:
         os.makedirs(missing[0], exist_ok=True)
         for each in missing:
-            sync_directory(os.path.dirname(each))
+            sync(os.path.dirname(each))
 
 
 def require_free(path: str) -> None:
     """Raise CheckpointError if there is anything at ``path``."""
     if os.path.lexists(path):
         raise CheckpointError(
-            f"{path} exists, and a checkpoint is never overwritten. Save under another "
-            "name (and let keep=N remove older ones), or remove it first."
+            f"{path} exists already, and nothing is overwritten. Choose another name, "
+            "or remove it first; save(..., keep=N) removes older checkpoints."
         )
 
 
-def commit(temporary: str, path: str) -> None:
-    """Give a whole checkpoint its name, in one step; it is on the disk afterwards."""
+def commit(made: str, path: str) -> None:
+    """Give a whole file or directory its name, in one step, and have that on the disk.
+
+    What a directory holds must be there already. ``path`` is absolute.
+
+    Raises: CheckpointError, if something is at ``path``.
+    """
     require_free(path)
-    sync_directory(temporary)
-    os.rename(temporary, path)
-    sync_directory(os.path.dirname(path))
+    sync(made)
+    os.rename(made, path)
+    sync(os.path.dirname(path))
 
 
 def write_synced(path: str, data: bytes) -> None:
@@ -91,9 +104,9 @@ def write_synced(path: str, data: bytes) -> None:
         os.fsync(out.fileno())
 
 
-def sync_directory(path: str) -> None:
-    """Have the names in a directory on the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: str | os.PathLike[str]) -> None:
+    """Have a file, or the names in a directory, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -106,7 +119,7 @@ def set_latest(path: str) -> None:
     made = os.path.join(parent, f".{LATEST}.tmp-{secrets.token_hex(8)}")
     write_synced(made, f"{name}\n".encode())
     os.replace(made, os.path.join(parent, LATEST))
-    sync_directory(parent)
+    sync(parent)
 
 
 def follow_latest(path: str) -> str:

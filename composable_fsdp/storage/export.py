@@ -19,7 +19,8 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert
-from composable_fsdp.storage.formats.files import OUT, begin, commit, unwritable
+from composable_fsdp.storage.directory import path_text
+from composable_fsdp.storage.formats.files import OUT, begin, finish, unwritable
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.outcome import Team, team_of
@@ -56,19 +57,21 @@ def export_safetensors(
     >>> export_safetensors("exported", model)  # doctest: +SKIP
     """
     if isinstance(source, nn.Module):
-        _export_module(Path(path), source, max_shard_bytes)
+        _export_module(path, source, max_shard_bytes)
         return
     convert(
         source, path, SAFETENSORS, weights_only=True, max_shard_bytes=max_shard_bytes
     )
 
 
-def _export_module(path: Path, module: nn.Module, max_shard_bytes: int) -> None:
+def _export_module(
+    path: str | PathLike[str], module: nn.Module, max_shard_bytes: int
+) -> None:
     states = units_in(module)
-    team = team_of(states)
-    writing = _Writing(path, wanted=_is_first(states, team))
+    team = team_of(module)
+    writing = _Writing(wanted=_is_first(states, team))
     try:
-        writing.attempt(partial(writing.start, module, states, max_shard_bytes))
+        writing.attempt(partial(writing.start, path, module, states, max_shard_bytes))
         team.agree(writing.error)
         for state in states:
             values = gather_unit(state.handle, first_only=True, to_cpu=True)
@@ -91,9 +94,9 @@ class _Writing:
     A rank that fails goes on with the collectives, so that no other waits for it.
     """
 
-    def __init__(self, path: Path, *, wanted: bool) -> None:
+    def __init__(self, *, wanted: bool) -> None:
         self.error: Exception | None = None
-        self._path = path
+        self._path = Path()
         self._wanted = wanted
         self._work: Path | None = None
         self._writer: SafetensorsWriter | None = None
@@ -110,9 +113,14 @@ class _Writing:
                 self.error = error
 
     def start(
-        self, module: nn.Module, states: list[_FSDPState], max_shard_bytes: int
+        self,
+        path: str | PathLike[str],
+        module: nn.Module,
+        states: list[_FSDPState],
+        max_shard_bytes: int,
     ) -> None:
         """Look at the module, make the files, and write what no unit holds."""
+        self._path = Path(path_text(path, "export_safetensors"))
         if any(s.handle.groups.is_first != self._wanted for s in states):
             raise CheckpointError(
                 "Units of the module are sharded over different ranks, so no rank is "
@@ -147,7 +155,7 @@ class _Writing:
         """Give the files their name."""
         if self._writer is not None and self._work is not None:
             self._writer.finish()
-            commit(self._work, self._path)
+            finish(self._work, self._path)
 
     def clean_up(self) -> None:
         """Leave nothing half done."""

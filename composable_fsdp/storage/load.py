@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.contents import (
     contents_of,
-    require_optimizer,
-    units_in,
+    optimizers_in,
 )
+from composable_fsdp.storage.directory import path_text
 from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
-from composable_fsdp.storage.load_optim import OptimizerLoad
+from composable_fsdp.storage.load_optim import OptimizerLoad, optimizer_loads
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
@@ -36,7 +37,7 @@ from composable_fsdp.tree.traversal import require_module
 def load(
     path: str | os.PathLike[str] | Source,
     module: nn.Module,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizers | None = None,
     *,
     strict: bool = True,
     cast: bool = False,
@@ -54,7 +55,9 @@ def load(
         path: a checkpoint, a directory whose file ``latest`` names one, or an open
             ``Source``.
         module: the model; on meta it must have memory first (``to_empty``).
-        optim: an optimizer over its parameters, before or after its first step.
+        optim: an optimizer over its parameters, or a list of several, before or after
+            their first step. They may be others than those that saved, if together they
+            have the same parameters.
         strict: False loads what fits and tells the rest in ``report``, or in a warning.
         cast: also load tensors that were saved in another dtype, converted.
         rng: restore the random states. At another world size a rank gets that of the
@@ -63,35 +66,32 @@ def load(
 
     Collective: two gathers of objects on a private gloo group, as ``save``; all ranks
     of the module's mesh must call.
-    Raises: CheckpointError or PhaseError, the same on every rank.
+    Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
-    require_module(module, "load")
-    team = team_of(units_in(module))
+    team = team_of(module)
     before = wait_for_pending(team)
     tell = not strict and report is None
     report = LoadReport() if report is None else report
     error: Exception | None = None
     source: Source | None = path if isinstance(path, Source) else None
-    result: tuple[Fit, OptimizerLoad | None, list[Copy], Any] | None = None
+    result: tuple[Fit, list[OptimizerLoad], list[Copy], Any] | None = None
     try:
         try:
-            source = source or open_source(path)  # type: ignore[arg-type]  # no Source
-            if optim is not None:
-                require_optimizer(optim, "load")
+            require_module(module, "load")
+            source = source or open_source(path_text(path, "load"))
+            optims = optimizers_in(optim, "load")
             contents = contents_of(module, "load")
             fit = fit_model(source, contents, report, cast=cast)
-            optimizer = None
-            if optim is not None:
-                optimizer = OptimizerLoad(source, contents, optim, report)
+            loads = optimizer_loads(source, contents, optims, report)
             if strict:
                 report.require_empty(source)
             fit.require_writable()
-            copies = fit.copies + (optimizer.plan() if optimizer is not None else [])
+            copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]
             source.prepare(copies)
             state = source.rng(team.rank, team.world_size) if rng else None
             if state is not None:
                 check_rng_state(state, str(getattr(source, "path", "the checkpoint")))
-            result = fit, optimizer, copies, state
+            result = fit, loads, copies, state
         except Exception as raised:
             error = raised
         opened = () if source is None else _identity(source)
@@ -113,7 +113,7 @@ def load(
 def _change(
     team: Team,
     fit: Fit,
-    optimizer: OptimizerLoad | None,
+    loads: list[OptimizerLoad],
     copies: list[Copy],
     state: dict[str, Any] | None,
 ) -> None:
@@ -125,8 +125,8 @@ def _change(
     try:
         fit.source.finish(copies)
         fit.set_own_states()
-        if optimizer is not None:
-            optimizer.install()
+        for each in loads:
+            each.install()
         if state is not None:
             set_rng_state(state, str(getattr(fit.source, "path", "the checkpoint")))
     except Exception as raised:

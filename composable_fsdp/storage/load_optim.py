@@ -7,14 +7,15 @@ what it lacks, before its first step, is read into new memory. Both go through i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
+from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.over_originals import OverOriginals, over_originals
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.optim.watch import meet
@@ -36,8 +37,27 @@ class Member:
     is_cut: bool
 
 
+def optimizer_loads(
+    source: Source,
+    contents: Contents,
+    optims: Sequence[torch.optim.Optimizer],
+    report: LoadReport,
+) -> list[OptimizerLoad]:
+    """What this rank reads of each; what they and ``source`` lack goes to ``report``.
+
+    Raises: CheckpointError, for a parameter that is not in the module.
+    """
+    if optims and source.param_groups is None:
+        report.optimizer.append("the checkpoint was saved without an optimizer")
+    loads = [OptimizerLoad(source, contents, each, report) for each in optims]
+    taken = {m.name for each in loads for group in each.groups for m in group if m}
+    left = {name for each in loads for name in each.home} - taken
+    report.optimizer += [f"{shown(name)} is not in it" for name in sorted(left)]
+    return loads
+
+
 class OptimizerLoad:
-    """What this rank reads of the optimizer; compared when it is made."""
+    """What this rank reads of one optimizer; compared when it is made."""
 
     def __init__(
         self,
@@ -48,16 +68,12 @@ class OptimizerLoad:
     ) -> None:
         self.source, self.report = source, report
         self.optim = over_originals(optim)
-        if source.param_groups is None:
-            report.optimizer.append("the checkpoint was saved without an optimizer")
         self.home = {
             name: g
             for g, group in enumerate(source.param_groups or ())
             for name in group["params"]
         }
         self.groups = self._members(contents)
-        left = set(self.home) - {m.name for g in self.groups for m in g if m}
-        report.optimizer += [f"{shown(name)} is not in it" for name in sorted(left)]
         self._compare_options()
         for members in self.groups:
             for member in members:
@@ -140,7 +156,7 @@ class OptimizerLoad:
         """What is to be read, into the state that is there or new memory for it.
 
         Raises: CheckpointError, if a group of the optimizer has its parameters from
-        several saved groups.
+        several saved groups whose options differ.
         """
         self._origins()
         if isinstance(self.optim, OverOriginals):
@@ -178,12 +194,7 @@ class OptimizerLoad:
         found: list[int | None] = []
         for g, members in enumerate(self.groups):
             origins = {self.home[member.name] for member in members if member}
-            if len(origins) > 1:
-                raise CheckpointError(
-                    f"The optimizer's group {g} holds parameters of several saved "
-                    f"groups ({sorted(origins)}), whose options differ. Build the "
-                    "groups as they were saved."
-                )
+            require_same_options(g, origins, self.source.param_groups or ())
             found.append(origins.pop() if origins else None)
         return found
 
@@ -197,6 +208,11 @@ class OptimizerLoad:
             saved = self.source.param_groups or ()
             # What an older version did not save stays as it is.
             chosen = own if origin is None else {**own, **saved[origin]}
+            if "param_names" in own:
+                # They go with the order of the parameters, which is the optimizer's.
+                chosen["param_names"] = own["param_names"]
+            else:
+                chosen.pop("param_names", None)
             # A range: torch looks each number up in it, once per state.
             ids = range(index, index + len(self.groups[g]))
             options.append({**chosen, "params": ids})

@@ -7,15 +7,19 @@ no tensor of a GPU is involved.
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.agreement import NOTICE_AFTER
 from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.errors import CheckpointError, FSDPError, PhaseError
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.storage.contents import units_in
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointError, PhaseError, TypeError)
@@ -46,7 +50,7 @@ class Team:
         said = (_described(error), value)
         everyone = [said]
         if self.group is not None:
-            with _lost_ranks():
+            with _Exchange(error):
                 everyone = collectives.all_gather_object(said, self.group)
         _raise_first([text for text, _ in everyone], self.rank, error)
         return [value for _, value in everyone]
@@ -59,7 +63,7 @@ class Team:
         said = (_described(error), value)
         if self.group is None:
             return [said]
-        with _lost_ranks():
+        with _Exchange(error):
             return collectives.gather_object(said, self.group) or []
 
     @staticmethod
@@ -76,21 +80,35 @@ class Team:
         Raises: the first error, the same on every rank.
         """
         if self.group is not None:
-            with _lost_ranks():
+            with _Exchange(own):
                 errors = collectives.broadcast_object(list(errors), self.group)
         _raise_first(errors, self.rank, own)
 
 
-class _lost_ranks:
-    """Turns a collective that broke into an error that says what is known."""
+class _Exchange:
+    """Around what waits for other ranks, and what this one has to tell them, ``own``.
 
-    def __enter__(self) -> None: ...
+    Says ``own`` here when the wait gets long: they may never come, as when one rank
+    alone has called. Turns a collective that broke into an error that says what is
+    known.
+    """
+
+    def __init__(self, own: Exception | None) -> None:
+        self._own = own
+        text = f"Waiting for the other ranks of a checkpoint to tell them: {own}"
+        self._timer = threading.Timer(NOTICE_AFTER, warnings.warn, [text])
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        if self._own is not None:
+            self._timer.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
+        self._timer.cancel()
         # torch raises ValueError for a group that was destroyed.
         kinds = (RuntimeError, ValueError)
         if isinstance(error, kinds) and not isinstance(error, FSDPError):
-            raise CheckpointError(
+            raise self._own or CheckpointError(
                 "Another rank was lost, or the process group destroyed, while the "
                 f"ranks agreed on a checkpoint ({error}). Nothing was committed unless "
                 "the path is there now; verify(path) tells. Start the ranks again and "
@@ -125,17 +143,23 @@ def _raise_first(
         raise _KINDS[kind](text) from (own if other == rank else None)
 
 
-def team_of(states: Sequence[_FSDPState], purpose: str = "checkpoint") -> Team:
-    """The ranks over whose mesh the units are sharded, all of them.
+def team_of(module: object, purpose: str = "checkpoint") -> Team:
+    """The ranks over whose mesh the units in ``module`` are sharded, all of them.
 
-    A module without units is everyone's: all ranks of the default group. ``purpose``
-    keeps groups apart that must not share collectives.
+    A module without units is everyone's: all ranks of the default group. So is what is
+    no module at all, which the other ranks can only be told there. ``purpose`` keeps
+    groups apart that must not share collectives.
 
     Collective: at the first call with these ranks one object gather per unusual mesh,
     and the making of the group; later none.
     """
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)
+    problem, states = None, []
+    if isinstance(module, nn.Module):
+        states = units_in(module)
+    else:
+        problem = TypeError(f"expected a module, got a {type(module).__name__}.")
     ranks: set[int] = set() if states else set(range(dist.get_world_size()))
     for layout in {id(state.ranks): state.ranks for state in states}.values():
         if layout.world_size == dist.get_world_size():
@@ -149,4 +173,5 @@ def team_of(states: Sequence[_FSDPState], purpose: str = "checkpoint") -> Team:
         for found in collectives.all_gather_object(column, shard):
             ranks |= set(found)
     members = tuple(sorted(ranks))
-    return Team(private_group(members, purpose), members)
+    with _Exchange(problem):
+        return Team(private_group(members, purpose), members)

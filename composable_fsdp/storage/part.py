@@ -7,7 +7,7 @@ save puts the descriptions and the places of the entries together (``merge``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,9 @@ from composable_fsdp.storage.manifest import Json, Slot
 from composable_fsdp.storage.rng import rng_state
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
+
+Groups = list[tuple[Any, dict[str, Any]]]
+"""Every group, after the optimizer that has it."""
 
 StateKey = tuple[str, str]
 """Name and dtype of an optimizer state."""
@@ -91,15 +94,19 @@ class PartMaker:
         self.part = Part()
 
     def make(
-        self, optim: torch.optim.Optimizer | None, extra: Any
+        self, optims: Sequence[torch.optim.Optimizer], extra: Any
     ) -> tuple[Part, list[Piece]]:
         """Describe and list everything. Reads no tensor yet; sends nothing.
 
         Raises: TypeError, for what ``extra`` or the optimizer may not hold;
         CheckpointError, for tensors that cannot be stored.
         """
-        optim = over_originals(optim)
-        states = {} if optim is None else self._optimizer_states(optim)
+        groups = [
+            (each, group)
+            for each in map(over_originals, optims)
+            for group in each.param_groups
+        ]
+        states = self._optimizer_states(groups)
         encoded = encode(extra, "extra", self._put)
         for name, module in self.contents.own_states.items():
             self.part.own_states[name] = encode(
@@ -112,20 +119,18 @@ class PartMaker:
             self.part.extra = encoded
             for tensor in self.contents.tensors:
                 self._single(tensor, states)
-            if optim is not None:
-                self.part.param_groups = self._param_groups(optim)
+            if optims:
+                self.part.param_groups = self._param_groups(groups)
         self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
         for piece in self.pieces:
             self.part.tensors[piece.key] = (piece.dtype, piece.shape)
         return self.part, self.pieces
 
-    def _optimizer_states(
-        self, optim: torch.optim.Optimizer
-    ) -> dict[int, dict[str, Any]]:
+    def _optimizer_states(self, groups: Groups) -> dict[int, dict[str, Any]]:
         """The state of each parameter, by the identity of what holds it."""
         known = named(self.contents)
         found: dict[int, dict[str, Any]] = {}
-        for g, group in enumerate(optim.param_groups):
+        for g, (optim, group) in enumerate(groups):
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise not_in_module(parameter, g, i, "saved")
@@ -134,10 +139,10 @@ class PartMaker:
                     found[id(parameter)] = state
         return found
 
-    def _param_groups(self, optim: torch.optim.Optimizer) -> list[Json]:
+    def _param_groups(self, groups: Groups) -> list[Json]:
         known = named(self.contents)
-        groups = []
-        for g, group in enumerate(optim.param_groups):
+        result = []
+        for g, (_, group) in enumerate(groups):
             options = {k: v for k, v in group.items() if k != "params"}
             encoded = encode(
                 options, f"param_groups[{g}]", self._put, python_values=True
@@ -148,8 +153,8 @@ class PartMaker:
                     f"param_groups[{g}] has an option whose name starts with '$'; "
                     "rename it."
                 )
-            groups.append({**encoded, "params": members})
-        return groups
+            result.append({**encoded, "params": members})
+        return result
 
     def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
         """Take a loose tensor. Only rank 0's are kept, but for what all ranks have."""

@@ -17,20 +17,20 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage import crash
 from composable_fsdp.storage.contents import (
     contents_of,
-    require_optimizer,
-    units_in,
+    optimizers_in,
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
     commit,
     make_temporary,
+    path_text,
     remove_older,
     set_latest,
     stale_copies,
@@ -50,7 +50,7 @@ from composable_fsdp.tree.traversal import require_module
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
-    optim: torch.optim.Optimizer | None = None,
+    optim: Optimizers | None = None,
     extra: Any = None,
     *,
     keep: int | None = None,
@@ -65,7 +65,8 @@ def save(
     Args:
         path: where the checkpoint will be; nothing may be there. Rank 0's counts.
         module: a sharded model on either path, or a plain one.
-        optim: an optimizer over its parameters.
+        optim: an optimizer over its parameters, or a list of several, each over its
+            own.
         extra: nested dicts and lists of strings, numbers, booleans, None and tensors;
             rank 0's is saved, as ``load`` will return it.
         keep: how many checkpoints to keep of those beside ``path`` whose names differ
@@ -76,8 +77,7 @@ def save(
     makes; all of them must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
-    require_module(module, "save")
-    team = team_of(units_in(module))
+    team = team_of(module)
     write(team, prepare(team, path, module, optim, extra, keep))
 
 
@@ -96,7 +96,7 @@ def prepare(
     team: Team,
     path: str | os.PathLike[str],
     module: nn.Module,
-    optim: torch.optim.Optimizer | None,
+    optim: Optimizers | None,
     extra: Any,
     keep: int | None,
 ) -> Job:
@@ -108,13 +108,13 @@ def prepare(
     part, pieces = Part(), list[Piece]()
     before = wait_for_pending(team)
     try:
-        target = _absolute(path)
+        require_module(module, "save")
+        target = os.path.abspath(path_text(path, "save"))
         if keep is not None and (type(keep) is not int or keep < 1):
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
-        if optim is not None:
-            require_optimizer(optim, "save")
+        optims = optimizers_in(optim, "save")
         contents = contents_of(module, "save")
-        part, pieces = PartMaker(contents, is_first=team.rank == 0).make(optim, extra)
+        part, pieces = PartMaker(contents, is_first=team.rank == 0).make(optims, extra)
         if team.rank == 0:
             temporary = make_temporary(target)
     except Exception as raised:
@@ -127,13 +127,6 @@ def prepare(
         raise
     target, temporary, _ = answers[0]
     return Job(target, temporary, part, in_order(pieces), keep)
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    if not isinstance(text, str) or not text.strip():
-        raise TypeError(f"save expects a path, got {path!r}.")
-    return os.path.abspath(text)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:

@@ -46,6 +46,7 @@ _WRITTEN: dict[str, tuple[int, ...]] = {
     "reduce_scatter_tensor_coalesced_": (0,),
     "allreduce_": (0,),
     "broadcast_": (0,),
+    "allgather_": (0,),
     "gather_": (0,),
     "scatter_": (0,),
 }
@@ -286,11 +287,12 @@ def stream_order() -> Iterator[StreamOrder]:
 
 
 def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
+    """What to put where: streams and events of ours, and where memory is given."""
     names = iter(["gather", "reduce"] * 100)
     reset = handle_layer.reset_handle
     resize = torch.UntypedStorage.resize_
     new_shard = parameter._new_shard
-    arrive, accumulators = arrivals._arrive, arrivals._accumulators
+    arrival, accumulators = arrivals._arrival, arrivals._accumulators
     finish = graph_task.finish_task
 
     def make_stream(device: torch.device, priority: int) -> FakeStream:
@@ -322,18 +324,20 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         target.copy_(source)
         order.is_async = False
 
-    def arrive_there(*args: Any) -> None:
-        # A node that has a stream of its own is run behind the op that gave it the
-        # gradient, and the allocator knows.
-        leaf = args[-1]
-        stream = order.leaf_streams[id(leaf)]
-        if leaf.grad is not None and stream is not order.current:
-            block = order.block(leaf.grad.untyped_storage())
-            block.is_recorded = True
-            for access in block.accesses.values():
-                stream.join(access.clock)
-        with order.on(stream):
-            arrive(*args)
+    def arrival_there(index: int) -> Callable[[FlatParameter, Tensor], None]:
+        def arrive_there(region: FlatParameter, leaf: Tensor) -> None:
+            # A node that has a stream of its own is run behind the op that gave it the
+            # gradient, and the allocator knows.
+            stream = order.leaf_streams[id(leaf)]
+            if leaf.grad is not None and stream is not order.current:
+                block = order.block(leaf.grad.untyped_storage())
+                block.is_recorded = True
+                for access in block.accesses.values():
+                    stream.join(access.clock)
+            with order.on(stream):
+                arrival(index)(region, leaf)
+
+        return arrive_there
 
     def note_stream(leaves: Any) -> object:
         order.leaf_streams.update((id(leaf), order.current) for leaf in leaves)
@@ -351,6 +355,10 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
     return [
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (device_layer, "_watched", set()),
+        (device_layer, "_steps", {}),
+        (device_layer, "_reading", set()),
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
         (sys.modules["composable_fsdp.tree.root"], "make_streams", make),
@@ -360,7 +368,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         (parameter, "_new_shard", host_shard),
         (offload, "copy_async", copy_async),
         (unshard, "copy_async", copy_async),
-        (arrivals, "_arrive", arrive_there),
+        (arrivals, "_arrival", arrival_there),
         (arrivals, "_accumulators", note_stream),
         (graph_task, "finish_task", finish_behind_leaves),
     ]

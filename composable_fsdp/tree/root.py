@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from composable_fsdp.comm.device import make_streams
+from composable_fsdp.comm.device import make_streams, note_host_reads
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join, shown
 from composable_fsdp.tree.agree import give_logs
@@ -76,6 +76,8 @@ def _initialise(top: _FSDPState) -> None:
         s for s in root._root_states if s.precision and s.precision.buffer_dtype
     )
     context.streams = make_streams(root.device)
+    if context.streams is not None and context.offload:
+        note_host_reads(context.streams)
     give_logs(context)
 
 

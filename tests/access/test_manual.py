@@ -387,7 +387,10 @@ def ours_and_theirs(operations: list[Operation], x: Tensor) -> list[Any]:
     ours = tiny_mlp()
     block = fully_shard(ours[0])
     fully_shard(ours)
-    (group,) = their_block._get_fsdp_state()._fsdp_param_groups
+    state = their_block._get_fsdp_state()
+    # One group until torch 2.12, a list of them since.
+    several = getattr(state, "_fsdp_param_groups", None)
+    (group,) = [state._fsdp_param_group] if several is None else several
     internals: Any = _fsdp_param_group
     real, their_gathers = internals.foreach_all_gather, 0
 

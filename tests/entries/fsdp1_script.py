@@ -33,6 +33,9 @@ from torch.distributed.fsdp.wrap import (
 )
 
 VOCAB, WIDTH, CONTEXT = 32, 16, 8
+# Its name from torch 2.13 on, and the one before.
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None)
+reduce_scatter = reduce_scatter or dist.reduce_scatter_tensor
 
 
 class Block(nn.Module):
@@ -269,7 +272,7 @@ def quiet_hook(
     if output is None:
         dist.all_reduce(gradient)
     else:
-        dist.reduce_scatter_single(output, gradient)
+        reduce_scatter(output, gradient)
 
 
 def with_options(strategy: ShardingStrategy) -> dict[str, list[float]]:

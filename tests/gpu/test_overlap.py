@@ -9,25 +9,19 @@ ordered by events alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from benchmarks.device_steps import BF16, Chain, chain_peaks, peaks_of, world
 from benchmarks.trace import StreamUse, record, stream_uses
-from composable_fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    fully_shard,
-    no_sync,
-)
+from composable_fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from composable_fsdp.flat import views
-from composable_fsdp.runtime import backward, forward, reduce, unshard
+from composable_fsdp.runtime import backward, forward
 from composable_fsdp.testing.models import TinyGPT
+from tests.gpu.late import LONG, delayed, gpt, slow_compute, train
 
 GPUS = torch.cuda.device_count()
 
@@ -36,8 +30,6 @@ pytestmark = [
     pytest.mark.skipif(GPUS == 0, reason="no CUDA device: no stream was tried"),
 ]
 
-LONG = 2_000_000
-"""Cycles of a delay: about a millisecond."""
 PRE, POST = BackwardPrefetch
 
 
@@ -45,58 +37,6 @@ PRE, POST = BackwardPrefetch
 def device() -> torch.device:
     """The GPU."""
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextmanager
-def delayed(wait: Callable[[], int]) -> Iterator[None]:
-    """Before each gather and each reduction its stream waits for so many cycles."""
-    gather, issue = unshard._gather, reduce._issue
-
-    def slow_gather(*args: Any, **kwargs: Any) -> Any:
-        _sleep(wait())
-        return gather(*args, **kwargs)
-
-    def slow_issue(*args: Any, **kwargs: Any) -> Any:
-        _sleep(wait())
-        return issue(*args, **kwargs)
-
-    unshard._gather, reduce._issue = slow_gather, slow_issue
-    try:
-        yield
-    finally:
-        unshard._gather, reduce._issue = gather, issue
-
-
-def _sleep(cycles: int) -> None:
-    if cycles:
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch
-
-
-class Slow(torch.autograd.Function):
-    """Passes a tensor on; the stream that computes waits, each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wait: Callable[[], int]) -> Tensor:
-        """Equal values."""
-        ctx.wait = wait
-        _sleep(wait())
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Equal gradients."""
-        _sleep(ctx.wait())
-        return grads[0].clone(), None
-
-
-def slow_compute(units: Iterable[nn.Module], wait: Callable[[], int]) -> None:
-    """Delay the compute stream before each unit, forward and backward."""
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (Slow.apply(args[0], wait), *args[1:])  # type: ignore[no-untyped-call]  # torch
-
-    for unit in units:
-        unit.register_forward_pre_hook(before)
 
 
 @pytest.mark.req("U-03")
@@ -159,31 +99,6 @@ def test_a_trace_shows_that_collectives_run_beside_compute(
     assert side
     assert sum(use.hidden for use in side) > 0.5 * sum(use.busy for use in side)
     assert all(use.hidden <= compute.busy for use in side)
-
-
-def gpt(device: torch.device, **options: Any) -> Any:
-    """Three blocks and a root, on one rank."""
-    model: Any = TinyGPT(layers=3).to(device)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def train(model: nn.Module, device: torch.device, steps: int = 4) -> list[Tensor]:
-    """Steps of which each second accumulates first; the losses, then the weights."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    tokens = torch.arange(12, device=device).view(2, 6)
-    losses = []
-    for step in range(steps):
-        if step % 2:
-            with no_sync(model):
-                model(tokens).float().square().mean().backward()
-        loss = model(tokens).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        losses.append(loss.detach())
-    return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["device", "host"])

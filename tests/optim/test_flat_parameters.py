@@ -811,3 +811,41 @@ def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
     assert torch.allclose(norm, before["0.weight"].norm())
     assert torch.allclose(grad_of(model, "0.weight").norm(), torch.tensor(1e-3))
     assert torch.equal(grad_of(model, "2.weight"), before["2.weight"])
+
+
+def check_decay(world: World, path: str) -> None:
+    model, twin = gpt(path), gpt(path)
+
+    def matrices(of: nn.Module) -> list[nn.Parameter]:
+        return [p for p in of.parameters() if p.ndim >= 2]
+
+    rest = [p for p in twin.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices(twin), "weight_decay": 0.5},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.AdamW(groups, lr=0.05, foreach=True)
+    decayed: list[Tensor] = [*matrices(model)]
+    flats = flat_parameters(model)
+    ours = torch.optim.AdamW(flats, lr=0.05, weight_decay=0.0, foreach=True)
+
+    @torch.no_grad()
+    def decay(optimizer: Any, args: object, kwargs: object) -> None:
+        torch._foreach_mul_(decayed, 1 - optimizer.param_groups[0]["lr"] * 0.5)
+
+    ours.register_step_pre_hook(decay)
+    for at in range(3):
+        for each, optimizer in ((model, ours), (twin, theirs)):
+            backward(loss_of(each, gpt_input(at, world.rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert differences(model.state_dict(), twin.state_dict()) == {}
+
+
+@both_paths
+@one_to_three_ranks
+def test_a_hook_decays_matrices_alone_as_a_group_of_their_own_would(
+    ranks: RankCount, path: str, world_size: int
+) -> None:
+    """Bit by bit, as docs/flat_parameters.md says."""
+    ranks(world_size).run(check_decay, path)

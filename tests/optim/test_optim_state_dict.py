@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import (
+    FullOptimStateDictConfig,
     FullyShardedDataParallel,
     ShardingStrategy,
+    StateDictType,
     fully_shard,
+    get_full_optim_state,
     optim_state_dict,
     optim_state_dict_to_load,
+    state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
@@ -42,6 +48,7 @@ from tests.runtime.reference import (
     tolerance_at,
 )
 
+FSDP = FullyShardedDataParallel
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adamw foreach": partial(torch.optim.AdamW, foreach=True),
@@ -492,6 +499,111 @@ def test_what_one_rank_refuses_is_refused_on_all(
     assert first.startswith("CheckpointError: On rank 1: ")
     assert expected in first
     assert expected in second
+
+
+def check_wrong_arguments(world: World, how: str) -> list[str]:
+    model = apply_units(tiny_mlp(), ["0"])
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    whole = optim_state_dict(model, optimizer)
+    pair: Any = [model, optimizer]
+    if world.rank:
+        pair[how == "optimizer"] = "wrong"
+    on_first = FullOptimStateDictConfig(rank0_only=True)
+
+    def load_from_first() -> None:
+        with state_dict_type(model, StateDictType.FULL_STATE_DICT, None, on_first):
+            optim_state_dict_to_load(pair[0], pair[1], whole)
+
+    calls: list[Callable[[], object]] = [
+        lambda: optim_state_dict(*pair),
+        lambda: FSDP.full_optim_state_dict(*pair),
+        lambda: FSDP.sharded_optim_state_dict(*pair),
+        lambda: FSDP.scatter_full_optim_state_dict(whole, pair[0], None, pair[1]),
+        load_from_first,
+    ]
+    if how == "optimizer":
+        calls.append(lambda: get_full_optim_state(pair[0], pair[1], "0.weight"))
+    texts = [message_of(call) for call in calls]
+    with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        alone = message_of(lambda: optim_state_dict(*pair))
+    assert (alone == "nothing was raised") == (world.rank == 0)
+    assert _same(optim_state_dict(model, optimizer), whole)
+    return texts
+
+
+@pytest.mark.parametrize("how", ["model", "optimizer"])
+def test_a_wrong_argument_on_one_rank_is_told_to_the_others(
+    ranks: RankCount, how: str
+) -> None:
+    """That rank has its own error, and the others one with its text: nobody waits."""
+    first, second = ranks(2).run(check_wrong_arguments, how, timeout=20)
+
+    for here, there in zip(first, second, strict=True):
+        assert there.startswith("TypeError: ")
+        assert " expects a model" in there
+        assert here == there.replace("TypeError: ", "CheckpointError: On rank 1: ")
+
+
+def check_replicas(world: World) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    model = fully_shard(tiny_mlp(), strategy=strategy, device_mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    whole = optim_state_dict(model, optimizer)
+    wrong: Any = 3 if world.rank == 3 else optimizer
+    unsendable = {**whole, "state": {"0.weight": {"exp_avg": lambda: 1}}}
+    scatter = partial(FSDP.scatter_full_optim_state_dict, model=model)
+    return (
+        message_of(lambda: scatter(whole, optim=wrong)),
+        message_of(lambda: scatter(unsendable, optim=optimizer)),
+    )
+
+
+def test_replicas_learn_of_each_others_wrong_arguments(ranks: RankCount) -> None:
+    """Also the ranks that share no group with the one that was called wrongly."""
+    *others, last = ranks(4).run(check_replicas, timeout=20)
+
+    told = last[0].replace("TypeError: ", "CheckpointError: On rank 3: ")
+    assert [wrong for wrong, _ in others] == [told] * 3
+    assert {text for _, text in (*others, last)} == {last[1]}
+    assert "['exp_avg'] is a function" in last[1]
+
+
+def check_unsendable(world: World, group: bool) -> list[str]:
+    model = apply_units(tiny_mlp(), ["0"])
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    whole = optim_state_dict(model, optimizer)
+    scatter = partial(
+        FSDP.scatter_full_optim_state_dict,
+        model=model,
+        optim=optimizer,
+        group=world.group if group else None,
+    )
+    broken = copy.deepcopy(whole)
+    broken["state"]["0.weight"]["exp_avg"] = lambda: 1
+    text = message_of(lambda: scatter(broken))
+    assert _same(
+        scatter(whole if world.rank == 0 else None), local_state_dict(optimizer)
+    )
+    return [text]
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_a_state_that_cannot_be_sent_is_refused_on_all(
+    ranks: RankCount, group: bool
+) -> None:
+    """By the name of the entry, on the rank that has it and on those that wait."""
+    first, second = ranks(2).run(check_unsendable, group, timeout=20)
+
+    assert first == second
+    assert first[0].startswith(
+        "CheckpointError: The optimizer state of the first rank cannot be sent to the "
+        "others: ['state']['0.weight']['exp_avg'] is a function ("
+    )
 
 
 def check_scalars(world: World, kind: type[torch.optim.Optimizer]) -> None:

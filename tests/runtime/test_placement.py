@@ -29,7 +29,8 @@ from composable_fsdp.flat.integrity import _device
 from composable_fsdp.runtime.casting import to_device
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
-from composable_fsdp.tree.traversal import _get_fsdp_handles
+from composable_fsdp.tree.state import _get_module_fsdp_state
+from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.runtime.reference import (
     PATHS,
     Optimize,
@@ -68,6 +69,9 @@ CASES: list[tuple[Any, str | None, str, torch.device, torch.device]] = [
     (None, None, "gloo", META, torch.device("cpu")),
     (None, None, "nccl", torch.device("cpu"), torch.device("cuda", 3)),
     (None, None, "nccl", META, torch.device("cuda", 3)),
+    # What init_process_group() makes without a backend, where there is a GPU.
+    (None, None, "cpu:gloo,cuda:nccl", torch.device("cpu"), torch.device("cuda", 3)),
+    (None, None, "cpu:gloo", torch.device("cpu"), torch.device("cpu")),
     (None, "cpu", "nccl", CUDA, torch.device("cpu")),
     (None, "cuda", "gloo", torch.device("cpu"), torch.device("cuda", 3)),
     (1, "cuda", "nccl", CUDA, torch.device("cuda", 1)),
@@ -88,13 +92,28 @@ def test_the_compute_device_is_the_first_that_somebody_names(
     expected: torch.device,
 ) -> None:
     """``device_id``, the mesh's, cuda under NCCL, else where the parameters are."""
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    served = {"nccl": "cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}.get(backend, backend)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: served)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     layout = RankLayout(one_rank.group, None, mesh)
     with FakeTensorMode():
         parameter = torch.empty(2, device=where)
 
     assert resolve_device(device_id, layout, [parameter]) == expected
+
+
+@pytest.mark.req("S2-09")
+def test_a_root_without_parameters_computes_where_its_units_do(one_rank: World) -> None:
+    """It has the streams of all, so it must not be taken for a module on the host."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    below = _get_module_fsdp_state(fully_shard(model[0]))
+    assert below is not None
+    below.device = torch.device("cpu", 0)  # unlike what any parameter says
+
+    fully_shard(model)
+
+    (root, _) = _get_fsdp_states(model)
+    assert root.device == below.device
 
 
 @pytest.mark.req("S2-09")

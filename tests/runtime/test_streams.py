@@ -329,6 +329,23 @@ def again(order: StreamOrder) -> None:
     train(model)
 
 
+def stepped_between(order: StreamOrder) -> None:
+    """An optimizer steps before a backward that gathers what it writes, and after a
+    forward that may be reading it."""
+    for offload in (None, ON_HOST):
+        model = gpt(order, cpu_offload=offload)
+        optimizer = sgd(model)
+        first, second = loss_of(model), loss_of(model)
+        backward(first)
+        optimizer.step()
+        backward(second)
+        loss = loss_of(model)
+        optimizer.step()
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        backward(loss)
+
+
 def copied(order: StreamOrder) -> None:
     """A copy trains beside the original."""
     model = gpt(order)
@@ -445,6 +462,7 @@ CASES = [
     comm_hooks,
     checkpointed,
     again,
+    stepped_between,
     copied,
     unused,
     scaled,

@@ -296,4 +296,4 @@ def test_a_wrong_path_is_refused_at_the_call(tmp_path: Path) -> None:
 
     text = message_of(lambda: async_save(tmp_path / "run", make("plain")))
 
-    assert "run exists, and a checkpoint is never overwritten" in text
+    assert "run exists already, and nothing is overwritten" in text

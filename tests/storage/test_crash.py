@@ -94,7 +94,7 @@ def test_an_existing_name_is_never_written_over(
 
     for point in ("", *crash.POINTS):
         for text in ranks(2).run(save_again, tmp_path, point):
-            assert "step-1 exists, and a checkpoint is never overwritten" in text
+            assert "step-1 exists already, and nothing is overwritten" in text
 
     assert bytes_below(tmp_path / "step-1") == old
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]

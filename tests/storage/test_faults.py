@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,8 +17,9 @@ from unittest import mock
 import pytest
 import torch
 
-from composable_fsdp import load, save, verify
+from composable_fsdp import async_save, export_safetensors, load, save, verify
 from composable_fsdp.comm.nodes import private_group
+from composable_fsdp.storage import outcome
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from composable_fsdp.testing.world import World
@@ -122,7 +125,7 @@ def test_a_path_that_cannot_be_written_is_the_same_error_on_all(
     (tmp_path / "file").write_text("mine")
 
     for path, expected in [
-        (tmp_path / "file", "file exists, and a checkpoint is never overwritten"),
+        (tmp_path / "file", "file exists already, and nothing is overwritten"),
         (tmp_path / "file" / "step-1", "cannot be made (File exists: "),
         (Path("/proc/step-1"), "cannot be made ("),
     ]:
@@ -199,13 +202,13 @@ def test_latest_is_found_whatever_blanks_its_name_has(tmp_path: Path) -> None:
 
 
 def test_what_is_no_optimizer_is_refused_by_name(tmp_path: Path) -> None:
-    """A list of optimizers, and extra where the optimizer stands."""
+    """Optimizers by name, and extra where the optimizer stands."""
     model = make("plain")
-    wrongs: list[Any] = [[optimizer_of(model)], {"epoch": 1}]
+    wrongs: list[Any] = [[{"all": optimizer_of(model)}], {"epoch": 1}]
     for wrong in wrongs:
         text = message_of(partial(save, tmp_path / "x", model, wrong))
 
-        assert text.startswith("TypeError: save expects one optimizer, got a ")
+        assert text.startswith("TypeError: save expects an optimizer, or a list of sev")
         assert "extra=... by its name" in text
 
 
@@ -268,3 +271,99 @@ def test_a_fault_after_the_ranks_agreed_is_raised_on_all(
         "On rank 1: load failed when a part was loaded already (OSError: " in first[0]
     )
     assert first[1]
+
+
+def check_wrong_arguments(world: World, folder: Path) -> list[str]:
+    model, wrong = make("composable"), world.rank == 1
+    save(folder / "good", model)
+    module: Any = "model" if wrong else model
+    path: Any = 5 if wrong else folder / "x"
+    calls: list[Callable[[], Any]] = [
+        lambda: save(folder / "x", module),
+        lambda: async_save(folder / "x", module),
+        lambda: load(folder / "good", module),
+        lambda: save(path, model),
+        lambda: load(5 if wrong else folder / "good", model),  # type: ignore[arg-type]
+        lambda: save(folder / "x", model, keep="2" if wrong else 2),  # type: ignore[arg-type]
+        lambda: export_safetensors(path, model),
+    ]
+    texts = [message_of(call) for call in calls]
+    save(folder / "after", model)
+    return texts
+
+
+@pytest.mark.req("X-22")
+def test_a_wrong_argument_on_one_rank_is_raised_on_all(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The rank that was called wrongly says so to the others, which do not wait on."""
+    first, second = ranks(2).run(check_wrong_arguments, tmp_path, timeout=20)
+
+    assert first == second
+    for text, expected in zip(
+        first,
+        [
+            "save expects a module, got a str",
+            "save expects a module, got a str",
+            "load expects a module, got a str",
+            "save expects a path, got 5",
+            "load expects a path, got 5",
+            "save expects keep=None or a number from 1, got '2'",
+            "export_safetensors expects a path, got 5",
+        ],
+        strict=True,
+    ):
+        assert text.startswith("TypeError: On rank 1: ")
+        assert expected in text
+    assert sorted(os.listdir(tmp_path)) == ["after", "good", "latest"]
+
+
+def check_first_call_is_wrong(world: World, folder: Path) -> list[str]:
+    model = make("composable")
+    module: Any = {} if world.rank == 0 else model
+    return [
+        message_of(lambda: async_save(folder / "x", module)),
+        message_of(lambda: async_save(folder / "x", model).result()),
+    ]
+
+
+def test_the_first_call_may_be_the_wrong_one(ranks: RankCount, tmp_path: Path) -> None:
+    """Ranks make their groups then, and all of them have to come for that."""
+    first, second = ranks(2).run(check_first_call_is_wrong, tmp_path, retire=True)
+
+    assert first == second
+    assert first[0].startswith("TypeError: On rank 0: save expects a module, got a di")
+    assert first[1] == "nothing was raised"
+
+
+def check_alone(world: World, folder: Path) -> tuple[str, list[str]]:
+    wrong: Any = {}
+    if world.rank:
+        return "", []
+    with (
+        warnings.catch_warnings(record=True) as told,
+        mock.patch.object(outcome, "NOTICE_AFTER", 0.2),
+    ):
+        warnings.simplefilter("always")
+        error = TimeoutError("no other rank has come")
+
+        def wait(*args: object, **options: object) -> None:
+            time.sleep(0.5)
+            raise RuntimeError(error)
+
+        with mock.patch.object(outcome, "private_group", wait):
+            text = message_of(lambda: save(folder / "x", wrong))
+    return text, [str(each.message) for each in told]
+
+
+def test_a_rank_that_waits_to_tell_the_others_says_what_is_wrong(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """As when rank 0 alone calls, with a state dict: the others never come."""
+    text, told = ranks(2).run(check_alone, tmp_path)[0]
+
+    assert text == "TypeError: expected a module, got a dict."
+    assert told == [
+        "Waiting for the other ranks of a checkpoint to tell them: expected a module, "
+        "got a dict."
+    ]

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import LoadReport, fully_shard, load, save
+from composable_fsdp import (
+    LoadReport,
+    fully_shard,
+    load,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    save,
+)
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, message_of
 
@@ -126,15 +133,37 @@ def test_without_a_report_a_lenient_load_warns(tmp_path: Path) -> None:
     assert "of another dtype: 'same.weight'" in str(found[0].message)
 
 
-def test_groups_that_mix_saved_groups_are_refused(tmp_path: Path) -> None:
-    """Their options could not both be right."""
+def test_groups_that_mix_saved_groups_of_other_options_are_refused(
+    tmp_path: Path,
+) -> None:
+    """Their options could not both be right, as where a state is loaded by name."""
     model = saved_model()
     params = list(model.parameters())
-    save(tmp_path / "run", model, torch.optim.SGD([{"params": [p]} for p in params]))
+    groups = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(params)]
+    optimizer, other = torch.optim.SGD(groups), torch.optim.SGD(params)
+    save(tmp_path / "run", model, optimizer)
+    state = optim_state_dict(model, optimizer)
 
-    text = message_of(lambda: load(tmp_path, model, torch.optim.SGD(params)))
+    text = message_of(lambda: load(tmp_path, model, other))
 
     assert "The optimizer's group 0 holds parameters of several saved groups" in text
+    assert text == message_of(lambda: optim_state_dict_to_load(model, other, state))
+
+
+def test_groups_of_equal_options_load_into_one(tmp_path: Path) -> None:
+    """However many there were, also of an optimizer that was made with names."""
+    model = saved_model()
+    named = list(model.named_parameters())
+    groups = [{"params": [pair], "lr": 0.3} for pair in reversed(named)]
+    save(tmp_path / "run", model, torch.optim.SGD(groups, momentum=0.5))
+
+    for params in (named, list(model.parameters())):
+        optimizer = torch.optim.SGD(params, lr=0.9)
+        load(tmp_path, model, optimizer)
+        (group,) = optimizer.param_groups
+        names = [name for name, _ in named] if params is named else None
+        assert (group["lr"], group["momentum"]) == (0.3, 0.5)
+        assert group.get("param_names") == names
 
 
 class Tied(nn.Module):

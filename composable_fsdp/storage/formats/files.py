@@ -6,7 +6,6 @@ outside its directory. What is written here appears at once and whole, or not at
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.directory import make_temporary
+from composable_fsdp.storage.directory import commit, make_temporary, sync
 
 
 def inner_file(directory: Path, name: object) -> Path:
@@ -62,15 +61,6 @@ def _link_targets(directory: Path) -> set[Path]:
     return allowed
 
 
-def require_new(path: Path) -> None:
-    """Refuse to overwrite. Raises: CheckpointError, if ``path`` exists."""
-    if path.exists() or path.is_symlink():
-        raise CheckpointError(
-            f"{path} exists already, and nothing is overwritten. Choose another "
-            "destination, or remove it first."
-        )
-
-
 @contextmanager
 def appear(path: Path) -> Iterator[Path]:
     """Give a fresh directory to work in; its ``out`` becomes ``path`` when all is done.
@@ -83,7 +73,7 @@ def appear(path: Path) -> Iterator[Path]:
     work = begin(path)
     try:
         yield work / OUT
-        commit(work, path)
+        finish(work, path)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
@@ -99,27 +89,15 @@ def begin(path: Path) -> Path:
 
     Raises: CheckpointError, if ``path`` exists, or if it cannot be written.
     """
-    require_new(path)
     return Path(make_temporary(str(path.absolute())))
 
 
-def commit(work: Path, path: Path) -> None:
+def finish(work: Path, path: Path) -> None:
     """Sync what stands in ``work`` and rename it to ``path``."""
     out = work / OUT
-    for each in (*out.rglob("*"), out, work):
+    for each in out.rglob("*"):
         sync(each)
-    require_new(path)
-    out.rename(path)
-    sync(path.absolute().parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until the file or directory is on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+    commit(str(out), str(path.absolute()))
 
 
 def unwritable(path: Path, error: Exception) -> CheckpointError:
