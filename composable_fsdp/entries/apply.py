@@ -142,8 +142,8 @@ def apply(
     )
     for each in states:
         install_state_dict_hooks(each)
-    leave_alone(_ignored(modules, application.request))
     look_at_optimizers()
+    leave_alone(_ignored(modules, application.request))
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)

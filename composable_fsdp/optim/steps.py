@@ -19,19 +19,17 @@ from composable_fsdp.optim.guard import (
     require_no_flat_originals,
     require_own_state,
 )
-from composable_fsdp.optim.strangers import compare_unheld, require_current
+from composable_fsdp.optim.strangers import look_for_strangers
 from composable_fsdp.optim.watch import meet
 
 _LOOKED_AT = 2
 """The first step sees state that was there before, the second what the first made."""
 
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = (
     weakref.WeakKeyDictionary()
 )
-"""Per optimizer: how many events there had been, and steps looked at since.
-
-An event is an application, or a parameter whose place another one took.
-"""
+"""Per optimizer: how many applications and replaced parameters there had been, and
+steps looked at since the former."""
 _applications = 0
 
 
@@ -50,17 +48,16 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     prepare_flats(optim)
-    now = _applications + times_replaced()
-    events, steps = _steps.get(optim, (0, 0))
-    if events != now:
+    applications, replaced, steps = _steps.get(optim, (0, -1, 0))
+    now = times_replaced()
+    if applications != _applications:
         steps = 0
         meet(optim)  # first, because it turns what was loaded into parts
-    if steps == _LOOKED_AT:
+    if steps == _LOOKED_AT and replaced == now:
         return
     require_elementwise(optim)
     require_no_flat_originals(optim)
     require_own_state(optim)
-    require_current(optim)
-    if not steps:
-        compare_unheld(optim)
-    _steps[optim] = (now, steps + 1)
+    if not steps or replaced != now:
+        look_for_strangers(optim)
+    _steps[optim] = (_applications, now, min(steps + 1, _LOOKED_AT))

@@ -27,18 +27,30 @@ _LEFT_ALONE = "_composable_fsdp_left_alone"
 _SHOWN = 3
 
 
-def leave_alone(parameters: Iterable[nn.Parameter]) -> None:
-    """Say nothing of these, which the user left out of all units by name."""
-    for parameter in parameters:
+def leave_alone(ignored: Iterable[nn.Parameter]) -> None:
+    """Leave what becomes of ``ignored`` parameters to the user, who named them."""
+    for parameter in ignored:
         setattr(parameter, _LEFT_ALONE, True)
 
 
-def require_current(optim: torch.optim.Optimizer) -> None:
+def look_for_strangers(optim: torch.optim.Optimizer) -> None:
+    """Refuse parameters that others replaced, warn of gradients nobody reduces.
+
+    Two round trips to the key-value store, if no unit holds some of them; waits for
+    nobody, sends no tensor. Raises: CompositionError, on all ranks alike.
+    """
+    parameters = [p for group in optim.param_groups for p in group["params"]]
+    _require_current(optim, parameters)
+    _compare_unheld(optim, parameters)
+
+
+def _require_current(
+    optim: torch.optim.Optimizer, parameters: list[nn.Parameter]
+) -> None:
     """Refuse parameters whose places others have taken, unless those are here too.
 
     Raises: CompositionError, on all ranks alike; nothing was stepped.
     """
-    parameters = _parameters(optim)
     held = set(map(id, parameters))
     gone = []
     for parameter in parameters:
@@ -59,13 +71,13 @@ def require_current(optim: torch.optim.Optimizer) -> None:
         )
 
 
-def compare_unheld(optim: torch.optim.Optimizer) -> None:
+def _compare_unheld(
+    optim: torch.optim.Optimizer, parameters: list[nn.Parameter]
+) -> None:
     """Warn if parameters beside those of units have other gradients on other ranks.
 
-    Two round trips to the key-value store; waits for nobody, sends no tensor. What
-    something else reduces (DDP, a hook of the user's) is equal and stays unsaid.
+    What something else reduces (DDP, a hook of the user's) is equal and stays unsaid.
     """
-    parameters = _parameters(optim)
     owners = [find_leaf(p) or find_flat(p) for p in parameters]
     group = next((owner[0].groups.shard for owner in owners if owner), None)
     # Whether they have gradients may differ over ranks; who takes part may not.
@@ -89,12 +101,8 @@ def compare_unheld(optim: torch.optim.Optimizer) -> None:
         f"ranks {dist.get_rank()} and {said.rank} differ: nothing reduces them, and "
         "the ranks drift apart. Call fully_shard on the whole model after its parts, "
         "or replicate on what is left, or name them in ignored_states.",
-        stacklevel=4,  # the caller of ``step``, beyond the hook and torch's wrapper
+        stacklevel=5,
     )
-
-
-def _parameters(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in optim.param_groups for p in group["params"]]
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -92,8 +91,8 @@ def test_an_assignment_between_steps_is_noticed_by_the_next(one_rank: World) -> 
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
-    first: Any = model[0]
-    first.weight = nn.Parameter(torch.ones_like(first.weight))
+    first = model.get_submodule("0")
+    first.weight = nn.Parameter(torch.ones_like(first.get_parameter("weight")))
     model(torch.ones(2, 8)).sum().backward()
 
     assert "SGD holds what '0.weight' were before" in message_of(optimizer.step)
@@ -102,7 +101,7 @@ def test_an_assignment_between_steps_is_noticed_by_the_next(one_rank: World) -> 
 def step_without_root(world: World, how: str) -> list[str]:
     """Shard one layer, leave the others plain, step; what was said."""
     model = tiny_mlp()
-    rest = [p for name, p in model.named_parameters() if not name.startswith("0.")]
+    rest = [p for layer in list(model.children())[1:] for p in layer.parameters()]
     fully_shard(model[0])
     if how == "ignored":
         fully_shard(model, ignored_states=rest)
