@@ -20,7 +20,7 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handed_out import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.replaced import successor
-from composable_fsdp.optim.guard import cut_leaf, leaf_name
+from composable_fsdp.optim.guard import leaf_name
 
 _LEFT_ALONE = "_composable_fsdp_left_alone"
 """Attribute of ignored parameters: a weak reference would forbid to swap them."""
@@ -36,7 +36,7 @@ def leave_alone(ignored: Iterable[nn.Parameter]) -> None:
 def look_for_strangers(optim: torch.optim.Optimizer) -> None:
     """Refuse parameters that others replaced, warn of gradients nobody reduces.
 
-    Two round trips to the key-value store, where there are such gradients; waits for
+    Two round trips to the key-value store, if no unit holds some of them; waits for
     nobody, sends no tensor. Raises: CompositionError, on all ranks alike.
     """
     parameters = [p for group in optim.param_groups for p in group["params"]]
@@ -78,15 +78,13 @@ def _compare_unheld(
 
     What something else reduces (DDP, a hook of the user's) is equal and stays unsaid.
     """
-    group = next((f[0].groups.shard for f in map(cut_leaf, parameters) if f), None)
+    owners = [find_leaf(p) or find_flat(p) for p in parameters]
+    group = next((owner[0].groups.shard for owner in owners if owner), None)
+    # Whether they have gradients may differ over ranks; who takes part may not.
     plain = [
         p
-        for p in parameters
-        if type(p.grad) is Tensor
-        and p.grad.layout is torch.strided
-        and find_leaf(p) is None
-        and find_flat(p) is None
-        and not hasattr(p, _LEFT_ALONE)
+        for p, owner in zip(parameters, owners, strict=True)
+        if owner is None and p.requires_grad and not hasattr(p, _LEFT_ALONE)
     ]
     if group is None or not plain or not can_compare(group):
         return
@@ -113,7 +111,10 @@ def _fingerprint(parameters: list[nn.Parameter]) -> str:
     digest = hashlib.sha256()
     for parameter in parameters:
         gradient = parameter.grad
-        assert isinstance(gradient, Tensor)
-        both = gradient.double().sum(), gradient.double().norm()
-        digest.update(repr([value.item() for value in both]).encode())
+        values = []
+        # A subclass may send something, and says itself who reduces it.
+        if type(gradient) is Tensor and gradient.layout is torch.strided:
+            wide = gradient.double()
+            values = [wide.sum().item(), wide.norm().item()]
+        digest.update(repr(values).encode())
     return digest.hexdigest()[:16]

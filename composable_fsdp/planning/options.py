@@ -146,7 +146,7 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
     raise TypeError(
         f"{argument} expects a {kind.__name__}({', '.join(names)}), got {value!r}. "
         f"Import {kind.__name__} from composable_fsdp and name what differs: "
-        f"{_EXAMPLES.get(kind, f'{kind.__name__}()')}."
+        f"{_EXAMPLES.get(kind, kind.__name__ + '()')}."
     )
 
 

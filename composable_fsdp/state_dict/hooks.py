@@ -33,6 +33,7 @@ from composable_fsdp.state_dict.local import (
     plans_of,
     require_plan,
 )
+from composable_fsdp.state_dict.meeting import meet
 from composable_fsdp.state_dict.sharded import ShardedValue, sharded_values, unfit
 from composable_fsdp.state_dict.unit_keys import Reach, keys_of, names_below, reaches
 from composable_fsdp.tree.state import _FSDPState
@@ -54,6 +55,7 @@ def install_state_dict_hooks(state: _FSDPState) -> None:
             key = next(_keys)
             at._state_dict_hooks[key] = partial(_save, state, reach)
             at._load_state_dict_pre_hooks[key] = _Load(state, reach, at)
+    state.module._state_dict_pre_hooks[next(_keys)] = partial(meet, state)
 
 
 def _save(

@@ -94,7 +94,9 @@ def depart_in_backward(
 
 def _tell_forward(use: object) -> str:
     if isinstance(use, FlatParamHandle):
-        return f"runs {use.name}"
+        # With the size, so that models of other shapes are told apart before they send.
+        numel = sum(region.layout.padded_numel for region in use.regions)
+        return f"runs {use.name} of {numel:,} elements"
     return "has no further unit to run"
 
 

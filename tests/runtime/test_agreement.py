@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import ShardingStrategy, fully_shard, no_sync
 from composable_fsdp.comm import agreement
+from composable_fsdp.testing.models import tiny_mlp
 from composable_fsdp.testing.world import RankFailure, RankPool, World, fake_world
 from tests.runtime.reference import (
     PATHS,
@@ -161,6 +163,23 @@ def test_ranks_that_disagree_in_the_first_step_are_told_both_names(
     assert ", rank " in told
     assert one in told
     assert other.removesuffix(".") in told
+
+
+def differ_in_width(world: World) -> None:
+    """The same units by name, of other sizes."""
+    model = fully_shard(tiny_mlp(hidden=12 + world.rank))
+    model(torch.ones(2, 8))
+
+
+@pytest.mark.req("X-12")
+def test_models_of_other_sizes_are_told_apart_before_anything_is_sent(
+    desync: Callable[..., str],
+) -> None:
+    """Gathering them together would mix up values, or end the process in gloo."""
+    text = desync(differ_in_width)
+
+    unit = r"runs \(root\) of \d+ elements"
+    assert re.search(rf"Ranks disagree .* this rank {unit}, rank \d {unit}\.", text)
 
 
 def deviate_in_mesh(world: World) -> None:

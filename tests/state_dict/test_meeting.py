@@ -1,0 +1,49 @@
+"""A full state dict that one rank alone asks for ends in a message."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from composable_fsdp import StateDictType, fully_shard, set_state_dict_type
+from composable_fsdp.comm import agreement
+from composable_fsdp.testing.models import tiny_mlp
+from composable_fsdp.testing.world import RankFailure, World
+from tests.access.sharded import RankCount, gpt
+
+
+def first_rank_alone(world: World) -> None:
+    model = gpt("composable")
+    if world.rank == 0:
+        os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"  # nobody will come
+        model.state_dict()
+
+
+@pytest.mark.req("X-12", "U-02")
+def test_a_state_dict_on_one_rank_alone_is_an_error_that_says_so(
+    ranks: RankCount,
+) -> None:
+    """``if rank == 0: model.state_dict()``, before it sends anything."""
+    with pytest.raises(RankFailure) as caught:
+        ranks(2).run(first_rank_alone, timeout=20, patience=10)
+
+    text = str(caught.value)
+    assert "DesyncError: state_dict() of TinyGPT was called on this rank" in text
+    assert "ranks [1] did not call it within 0.2 s" in text
+    assert "call state_dict() on every rank" in text
+
+
+def shards_of_one_rank(world: World) -> bool:
+    model = fully_shard(tiny_mlp())
+    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    if world.rank == 0:
+        model.state_dict()
+    model(torch.ones(2, 8)).sum().backward()
+    return True
+
+
+def test_sharded_values_need_no_other_rank(ranks: RankCount) -> None:
+    """Nothing is gathered for them, so nobody is waited for."""
+    assert ranks(2).run(shards_of_one_rank) == [True, True]
