@@ -205,9 +205,9 @@ def drop_reduction(context: RuntimeContext) -> None:
     for work in reduction.works:
         work.wait()
     if context.streams is not None:
-        assert handle.reduce_event is not None
+        # Not for the event: if a hook raised, this reduction has not recorded it.
         for stream in _users(context.streams, handle):
-            stream.wait_event(handle.reduce_event.event)
+            stream.wait_stream(context.streams.reduce)
     for region in handle.trainable:
         region.temporary = None
     views.free_reduce(handle)

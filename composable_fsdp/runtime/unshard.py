@@ -153,8 +153,10 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         assert handle.free_event is not None
         current = torch.cuda.current_stream(handle.device)
         # Hooks of leaves run on the stream that was current at build; the last reader
-        # of the weights may be on the forward's.
-        current.wait_stream(context.streams.compute)
+        # of the weights may be on the forward's. Waiting records an event, so not for
+        # itself.
+        if current != context.streams.compute:
+            current.wait_stream(context.streams.compute)
         handle.free_event.record(current)
         handle.retiring = True
         context.retiring.append(handle)

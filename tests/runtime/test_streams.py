@@ -435,6 +435,22 @@ def broken(order: StreamOrder) -> None:
                 backward(loss_of(model))
 
 
+def broken_comm_hook(order: StreamOrder) -> None:
+    """A hook raises after it has read the buffer that is then freed."""
+
+    def raising(state: object, gradient: Tensor, output: Tensor) -> None:
+        gradient.mul_(2)
+        output.copy_(gradient[: output.numel()])
+        raise RuntimeError("boom")
+
+    model = gpt(order)
+    register_comm_hook(model, None, raising)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="boom"):
+            backward(loss_of(model))
+    train(gpt(order))
+
+
 def evaluated_on_the_host(order: StreamOrder) -> None:
     """The host writes shards after a forward that no backward waits for."""
     model = gpt(order, cpu_offload=ON_HOST)
@@ -468,6 +484,7 @@ CASES = [
     scaled,
     two_precisions,
     broken,
+    broken_comm_hook,
     evaluated_on_the_host,
 ]
 
