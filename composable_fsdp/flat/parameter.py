@@ -30,6 +30,7 @@ class FlatParameter:
     """A region at run time. Built by ``build_region``; only ``runtime`` changes it."""
 
     __slots__ = (
+        "__weakref__",
         "arrived",
         "division",
         "device",

@@ -57,14 +57,15 @@ def arm_leaves(state: _FSDPState) -> None:
     with nullcontext() if grads else torch.inference_mode(False), on_stream:
         for region in handle.trainable:
             # Weakly: the collector does not look into the hooks of a tensor (torch
-            # 2.13), so a strong reference would keep the model alive for ever.
-            region.owner = weakref.ref(state)
+            # 2.13), so a strong reference would keep the model, or its shards, alive
+            # for ever.
+            region.owner, link = weakref.ref(state), weakref.ref(region)
             nodes += _accumulators(region.full_leaves)
             for index, leaf in enumerate(region.full_leaves):
                 # What register_post_accumulate_grad_hook sets, less its checks and its
                 # handle, which took longer than all else. Torch numbers from 0 up.
                 leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
-                hooks[OURS] = MethodType(_arrival(index), region)
+                hooks[OURS] = MethodType(_arrival(index), link)
     # A leaf keeps its node only weakly: the handle does, so that the node we ask the
     # engine about is the node it runs.
     handle.accumulators = nodes
@@ -96,15 +97,18 @@ def use_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
 
 
 @cache
-def _arrival(index: int) -> Callable[[FlatParameter, Tensor], None]:
+def _arrival(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor], None]:
     """The post-accumulate hook of full leaf ``index``: it takes the gradient away.
 
     The first of a reduction waits to be moved to the leaf's view of the reduce buffer
     with all others; later ones are added there, in the dtype of the reduction. One
-    function for all units, so that a hook is one object, a method of its region.
+    function for all units, so that a hook is one object: a method of a link to its
+    region.
     """
 
-    def arrive(region: FlatParameter, leaf: Tensor) -> None:
+    def arrive(link: weakref.ref[FlatParameter], leaf: Tensor) -> None:
+        region = link()
+        assert region is not None
         unit: _FSDPState | None = region.owner()
         assert unit is not None
         handle = unit.handle

@@ -36,6 +36,9 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.runtime import arrivals, graph_task, offload, unshard
 
+Link = weakref.ref[FlatParameter]
+"""What the hook of a leaf has of its region."""
+
 Clock = dict["FakeStream", int]
 """How many ops of each stream are known to be done."""
 
@@ -324,8 +327,8 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         target.copy_(source)
         order.is_async = False
 
-    def arrival_there(index: int) -> Callable[[FlatParameter, Tensor], None]:
-        def arrive_there(region: FlatParameter, leaf: Tensor) -> None:
+    def arrival_there(index: int) -> Callable[[Link, Tensor], None]:
+        def arrive_there(link: Link, leaf: Tensor) -> None:
             # A node that has a stream of its own is run behind the op that gave it the
             # gradient, and the allocator knows.
             stream = order.leaf_streams[id(leaf)]
@@ -335,7 +338,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
                 for access in block.accesses.values():
                     stream.join(access.clock)
             with order.on(stream):
-                arrival(index)(region, leaf)
+                arrival(index)(link, leaf)
 
         return arrive_there
 

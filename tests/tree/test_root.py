@@ -190,13 +190,19 @@ def after_step(model: nn.Module) -> None:
 def test_a_model_that_is_gone_leaves_nothing_behind(
     one_rank: World, use: Callable[[nn.Module], None]
 ) -> None:
-    """States, handles and owner entries vanish with the module, used or not."""
+    """States, handles, memory and entries vanish with the module, used or not."""
     gc.collect()
     owners, leaves = len(OWNERS), len(LEAVES)
     model = nested()
     use(model)
     gone = [weakref.ref(state) for state in _get_fsdp_states(model)]
     gone_handles = [weakref.ref(handle) for handle in _get_fsdp_handles(model)]
+    gone_tensors = [
+        weakref.ref(tensor)
+        for handle in _get_fsdp_handles(model)
+        for region in handle.regions
+        for tensor in (region.shard, *region.leaves, *region.full_leaves)
+    ]
     assert len(OWNERS) > owners
 
     del model
@@ -204,6 +210,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(
 
     assert [ref() for ref in gone] == [None] * 3
     assert [ref() for ref in gone_handles] == [None] * 3
+    assert {ref() is None for ref in gone_tensors} == {True}
     assert len(OWNERS) == owners
     assert len(LEAVES) == leaves
 
