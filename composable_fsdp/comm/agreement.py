@@ -123,7 +123,8 @@ class Peers:
         store.delete_key(f"{key}/left")
         for place in places:
             key = self._key(place)
-            if store.delete_key(key) and store.check([f"{key}/count"]):
+            store.delete_key(key)  # nothing is here, if ranks only arrived
+            if store.check([f"{key}/count"]):
                 for part in ("here", "count", "open"):
                     store.delete_key(f"{key}/{part}")
 
