@@ -232,7 +232,11 @@ def plan_regions(
     (exactly optimal for that cost up to ``EXACT_CLASSES`` classes). Regions come in the
     order of their first parameter.
     """
-    return _plan_regions(tuple(specs), world_size, launch_bytes)
+    specs = tuple(specs)
+    if any(spec.group is not None for spec in specs):
+        # A group is any object of the user's, which a cache would keep.
+        return _plan_regions.__wrapped__(specs, world_size, launch_bytes)
+    return _plan_regions(specs, world_size, launch_bytes)
 
 
 @lru_cache(maxsize=4096)

@@ -137,7 +137,9 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             found, unit.parameters, strict=True
         )
     ]
-    build = _build(
+    # A cache would keep what a function of the user's refers to, such as the model.
+    build_unit = _build if unit.options.group_by is None else _build.__wrapped__
+    build = build_unit(
         unit.fqn,
         type(unit.modules[0]).__name__,
         unit.options,

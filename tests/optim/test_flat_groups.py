@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,18 @@ def test_the_plan_names_groups_and_padding_stays_small() -> None:
         whole = sum(region.numel for region in unit.regions)
         assert padded <= 1.01 * whole
     assert "group 'rest'" in str(plan(block, world_size=8, group_by=kind))
+
+
+def test_a_function_and_its_answers_go_with_the_model(one_rank: World) -> None:
+    """Both may refer to the model, so no cache of plans keeps them."""
+    model = nn.Linear(4, 4)
+    gone = weakref.ref(model)
+    fully_shard(model, group_by=lambda name, parameter, model=model: model)
+
+    del model
+    gc.collect()
+
+    assert gone() is None
 
 
 def test_what_is_no_function_or_gives_no_key_is_refused() -> None:
