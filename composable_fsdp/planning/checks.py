@@ -127,9 +127,12 @@ def group_of(group_by: GroupBy | None, fqn: str, parameter: nn.Parameter) -> Has
     group = group_by(fqn, parameter)
     try:
         hash(group)
-    except TypeError as error:
+        is_key = not isinstance(group, torch.Tensor)  # no two of them are equal
+    except TypeError:
+        is_key = False
+    if not is_key:
         raise TypeError(
             f"group_by expects to return a key (a bool, number, string or tuple); for "
             f"parameter {shown(fqn)} it returned a {type(group).__name__}."
-        ) from error
+        )
     return group

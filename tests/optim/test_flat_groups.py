@@ -222,11 +222,17 @@ def test_what_is_no_function_or_gives_no_key_is_refused() -> None:
     texts = [
         message_of(lambda: fully_shard(nn.Linear(2, 2), group_by=wrong)),
         message_of(lambda: plan(nn.Linear(2, 2), world_size=2, group_by=bad_key)),
+        message_of(lambda: plan(nn.Linear(2, 2), world_size=2, group_by=is_positive)),
     ]
 
     assert texts[0].startswith("TypeError: group_by expects a function of a parameter")
     assert "for parameter 'weight' it returned a list" in texts[1]
+    assert "for parameter 'weight' it returned a Tensor" in texts[2]
 
 
 def bad_key(name: str, parameter: nn.Parameter) -> Any:
     return [name]
+
+
+def is_positive(name: str, parameter: nn.Parameter) -> Any:
+    return parameter.sum() > 0
