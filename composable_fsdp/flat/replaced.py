@@ -38,6 +38,8 @@ def note_replaced(
         ):
             if old is not new:
                 _places[old] = _Place(weakref.ref(handle), slot.index)
+                # One that comes back: a weak reference to it would forbid to swap it.
+                _places.pop(new, None)
                 _times += 1
 
 
@@ -52,6 +54,8 @@ def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] |
     handle = None if place is None else place.handle()
     if handle is None or find_leaf(parameter) is not None:
         return None
+    if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
+        return None  # it is back in its place, as the next forward will find
     now = (
         leaf
         for region in handle.regions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,41 @@ def test_an_assignment_between_steps_is_noticed_by_the_next(one_rank: World) -> 
     model(torch.ones(2, 8)).sum().backward()
 
     assert "SGD holds what '0.weight' were before" in message_of(optimizer.step)
+
+
+def exchanged_for_an_evaluation(model: nn.Sequential) -> nn.Parameter:
+    """Evaluate with other weights, as averages are, and give the model its own back."""
+    own = model.get_parameter("0.weight")
+    assert isinstance(model[0], nn.Linear)
+    model[0].weight = nn.Parameter(own.detach().clone())
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    model[0].weight = own
+    return own
+
+
+def test_parameters_that_are_back_in_their_places_are_stepped(one_rank: World) -> None:
+    """Whether the optimizer comes before the next forward or after."""
+    model = fully_shard(tiny_mlp())
+    optimizer = sgd(model)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        own = exchanged_for_an_evaluation(model)
+        before = own.detach().clone()
+
+        optimizer.step()
+
+        assert not torch.equal(own, before)
+
+
+def test_a_parameter_that_is_back_can_be_swapped(one_rank: World) -> None:
+    """``swap_tensors`` takes none that something refers to weakly."""
+    model = fully_shard(tiny_mlp())
+    own = exchanged_for_an_evaluation(model)
+    model(torch.ones(2, 8))
+
+    swap: Any = torch.utils.swap_tensors
+    swap(own, nn.Parameter(torch.ones_like(own)))
 
 
 def step_without_root(world: World, how: str) -> list[str]:
