@@ -40,6 +40,9 @@ def meet(state: _FSDPState, module: nn.Module, prefix: str, keep_vars: bool) -> 
     in_summon = handle.phase is Phase.SUMMON and handle.is_full
     if in_summon or kind is not StateDictType.FULL_STATE_DICT:
         return
+    context = state.context
+    if context is not None and context.summoned is not None and context.rank0_only:
+        return  # full on the first rank alone: all refuse, and none has to wait
     peers = Peers(group, "state_dict")
     peers.arrive("call")
     story = f"state_dict() of {state.title} was called on this rank"

@@ -7,11 +7,16 @@ import os
 import pytest
 import torch
 
-from composable_fsdp import StateDictType, fully_shard, set_state_dict_type
+from composable_fsdp import (
+    StateDictType,
+    fully_shard,
+    set_state_dict_type,
+    unshard_params,
+)
 from composable_fsdp.comm import agreement
 from composable_fsdp.testing.models import tiny_mlp
 from composable_fsdp.testing.world import RankFailure, World
-from tests.access.sharded import RankCount, gpt
+from tests.access.sharded import RankCount, gpt, message_of
 
 
 def first_rank_alone(world: World) -> None:
@@ -47,3 +52,19 @@ def shards_of_one_rank(world: World) -> bool:
 def test_sharded_values_need_no_other_rank(ranks: RankCount) -> None:
     """Nothing is gathered for them, so nobody is waited for."""
     assert ranks(2).run(shards_of_one_rank) == [True, True]
+
+
+def inside_of_a_block_of_the_first_rank(world: World) -> str:
+    model = fully_shard(tiny_mlp())
+    os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
+    with unshard_params(model, rank0_only=True, writeback=False):
+        text = message_of(model.state_dict)
+    del os.environ[agreement.TIMEOUT_VARIABLE]
+    return text
+
+
+def test_a_block_of_the_first_rank_alone_is_no_place_to_meet(ranks: RankCount) -> None:
+    """There every rank refuses at once, the others as the first."""
+    texts = ranks(2).run(inside_of_a_block_of_the_first_rank)
+
+    assert all("was called inside unshard_params(rank0_only=True)" in t for t in texts)
