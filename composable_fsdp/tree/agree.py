@@ -9,6 +9,7 @@ a rank may evaluate alone.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch.distributed as dist
@@ -96,8 +97,21 @@ def _tell_forward(use: object) -> str:
     if isinstance(use, FlatParamHandle):
         # With the size, so that models of other shapes are told apart before they send.
         numel = sum(region.layout.padded_numel for region in use.regions)
-        return f"runs {use.name} of {numel:,} elements"
+        return f"runs {use.name} of {numel:,} elements{_grouping(use)}"
     return "has no further unit to run"
+
+
+def _grouping(handle: FlatParamHandle) -> str:
+    """How several regions divide the parameters, as a few characters.
+
+    Answers of ``group_by`` may differ over ranks (``hash`` of a string does), and then
+    all sizes may be equal.
+    """
+    if len(handle.regions) < 2:
+        return ""
+    members = [[s.fqns for s in r.layout.parameters] for r in handle.regions]
+    digest = zlib.crc32(repr(members).encode())
+    return f" in {len(members)} regions (grouping {digest:08x})"
 
 
 def _tell_backward(use: object) -> str:

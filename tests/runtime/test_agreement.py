@@ -182,6 +182,25 @@ def test_models_of_other_sizes_are_told_apart_before_anything_is_sent(
     assert re.search(rf"Ranks disagree .* this rank {unit}, rank \d {unit}\.", text)
 
 
+def differ_in_groups(world: World) -> None:
+    """The same units of the same sizes, their parameters grouped otherwise."""
+    chosen = "0.weight", "2.weight" if world.rank else "0.bias"
+    norms = nn.Sequential(nn.LayerNorm(8), nn.ReLU(), nn.LayerNorm(8))
+    model = fully_shard(norms, group_by=lambda name, parameter: name in chosen)
+    model(torch.ones(2, 8))
+
+
+@pytest.mark.req("X-12")
+def test_answers_of_group_by_that_differ_are_told_before_anything_is_sent(
+    desync: Callable[..., str],
+) -> None:
+    """Gathering them together would mix up values where all sizes are equal."""
+    text = desync(differ_in_groups)
+
+    unit = r"runs \(root\) of \d+ elements in 2 regions \(grouping [0-9a-f]{8}\)"
+    assert re.search(rf"Ranks disagree .* this rank {unit}, rank \d {unit}\.", text)
+
+
 def deviate_in_mesh(world: World) -> None:
     """Two replicas of two shards each; one rank leaves a parameter out."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
