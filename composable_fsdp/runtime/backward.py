@@ -134,9 +134,9 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     if call.epoch != handle.epoch:
         raise PhaseError(
             f"Backward reached unit {state.name} through a forward that ran before "
-            "requires_grad of its parameters changed, and the buffers of then are "
-            "gone. Run backward before the next forward, or freeze and unfreeze "
-            "between steps."
+            "its parameters changed (requires_grad, a cast, a move, an assignment), "
+            "and the buffers of then are gone. Run backward before the next forward, "
+            "or change them between steps."
         )
     if handle.task != task:
         _begin(context, state, task)

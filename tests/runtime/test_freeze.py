@@ -336,6 +336,7 @@ def test_a_change_between_forward_and_backward_is_refused(ranks: RankCount) -> N
     )
     assert stale == (
         "PhaseError: Backward reached unit (root) through a forward that ran before "
-        "requires_grad of its parameters changed, and the buffers of then are gone. "
-        "Run backward before the next forward, or freeze and unfreeze between steps."
+        "its parameters changed (requires_grad, a cast, a move, an assignment), and "
+        "the buffers of then are gone. Run backward before the next forward, or change "
+        "them between steps."
     )
