@@ -190,7 +190,7 @@ def _show_copies(unit: Shown, *, rank0_only: bool, to_cpu: bool) -> None:
     home = torch.device("cpu") if to_cpu else handle.device
     shards = [region.shard.to(handle.device) for region in handle.regions]
     fulls = gather_flat_values(handle, shards, first_only=rank0_only)
-    if not fulls:
+    if handle.regions and not fulls:
         return
     with torch.inference_mode(False), torch.no_grad():
         # One rank alone has gathered nothing: its shard is what must not be shown.

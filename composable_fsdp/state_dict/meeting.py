@@ -14,7 +14,6 @@ from torch import nn
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.phases import Phase
 from composable_fsdp.state_dict.in_force import settings_in_force
 from composable_fsdp.tree.state import _FSDPState
 
@@ -33,16 +32,14 @@ def meet(state: _FSDPState, module: nn.Module, prefix: str, keep_vars: bool) -> 
 
     Raises: DesyncError, if others do not come in time.
     """
-    handle, group = state.handle, state.handle.groups.shard
+    group = state.handle.groups.shard
     if state.parent is not None or group is None or not can_compare(group):
         return
     kind = settings_in_force(state).state_dict_type
-    in_summon = handle.phase is Phase.SUMMON and handle.is_full
-    if in_summon or kind is not StateDictType.FULL_STATE_DICT:
+    if kind is not StateDictType.FULL_STATE_DICT:
         return
-    context = state.context
-    if context is not None and context.summoned is not None and context.rank0_only:
-        return  # full on the first rank alone: all refuse, and none has to wait
+    if state.context is not None and state.context.summoned is not None:
+        return  # inside unshard_params values are shown or refused, and not sent
     peers = Peers(group, "state_dict")
     peers.arrive("call")
     story = f"state_dict() of {state.title} was called on this rank"

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
 from composable_fsdp import (
     StateDictType,
@@ -52,6 +53,25 @@ def shards_of_one_rank(world: World) -> bool:
 def test_sharded_values_need_no_other_rank(ranks: RankCount) -> None:
     """Nothing is gathered for them, so nobody is waited for."""
     assert ranks(2).run(shards_of_one_rank) == [True, True]
+
+
+def on_one_rank_inside_of_a_block(world: World) -> list[list[str]]:
+    model = nn.Sequential(fully_shard(nn.Linear(4, 2)), fully_shard(nn.Linear(2, 4)))
+    fully_shard(model)
+    found = []
+    for options in ({}, {"offload_to_cpu": True}):
+        with unshard_params(model, writeback=False, **options):
+            if world.rank == 0:
+                found.append([str(tuple(v.shape)) for v in model.state_dict().values()])
+    return found
+
+
+def test_inside_of_a_block_one_rank_alone_may_ask(ranks: RankCount) -> None:
+    """Full values are there already, also below a root without parameters."""
+    found, nothing = ranks(2).run(on_one_rank_inside_of_a_block)
+
+    assert found == [["(2, 4)", "(2,)", "(4, 2)", "(4,)"]] * 2
+    assert nothing == []
 
 
 def inside_of_a_block_of_the_first_rank(world: World) -> str:
