@@ -79,7 +79,8 @@ def _compare_unheld(
     What something else reduces (DDP, a hook of the user's) is equal and stays unsaid.
     """
     owners = [find_leaf(p) or find_flat(p) for p in parameters]
-    group = next((owner[0].groups.shard for owner in owners if owner), None)
+    shards = (owner[0].groups.shard for owner in owners if owner)
+    group = next((shard for shard in shards if shard is not None), None)
     # Whether they have gradients may differ over ranks; who takes part may not.
     plain = [
         p
@@ -114,7 +115,7 @@ def _fingerprint(parameters: list[nn.Parameter]) -> str:
         values = []
         # A subclass may send something, and says itself who reduces it.
         if type(gradient) is Tensor and gradient.layout is torch.strided:
-            wide = gradient.double()
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float64))
             values = [wide.sum().item(), wide.norm().item()]
         digest.update(repr(values).encode())
     return digest.hexdigest()[:16]

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import flat_parameters, fully_shard
+from composable_fsdp import flat_parameters, fully_shard, replicate
+from composable_fsdp.optim.strangers import _fingerprint
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, message_of
@@ -136,9 +137,12 @@ def test_a_parameter_that_is_back_can_be_swapped(one_rank: World) -> None:
 
 def step_without_root(world: World, how: str) -> list[str]:
     """Shard one layer, leave the others plain, step; what was said."""
-    model = tiny_mlp()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     rest = [p for layer in list(model.children())[1:] for p in layer.parameters()]
-    fully_shard(model[0])
+    if how == "replica first":
+        replicate(model[0])
+        rest = list(model[2].parameters())
+    fully_shard(model[1] if how == "replica first" else model[0])
     if how == "ignored":
         fully_shard(model, ignored_states=rest)
     model(torch.full((2, 8), 1.0 + world.rank)).sum().backward()
@@ -152,13 +156,28 @@ def step_without_root(world: World, how: str) -> list[str]:
 
 
 @pytest.mark.req("U-02")
-def test_a_forgotten_root_is_told_by_the_rank_that_finds_out(ranks: RankCount) -> None:
+@pytest.mark.parametrize("how", ["left", "replica first"])
+def test_a_forgotten_root_is_told_by_the_rank_that_finds_out(
+    ranks: RankCount, how: str
+) -> None:
     """Gradients that nothing reduces differ; the second rank to step sees it."""
-    said = [text for texts in ranks(2).run(step_without_root, "left") for text in texts]
+    said = [text for texts in ranks(2).run(step_without_root, how) for text in texts]
 
     assert len(said) == 1
     assert "that no unit holds, of shapes" in said[0]
     assert "Call fully_shard on the whole model after its parts" in said[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_are_told_apart_by_their_imaginary_parts_too() -> None:
+    """Nothing is cast to what holds less."""
+    texts = []
+    for value in (1 + 1j, 1 + 1j, 1 - 1j):
+        parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        parameter.grad = torch.full_like(parameter, value)
+        texts.append(_fingerprint([parameter]))
+
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("how", ["ignored", "reduced"])
