@@ -221,16 +221,14 @@ class _Step:
         unit = self.units[index]
         self.early -= unit.early
         self._note("backward", index, unit.gradients)
-        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
-        following = before if behind else None
         # The root stays full until backward is over, and so does a unit whose inputs
         # need no gradient and cannot say when they are done.
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
-            if not behind:
-                self._make_room(index)
-        if following is not None:
-            self.unshard(following, "backward")
+            self._make_room(index)
+        behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
+        if behind and before is not None:
+            self.unshard(before, "backward")
         if unit.reduce:
             self._reduce(index)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
@@ -180,10 +179,9 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     handle.phase = Phase.BACKWARD_POST
     if state.reshard_after_backward:
         reshard(context, handle)
-        mode = handle.plan.options.backward_prefetch
-        if context.retiring and mode is not BackwardPrefetch.BACKWARD_POST:
-            # The next all-gather is that of the unit after the next, or comes behind
-            # this unit's reduction: it has to wait for this unit's compute anyway.
+        if context.retiring:
+            # With BACKWARD_PRE the next all-gather is that of the unit after the next,
+            # and comes behind this unit's reduction: it waits for this unit anyway.
             make_room(context, handle)
     else:
         keep_full(context, handle)
