@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from composable_fsdp.comm import agreement
 from composable_fsdp.testing.world import World
@@ -15,7 +16,7 @@ def test_the_last_rank_to_leave_takes_the_keys_with_it(
 ) -> None:
     """Also those of a place where ranks only arrived. A FileStore says of any key that
     it was deleted, a HashStore and a TCPStore only of one that was there."""
-    store = dist.HashStore()
+    store = HashStore()
     monkeypatch.setattr(agreement, "_store", lambda: store)
     assert dist.group.WORLD is not None
     peers = agreement.Peers(dist.group.WORLD, "topic")
