@@ -59,9 +59,7 @@ def everyone(units: Sequence[_FSDPState], group: dist.ProcessGroup | None) -> Ro
 
 
 def share_structure(saved: Any, groups: Route) -> Any:
-    """Return the first rank's ``saved``, with tensors in their places or described.
-
-    Numbers and 0-d tensors are there on every rank. On the first rank all tensors are.
+    """Return the first rank's ``saved``: there as it is, elsewhere to be ``unpacked``.
 
     Collective: one broadcast of an object per group.
     Raises: CheckpointError on all ranks, if it cannot be sent.
@@ -74,7 +72,16 @@ def share_structure(saved: Any, groups: Route) -> Any:
         told = collectives.broadcast_object(told, group)
     if isinstance(told, str):
         raise CheckpointError(told)
-    return saved if is_first else pickle.loads(told)
+    return saved if is_first else told
+
+
+def unpacked(shared: Any) -> Any:
+    """What ``share_structure`` returned, with tensors in their places or described.
+
+    Numbers and 0-d tensors are there on every rank. On the first rank all tensors are.
+    Raises: as pickle, on a rank that cannot import what the first one sent.
+    """
+    return pickle.loads(shared) if isinstance(shared, bytes) else shared
 
 
 def _packed(saved: Any) -> bytes | str:

@@ -22,6 +22,7 @@ from composable_fsdp.optim.first import (
     everyone,
     hops,
     share_structure,
+    unpacked,
     share_tensor,
 )
 from composable_fsdp.optim.guard import require_elementwise, whole_reason
@@ -98,6 +99,8 @@ def optim_state_dict_to_load(
     of what ranks refuse, and one broadcast per tensor.
     Raises: CheckpointError, listing names that are missing, left over, or of another
     shape; CompositionError, as ``optim_state_dict``; nothing has been loaded then.
+    What ``load_state_dict`` of one of several optimizers refuses is told when those
+    before it have loaded.
     """
     units = units_known(model, optim)
     settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
@@ -151,8 +154,9 @@ def state_to_load(
     would wait. ``elementwise`` is about each. ``units`` are those of ``model``.
     """
     senders = hops(units, group) if from_first else ()
-    saved = share_structure(saved, senders)
+    shared = share_structure(saved, senders)
     with agreed(everyone(units, group) if from_first else ()):
+        saved = unpacked(shared)
         groups_of = param_groups()
         require_module(model, "optim_state_dict_to_load")
         for state in units:
