@@ -22,8 +22,8 @@ from composable_fsdp.optim.first import (
     everyone,
     hops,
     share_structure,
-    unpacked,
     share_tensor,
+    unpacked,
 )
 from composable_fsdp.optim.guard import require_elementwise, whole_reason
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
