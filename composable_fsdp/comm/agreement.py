@@ -7,7 +7,7 @@ so two ranks that are about to send different things can tell before they do::
     arrive  count this rank in at a place; ``missing`` waits, bounded, for the others
     leave   the last rank to leave removes the keys
 
-No collective is sent. Private names, checked on torch 2.13 (and present in 2.11):
+No collective is sent. Private names, checked on torch 2.13 and 2.11:
 ``distributed_c10d._get_default_store``, ``ProcessGroup._get_backend`` and
 ``_device_types``, ``options._timeout`` of a backend.
 """

@@ -3,8 +3,8 @@
 The last one that a graph task will bring makes the unit reduce.
 
 ``Tensor._post_accumulate_grad_hooks`` and ``torch._C._functions.DelayedError`` are
-private; used only here (the first in ``leaf_hooks``, too), checked on torch 2.13 (and
-present in 2.11).
+private; used only here (the first in ``leaf_hooks``, too), checked on torch 2.13 and
+2.11.
 """
 
 from __future__ import annotations

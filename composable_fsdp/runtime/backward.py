@@ -19,7 +19,7 @@ its unit: what the unit computed has run when the alias does. What never came is
 the end of the graph task (``graph_task``).
 
 ``torch._C._will_engine_execute_node`` is private; used only here, checked on torch 2.13
-(and present in 2.11).
+and 2.11.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A unit joins the task whose backward reaches it. The engine calls back at the en
 task that went well; of one that raised it drops the callback, which notes it.
 
 ``torch._C._current_graph_task_id`` and the engine's ``queue_callback`` are private;
-used only here, checked on torch 2.13 (and present in 2.11).
+used only here, checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
