@@ -39,7 +39,7 @@ SUITE = (
     Cell("step", "--rounds 12", "--rounds 40"),
     Cell("overlap", "--rounds 3", ""),
     Cell("cuda", "", ""),
-    Cell("checkpoint", "--rounds 3", "--many 500 1000"),
+    Cell("checkpoint", "", "--many 500 1000"),
     Cell("memory", "", "--worlds 8 64 1024"),
     Cell("traffic", "", ""),
     Cell("scale", "--layers 32", ""),
