@@ -16,7 +16,7 @@ import json
 import pstats
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -41,6 +41,7 @@ PROFILED_STEPS = 20
 PROFILE_LINES = 40
 
 Record = dict[str, dict[str, object]]
+PerRound = dict[tuple[str, int], list[float]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,15 +95,7 @@ def _run_cells(
 ) -> Record:
     """Forward and backward at each number of parameters: FSDP2, ours, their ratio."""
     shown = [each for each in variants if each.name in ("plain", "fsdp2", "ours")]
-    found = in_child(
-        lambda: overheads(
-            shown,
-            units=units,
-            parameters=options.parameters,
-            world_size=world,
-            rounds=options.rounds,
-        )
-    )
+    found = _measured(overheads, shown, units, world, options)
     medians = {key: statistics.median(rounds) for key, rounds in found.items()}
     names = [variant.name for variant in shown]
     rows = [
@@ -132,21 +125,32 @@ def _run_cells(
     }
 
 
-def _run_updates(
-    variants: Sequence[Variant], units: int, world: int, options: argparse.Namespace
-) -> Record:
-    """Clip and AdamW at each number of parameters, against the plain model's."""
-    goals = {"ours": "1", "ours flat": "1 at 2, 0.4 from 6"}
-    shown = [each for each in variants if each.name == "plain" or each.name in goals]
-    found = in_child(
-        lambda: updates(
-            shown,
+def _measured(
+    measure: Callable[..., PerRound],
+    variants: Sequence[Variant],
+    units: int,
+    world: int,
+    options: argparse.Namespace,
+) -> PerRound:
+    """What ``measure`` finds in a child, at each number of parameters."""
+    return in_child(
+        lambda: measure(
+            variants,
             units=units,
             parameters=options.parameters,
             world_size=world,
             rounds=options.rounds,
         )
     )
+
+
+def _run_updates(
+    variants: Sequence[Variant], units: int, world: int, options: argparse.Namespace
+) -> Record:
+    """Clip and AdamW at each number of parameters, against the plain model's."""
+    goals = {"ours": "1", "ours flat": "1 at 2, 0.4 from 6"}
+    shown = [each for each in variants if each.name == "plain" or each.name in goals]
+    found = _measured(updates, shown, units, world, options)
     names = [variant.name for variant in shown if variant.name in goals]
     table(
         f"Clip and AdamW, {units} units, world {world}: CPU us per unit and step, and "

@@ -105,11 +105,7 @@ def overheads(
     absolute ones.
     """
     with null_world(world_size):
-        trainees = {
-            (variant.name, number): warm_trainee(variant, units, number, update=False)
-            for number in parameters
-            for variant in variants
-        }
+        trainees = _warm(variants, units, parameters, update=False)
         samples = take_turns(trainees, rounds, update=False)
 
     def over(name: str, number: int) -> list[float]:
@@ -133,15 +129,21 @@ def updates(
     For each variant and number of parameters a unit, all in turn; absolute ones.
     """
     with null_world(world_size):
-        trainees = {
-            (variant.name, number): warm_trainee(variant, units, number)
-            for number in parameters
-            for variant in variants
-        }
+        trainees = _warm(variants, units, parameters, update=True)
         samples = take_turns(trainees, rounds)
     return {
         key: [1e6 / units * turn.clip_update for turn in turns]
         for key, turns in samples.items()
+    }
+
+
+def _warm(
+    variants: Sequence[Variant], units: int, parameters: Sequence[int], *, update: bool
+) -> dict[tuple[str, int], Trainee]:
+    return {
+        (variant.name, number): warm_trainee(variant, units, number, update=update)
+        for number in parameters
+        for variant in variants
     }
 
 

@@ -80,7 +80,8 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.needs_gather and (not handle.gathered or handle.retiring):
-        make_room(context, handle)
+        if context.retiring:
+            make_room(context, handle)
         unshard(context, handle)
         context.prefetched.append(handle)
 

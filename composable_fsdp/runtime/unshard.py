@@ -10,7 +10,8 @@ buffers belongs to the gather stream::
 ``reshard`` does not free its unit on CUDA: it records when compute is through, makes
 the gather stream wait for the event of the unit before it, and frees that one. So a
 block is reused only behind its last reader, at most one unit is kept beside the one in
-use, be it resharded or gathered ahead, and the CPU never waits.
+use, be it resharded or gathered ahead, and the CPU never waits. In backward it frees
+its unit at once in the same way (``make_room``).
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ def make_room(context: RuntimeContext, handle: FlatParamHandle) -> None:
     For one that is gathered ahead: its all-gather then waits for the last reader of
     that unit, and runs beside the unit in use.
     """
-    if context.retiring:
-        retire(context, keep=_limit(handle) - 1)
+    retire(context, keep=_limit(handle) - 1)
 
 
 def retire(context: RuntimeContext, *, keep: int) -> None:

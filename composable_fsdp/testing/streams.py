@@ -289,14 +289,18 @@ def stream_order() -> Iterator[StreamOrder]:
             yield order
 
 
-def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
-    """What to put where: streams and events of ours, and where memory is given."""
+Patches = list[tuple[Any, str, Any]]
+"""Module or class, name, and what stands there while an order watches."""
+
+
+def _patches(order: StreamOrder) -> Patches:
+    return [*_of_streams(order), *_of_memory(order), *_of_autograd(order)]
+
+
+def _of_streams(order: StreamOrder) -> Patches:
+    """Streams and events, also of trees and units on the CPU."""
     names = iter(["gather", "reduce"] * 100)
     reset = build_layer.reset_handle
-    resize = torch.UntypedStorage.resize_
-    new_shard = parameter._new_shard
-    arrival, accumulators = arrivals._arrival, arrivals._accumulators
-    finish = graph_task.finish_task
 
     def make_stream(device: torch.device, priority: int) -> FakeStream:
         return FakeStream(order, next(names))
@@ -306,6 +310,28 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         handle.gather_event = device_layer.StreamEvent(handle.device)
         handle.free_event = device_layer.StreamEvent(handle.device)
         handle.reduce_event = device_layer.StreamEvent(handle.device)
+
+    def current_stream(device: object = None) -> FakeStream:
+        return order.current
+
+    make: Callable[[torch.device], Any] = device_layer.Streams
+    return [
+        (torch.cuda, "stream", order.on),
+        (torch.cuda, "current_stream", current_stream),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (device_layer, "_live", weakref.WeakSet()),
+        (device_layer, "_Event", FakeEvent),
+        (device_layer, "_Stream", make_stream),
+        (sys.modules["composable_fsdp.tree.root"], "make_streams", make),
+        (build_layer, "reset_handle", with_events),
+        (rebuild, "reset_handle", with_events),
+    ]
+
+
+def _of_memory(order: StreamOrder) -> Patches:
+    """Where memory is given and taken, and where it is the host's."""
+    resize = torch.UntypedStorage.resize_
+    new_shard = parameter._new_shard
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         block = order.block(storage)
@@ -326,6 +352,19 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
         order.is_async = True
         target.copy_(source)
         order.is_async = False
+
+    return [
+        (torch.UntypedStorage, "resize_", resize_),
+        (parameter, "_new_shard", host_shard),
+        (offload, "copy_async", copy_async),
+        (unshard, "copy_async", copy_async),
+    ]
+
+
+def _of_autograd(order: StreamOrder) -> Patches:
+    """Nodes of leaves run on the stream they were made on."""
+    arrival, accumulators = arrivals._arrival, arrivals._accumulators
+    finish = graph_task.finish_task
 
     def arrival_there(index: int) -> Callable[[Link, Tensor], None]:
         def arrive_there(link: Link, leaf: Tensor) -> None:
@@ -351,24 +390,7 @@ def _patches(order: StreamOrder) -> list[tuple[Any, str, Any]]:
             order.current.wait_stream(stream)
         finish(*args)
 
-    def current_stream(device: object = None) -> FakeStream:
-        return order.current
-
-    make: Callable[[torch.device], Any] = device_layer.Streams
     return [
-        (torch.cuda, "stream", order.on),
-        (torch.cuda, "current_stream", current_stream),
-        (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (device_layer, "_live", weakref.WeakSet()),
-        (device_layer, "_Event", FakeEvent),
-        (device_layer, "_Stream", make_stream),
-        (sys.modules["composable_fsdp.tree.root"], "make_streams", make),
-        (build_layer, "reset_handle", with_events),
-        (rebuild, "reset_handle", with_events),
-        (torch.UntypedStorage, "resize_", resize_),
-        (parameter, "_new_shard", host_shard),
-        (offload, "copy_async", copy_async),
-        (unshard, "copy_async", copy_async),
         (arrivals, "_arrival", arrival_there),
         (arrivals, "_accumulators", note_stream),
         (graph_task, "finish_task", finish_behind_leaves),

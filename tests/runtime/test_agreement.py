@@ -171,17 +171,6 @@ def differ_in_width(world: World) -> None:
     model(torch.ones(2, 8))
 
 
-@pytest.mark.req("X-12")
-def test_models_of_other_sizes_are_told_apart_before_anything_is_sent(
-    desync: Callable[..., str],
-) -> None:
-    """Gathering them together would mix up values, or end the process in gloo."""
-    text = desync(differ_in_width)
-
-    unit = r"runs \(root\) of \d+ elements"
-    assert re.search(rf"Ranks disagree .* this rank {unit}, rank \d {unit}\.", text)
-
-
 def differ_in_groups(world: World) -> None:
     """The same units of the same sizes, their parameters grouped otherwise."""
     chosen = "0.weight", "2.weight" if world.rank else "0.bias"
@@ -191,13 +180,21 @@ def differ_in_groups(world: World) -> None:
 
 
 @pytest.mark.req("X-12")
-def test_answers_of_group_by_that_differ_are_told_before_anything_is_sent(
-    desync: Callable[..., str],
+@pytest.mark.parametrize(
+    ("differ", "grouping"),
+    [
+        (differ_in_width, ""),
+        (differ_in_groups, r" in 2 regions \(grouping [0-9a-f]{8}\)"),
+    ],
+)
+def test_models_laid_out_otherwise_are_told_apart_before_anything_is_sent(
+    desync: Callable[..., str], differ: Callable[[World], None], grouping: str
 ) -> None:
-    """Gathering them together would mix up values where all sizes are equal."""
-    text = desync(differ_in_groups)
+    """Gathering them together would mix up values where sizes are equal, or end the
+    process in gloo."""
+    text = desync(differ)
 
-    unit = r"runs \(root\) of \d+ elements in 2 regions \(grouping [0-9a-f]{8}\)"
+    unit = rf"runs \(root\) of \d+ elements{grouping}"
     assert re.search(rf"Ranks disagree .* this rank {unit}, rank \d {unit}\.", text)
 
 
