@@ -36,6 +36,11 @@ DOORS = frozenset(
     {
         "",  # the package's own __init__
         "__main__",
+        "_common_utils",
+        "_composable_state",
+        "_runtime_utils",
+        "_traversal_utils",
+        "_unshard_param_utils",
         "api",
         "fully_sharded_data_parallel",
         "sharded_grad_scaler",

@@ -14,9 +14,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp
 
 import composable_fsdp
+from composable_fsdp import _traversal_utils
+from composable_fsdp._common_utils import _get_module_fsdp_state
+from composable_fsdp._composable_state import _get_module_state
+from composable_fsdp._unshard_param_utils import _unshard_params_recurse
+from composable_fsdp.testing.tiny import tiny_mlp
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.state import _RootFSDPState
 
 TORCH = "torch.distributed.fsdp"
 OURS = "composable_fsdp"
@@ -194,3 +202,66 @@ def test_cpu_offload_can_be_imported_from_each_of_its_places() -> None:
 
     assert len(set(places)) == 1
     assert places[0](offload_params=True) != places[0]()
+
+
+PRIVATE = {
+    "_traversal_utils": (
+        "_get_fsdp_handles",
+        "_get_fsdp_states",
+        "_get_fsdp_states_with_modules",
+    ),
+    "_runtime_utils": ("_get_fsdp_root_states",),
+    "_common_utils": ("_get_module_fsdp_state",),
+    "_composable_state": ("_get_module_state",),
+}
+RECURSE = "module state recurse writeback rank0_only offload_to_cpu with_grads"
+"""Arguments of ``_unshard_params_recurse``, which torch 2.13 has no more."""
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file in PRIVATE for name in PRIVATE[file]]
+)
+def test_private_names_stand_in_the_files_of_fsdp1(file: str, name: str) -> None:
+    """With its arguments, by position and by name."""
+    home = "torch.distributed" if file == "_composable_state" else TORCH
+    theirs = getattr(importlib.import_module(f"{home}.{file}"), name)
+    ours = getattr(importlib.import_module(f"{OURS}.{file}"), name)
+
+    assert arguments(ours) == arguments(theirs)
+    if file == "_runtime_utils":  # beside the other ways through a tree, as well
+        traversal = importlib.import_module(f"{OURS}._traversal_utils")
+        assert getattr(traversal, name) is ours
+
+
+@pytest.mark.parametrize("path", ["composable", "wrapper"])
+def test_private_names_find_what_a_model_has(one_rank: World, path: str) -> None:
+    """States, their modules, handles and roots, and the owner of any part of a unit."""
+    model = tiny_mlp()
+    block, last = model[0], model[2]
+    top: Any
+    if path == "wrapper":
+        model[0] = composable_fsdp.FullyShardedDataParallel(block)
+        top = composable_fsdp.FullyShardedDataParallel(model)
+    else:
+        composable_fsdp.fully_shard(block)
+        top = composable_fsdp.fully_shard(model)
+    top(torch.ones(2, 8)).sum().backward()
+
+    states, modules = _traversal_utils._get_fsdp_states_with_modules(top)
+    root, below = states
+    assert isinstance(root, _RootFSDPState)
+    assert modules == [model, block]
+    assert _traversal_utils._get_fsdp_states(top) == states
+    assert _traversal_utils._get_fsdp_root_states(top) == [root]
+    assert _traversal_utils._get_fsdp_handles(top) == [s.handle for s in states]
+    assert list(root._all_fsdp_states) == states
+    assert list(root._all_handles) == [s.handle for s in states]
+    for find in (_get_module_fsdp_state, _get_module_state):
+        assert [find(m) for m in (top, last, block)] == [root, root, below]
+        assert find(torch.nn.Linear(2, 2)) is None
+    names = list(inspect.signature(_unshard_params_recurse).parameters.values())
+    assert [each.name for each in names] == RECURSE.split()
+    assert {each.kind.name for each in names} == {"POSITIONAL_OR_KEYWORD"}
+    with _unshard_params_recurse(block, below, False, True, False, False, False):
+        torch.nn.init.constant_(block.get_parameter("weight"), 3)
+    assert torch.equal(block.get_parameter("weight"), torch.full((12, 8), 3.0))

@@ -129,7 +129,6 @@ def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
 def _unshard_params_recurse(
     module: nn.Module,
     state: _FSDPState,
-    *,
     recurse: bool,
     writeback: bool,
     rank0_only: bool,

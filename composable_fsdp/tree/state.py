@@ -301,3 +301,12 @@ def _get_module_fsdp_state(module: nn.Module) -> _FSDPState | None:
     Works for any submodule, not only the fully sharded one. Only reads.
     """
     return OWNERS.get(module)
+
+
+def _get_module_state(module: nn.Module) -> _FSDPState | None:
+    """Return the state of the composable API that ``module`` belongs to.
+
+    ``fully_shard`` and ``replicate`` keep one kind of state, so this is what
+    ``_get_module_fsdp_state`` returns. Only reads.
+    """
+    return OWNERS.get(module)

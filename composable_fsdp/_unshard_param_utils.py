@@ -1,0 +1,5 @@
+"""Full parameters of a unit, under FSDP1's path ``fsdp._unshard_param_utils``."""
+
+from composable_fsdp.access.unshard_params import _unshard_params_recurse
+
+__all__ = ["_unshard_params_recurse"]
