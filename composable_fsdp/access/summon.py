@@ -17,7 +17,7 @@ from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.access.summon_grads import ShownGrads, show_grads
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import views
+from composable_fsdp.flat import guards, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.integrity import is_at, reattach_full
 from composable_fsdp.flat.parameter import full_leaf, full_views
@@ -205,4 +205,5 @@ def _show_copies(unit: Shown, *, rank0_only: bool, to_cpu: bool) -> None:
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}
     for parameters, name, sharded, _ in handle.swaps:
         parameters[name] = made[id(sharded)]
+    guards.open_(handle)
     handle.is_full = True

@@ -11,6 +11,7 @@ from torch import nn
 from composable_fsdp.comm.device import StreamEvent
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
+from composable_fsdp.flat import guards
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, remember_leaves
 from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
@@ -56,6 +57,8 @@ def build_handle(
     set_divisions(handle)
     reset_handle(handle)
     remember_leaves(handle)
+    handle.guards = guards.find_guards(handle, target.modules)
+    guards.close(handle)
     return handle
 
 

@@ -56,6 +56,7 @@ class FlatParamHandle:
         "gather_lists",
         "gathered",
         "groups",
+        "guards",
         "held",
         "here",
         "here_at",
@@ -119,6 +120,8 @@ class FlatParamHandle:
     keys: tuple[str, ...]
     sharded_placed: tuple[nn.Parameter, ...]
     full_placed: tuple[nn.Parameter, ...]
+    guards: tuple[dict[int, Any], ...]
+    """Pre-hooks of modules that refuse calls while the unit is sharded."""
     phase: Phase
     is_full: bool
     """Whether the full leaves are in the modules and may be read."""

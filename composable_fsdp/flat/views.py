@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from composable_fsdp.flat import storage
+from composable_fsdp.flat.guards import REFUSE, refuse_part
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 
@@ -15,6 +16,9 @@ def use_full(handle: FlatParamHandle) -> None:
         handle.tables, handle.keys, handle.full_placed, strict=True
     ):
         table[key] = full
+    for hooks in handle.guards:
+        if REFUSE in hooks:  # users clear hooks
+            del hooks[REFUSE]
     handle.is_full = True
 
 
@@ -24,6 +28,8 @@ def use_sharded(handle: FlatParamHandle) -> None:
         handle.tables, handle.keys, handle.sharded_placed, strict=True
     ):
         table[key] = sharded
+    for hooks in handle.guards:
+        hooks[REFUSE] = refuse_part
     handle.is_full = False
 
 

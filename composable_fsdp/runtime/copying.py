@@ -81,9 +81,11 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
 
 def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
     made = copy.deepcopy(module, memo)
-    # One that is being copied right now has no attributes yet. Its dict of parameters
-    # will be this one, which the memo knows.
-    vars(made).setdefault("_parameters", copy.deepcopy(module._parameters, memo))
+    # One that is being copied right now has no attributes yet. Its dicts will
+    # be these, which the memo knows.
+    for table in ("_parameters", "_forward_pre_hooks"):
+        if table not in vars(made):
+            vars(made)[table] = copy.deepcopy(vars(module)[table], memo)
     return made
 
 

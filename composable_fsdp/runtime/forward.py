@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+
+_LATE = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType, map, filter))
+"""Outputs whose computation has not begun."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -147,6 +151,9 @@ def post_forward(
     Returns the output if it was cast, or if it showed weights, which are copied. Also
     called, with ``None``, when the forward
     raised. Sends nothing.
+
+    Raises: PhaseError, for a generator or coroutine, or for an object that holds
+    weights and cannot be made anew.
     """
     context, handle = state.context, state.handle
     if context is None or context.summoned is not None:
@@ -158,7 +165,12 @@ def post_forward(
     precision, replaced = state.precision, None
     if precision is not None and precision.output_dtype is not None:
         output = replaced = cast_floating(output, precision.output_dtype)
-    tensors = [output] if type(output) is Tensor else tensors_in(output)
+    if type(output) is Tensor:
+        tensors = [output]
+    else:
+        if type(output) in _LATE:
+            _refuse_late(state, output)
+        tensors = tensors_in(output)
     for tensor in tensors:
         # What an operation made has a node in the graph, and is no view.
         if (tensor.grad_fn is None or tensor._base is not None) and _is_weight(
@@ -219,6 +231,22 @@ def _is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
     except (NotImplementedError, RuntimeError):
         return False  # sparse or batched: no memory of its own
     return any(memory == f.untyped_storage()._cdata for f in handle.gather_lists[0])
+
+
+def _refuse_late(state: _FSDPState, output: Any) -> None:
+    """Refuse an output that computes after the forward; the unit is sharded then.
+
+    Raises: PhaseError.
+    """
+    if isinstance(output, (CoroutineType, GeneratorType)):
+        output.close()  # or Python warns that nobody awaited it
+    _after_raise(state)
+    raise PhaseError(
+        f"The forward of fully sharded module {state.name} returned a "
+        f"{type(output).__name__}, which computes when the unit is sharded again. "
+        "Return tensors; a list of them, or a method that computes one result, for "
+        "register_forward_method, serves a caller that iterates."
+    )
 
 
 def _copy_weights(state: _FSDPState, output: Any) -> Any:
