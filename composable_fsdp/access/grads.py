@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,24 +62,34 @@ def clip_grad_norm_(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
     max_norm: float,
     norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
     Not ``torch.nn.utils.clip_grad_norm_``: that one sees this rank's shards alone, and
-    would scale each rank by another factor without a word; nothing could notice it.
+    scales each rank by another factor; the optimizer's step refuses what it did.
 
     Takes a module or parameters, sharded ones (this rank's shards) and plain ones
-    (equal on all ranks) mixed. Returns the norm before clipping, 0-d, on the device
-    that computes, equal on all ranks; it is that of the unsharded model, and NaN or inf
-    on every rank if it is so on one.
+    (equal on all ranks) mixed; frozen ones count if they have a gradient. Returns the
+    norm before clipping, 0-d, on the device that computes, equal on all ranks; it is
+    that of the unsharded model, and NaN or inf on every rank if it is so on one.
+    ``error_if_nonfinite`` makes that an error, and costs a wait for the GPU.
+    ``foreach=False`` goes through the gradients one by one.
 
     Collective: one all-reduce of one number per shard group among the parameters. All
     ranks must pass the same parameters.
-    Raises: ValueError, unless ``norm_type`` is above 0; TypeError, for something that
-    is no parameter.
+    Raises: ValueError, unless ``norm_type`` is above 0 and ``max_norm`` at least 0;
+    TypeError, for something that is no parameter; RuntimeError, on all ranks alike and
+    before anything is scaled, for ``error_if_nonfinite``.
     """
     parameters = _parameters(module_or_params)
-    norm_type = float(norm_type)
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not max_norm >= 0:
+        raise ValueError(
+            f"clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}. A "
+            "negative one would turn every gradient around."
+        )
     if not norm_type > 0:
         raise ValueError(
             f"clip_grad_norm_ expects a norm_type above 0 (2.0, 1.0, inf), got "
@@ -96,17 +107,44 @@ def clip_grad_norm_(
         device = handle.device
         group = handle.groups.shard
         where = plain if group is None else sharded.setdefault(group, [])
-        for region in handle.trainable:
+        for region in handle.regions:
             dtypes.add(region.shard.dtype)
-            flat = _gradients(handle, region, chosen)
-            where += flat
-            gradients += flat
+            if region.layout.trainable:
+                found = _gradients(handle, region, chosen)
+            else:
+                found = _left_gradients(region, chosen)
+            where += found
+            gradients += found
     # Powers overflow half precision, and a rank that holds no element of a parameter
     # has to send what the others send: so a dtype that the parameters alone decide.
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    total = _total_norm(plain, sharded, norm_type, device or torch.device("cpu"), dtype)
-    _scale(gradients, total, max_norm)
+    norms = _norms_one_by_one if foreach is False else torch._foreach_norm
+    kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
+    total = _total_norm(plain, sharded, kind)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_ expects finite gradients (error_if_nonfinite=True), and "
+            f"their norm of order {norm_type} over all ranks is {total.item()}. Skip "
+            "the step, or pass error_if_nonfinite=False."
+        )
+    _scale(gradients, total, max_norm, foreach=foreach is not False)
     return total
+
+
+class _Kind(NamedTuple):
+    """What norm is taken, and how."""
+
+    norm_type: float
+    device: torch.device
+    dtype: torch.dtype
+    """Of the norms; powers are summed in it."""
+    norms: Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]]
+
+
+def _norms_one_by_one(
+    tensors: list[Tensor], norm_type: float, dtype: torch.dtype
+) -> list[Tensor]:
+    return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
 
 
 def _parameters(
@@ -200,6 +238,18 @@ def _gradients(
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
+def _left_gradients(region: FlatParameter, chosen: dict[int, Tensor]) -> list[Tensor]:
+    """Gradients of frozen parameters: from before they were frozen, or set by hand.
+
+    An optimizer steps on them as on others.
+    """
+    return [
+        leaf.grad
+        for leaf in region.leaves
+        if leaf.grad is not None and id(leaf) in chosen
+    ]
+
+
 def _is_whole(region: FlatParameter) -> bool:
     if region.grad_shard is None:
         return False
@@ -208,21 +258,17 @@ def _is_whole(region: FlatParameter) -> bool:
 
 
 def _total_norm(
-    plain: list[Tensor],
-    sharded: dict[dist.ProcessGroup, list[Tensor]],
-    norm_type: float,
-    device: torch.device,
-    dtype: torch.dtype,
+    plain: list[Tensor], sharded: dict[dist.ProcessGroup, list[Tensor]], kind: _Kind
 ) -> Tensor:
     """Norm over all ranks; what is equal on all ranks counts once."""
-    infinite = norm_type == float("inf")
-    parts = [_power(plain, norm_type, device, dtype)]
+    infinite = kind.norm_type == float("inf")
+    parts = [_power(plain, kind)]
     for group, gradients in sharded.items():
-        part = _power(gradients, norm_type, device, dtype)
+        part = _power(gradients, kind)
         if infinite:
             # A maximum may lose a NaN (gloo's does): it travels as a number beside.
             both = torch.stack(
-                [part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(dtype)]
+                [part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(kind.dtype)]
             )
             collectives.all_reduce(both, group, maximum=True)
             part = torch.where(both[1] > 0, math.nan, both[0])
@@ -232,28 +278,27 @@ def _total_norm(
     stacked = torch.stack(parts)
     if infinite:
         return stacked.amax()
-    return stacked.sum() ** (1.0 / norm_type)
+    return stacked.sum() ** (1.0 / kind.norm_type)
 
 
-def _power(
-    gradients: list[Tensor],
-    norm_type: float,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
+def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
     """Sum of ``|g| ** norm_type``, or the maximum of ``|g|`` for the infinity norm."""
+    norm_type, device, dtype, norms_of = kind
     filled = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)
-    norms = torch._foreach_norm(filled, norm_type, dtype)
+    norms = norms_of(filled, norm_type, dtype)
     if len({norm.device for norm in norms}) > 1:
         # Some units are offloaded, others are not.
-        norms = tuple(norm.to(device) for norm in norms)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device)
+        norms = [norm.to(device) for norm in norms]
+    stacked = torch.stack(tuple(norms))
+    norm: Tensor = torch.linalg.vector_norm(stacked, norm_type).to(device)
     return norm if norm_type == float("inf") else norm**norm_type
 
 
-def _scale(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
+def _scale(
+    gradients: list[Tensor], total: Tensor, max_norm: float, *, foreach: bool
+) -> None:
     """Multiply by ``max_norm / total`` if that is below 1, without asking the GPU."""
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -261,4 +306,9 @@ def _scale(gradients: list[Tensor], total: Tensor, max_norm: float) -> None:
         if gradient.numel():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), tensors in by_kind.items():
-        torch._foreach_mul_(tensors, factor.to(device=device, dtype=dtype))
+        own = factor.to(device=device, dtype=dtype)
+        if foreach:
+            torch._foreach_mul_(tensors, own)
+            continue
+        for tensor in tensors:
+            tensor.mul_(own)

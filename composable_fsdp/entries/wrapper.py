@@ -260,9 +260,15 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         """Accumulate gradients without communication; see ``no_sync``."""
         return no_sync(self)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
         """Clip the global norm of all gradients; see ``clip_grad_norm_``."""
-        return clip_grad_norm_(self, max_norm, norm_type)
+        return clip_grad_norm_(self, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Have ``hook`` reduce this tree's gradients; see ``register_comm_hook``."""

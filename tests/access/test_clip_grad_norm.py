@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -346,6 +347,117 @@ def test_what_is_no_norm_is_refused(one_rank: World, norm_type: float) -> None:
     assert text == (
         "ValueError: clip_grad_norm_ expects a norm_type above 0 (2.0, 1.0, inf), got "
         f"{float(norm_type)}. Norms below that do not grow with the gradients."
+    )
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+
+
+def freeze_some(model: nn.Module) -> None:
+    """All biases of one unit, and all of another."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.0.") or name == "blocks.1.up.bias":
+            parameter.requires_grad_(False)
+
+
+def check_frozen(world: World, path: str, norm_type: float) -> None:
+    model, plain = gpt(path), TinyGPT()
+    averaged_gradients(plain, [gpt_input(0, r) for r in range(world.world_size)])
+    loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+    for each in (model, plain):
+        freeze_some(each)
+        # The regions follow at the next forward, and keep the gradients.
+        with torch.no_grad():
+            loss_of(each, gpt_input(0, world.rank))
+
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    with record() as calls:
+        norm = clip_grad_norm_(model, 0.1, norm_type)
+
+    assert torch.allclose(norm, expected, rtol=1e-5)
+    assert len(calls) == (world.world_size > 1)
+    held = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert len(held) == len(list(plain.parameters()))
+    assert_close(model, held)
+
+
+@pytest.mark.req("P-13")
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@one_to_three_ranks
+@both_paths
+def test_frozen_parameters_with_a_gradient_count(
+    ranks: RankCount, path: str, world_size: int, norm_type: float
+) -> None:
+    """An optimizer steps on what they kept from before, and so it is clipped."""
+    ranks(world_size).run(check_frozen, path, norm_type)
+
+
+def check_options(world: World) -> None:
+    model = gpt("wrapper")
+    assert isinstance(model, FullyShardedDataParallel)
+    loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    many = model.clip_grad_norm_(0.1, 2.0, error_if_nonfinite=True, foreach=True)
+    clipped = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for leaf, value in zip(model.parameters(), before, strict=True):
+        leaf.grad = value.clone()
+    single = model.clip_grad_norm_(0.1, 2.0, foreach=False)
+
+    torch.testing.assert_close(single, many)
+    after = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(after, clipped)
+    assert any(not torch.equal(a, b) for a, b in zip(clipped, before, strict=True))
+
+
+@one_to_three_ranks
+def test_options_are_those_of_torchs_function(
+    ranks: RankCount, world_size: int
+) -> None:
+    """Also by position, and on the wrapper; one by one gives what ``foreach`` gives."""
+    names = list(inspect.signature(torch.nn.utils.clip_grad_norm_).parameters)[1:]
+    assert list(inspect.signature(clip_grad_norm_).parameters)[1:] == names
+    method = inspect.signature(FullyShardedDataParallel.clip_grad_norm_)
+    assert list(method.parameters)[1:] == names
+    ranks(world_size).run(check_options)
+
+
+def check_nonfinite(world: World, bad: float) -> str:
+    model = gpt("composable")
+    loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
+    if world.rank == 1:
+        leaf = next(p for p in model.parameters() if p.numel())
+        assert leaf.grad is not None
+        leaf.grad.reshape(-1)[0] = bad
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    text = message_of(lambda: clip_grad_norm_(model, 0.1, error_if_nonfinite=True))
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+    return text
+
+
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+def test_error_if_nonfinite_raises_on_all_ranks_and_scales_nothing(
+    ranks: RankCount, bad: float
+) -> None:
+    """What is on one rank is known to all."""
+    expected = (
+        "RuntimeError: clip_grad_norm_ expects finite gradients "
+        "(error_if_nonfinite=True), and their norm of order 2.0 over all ranks is "
+        f"{bad}. Skip the step, or pass error_if_nonfinite=False."
+    )
+    assert ranks(2).run(check_nonfinite, bad) == [expected] * 2
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, -INF, float("nan")])
+def test_a_negative_limit_is_refused(one_rank: World, max_norm: float) -> None:
+    """It would turn the step around."""
+    model = fully_shard(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+
+    text = message_of(lambda: clip_grad_norm_(model, max_norm))
+
+    assert text == (
+        f"ValueError: clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}."
+        " A negative one would turn every gradient around."
     )
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
