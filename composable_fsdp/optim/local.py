@@ -14,7 +14,13 @@ from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.parts import joined_state
 from composable_fsdp.runtime.recover import settle
-from composable_fsdp.state_dict.local import PLAN, plans_of, require_plan
+from composable_fsdp.state_dict.local import (
+    PLAN,
+    LocalValue,
+    as_local,
+    plans_of,
+    require_plan,
+)
 from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
 
 
@@ -27,14 +33,14 @@ def local_state(
 ) -> dict[str, Any]:
     """Return this rank's shards of the state under the plain names, and the plans.
 
-    Tensors share the optimizer's memory unless they are moved. Sends nothing.
+    Tensors share the optimizer's memory unless they go to the host. Sends nothing.
     """
     for state in _get_fsdp_states(model):
         settle(state, "optim_state_dict")
     groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
     result = {
         named.fqn: {
-            key: value.cpu() if to_cpu and isinstance(value, Tensor) else value
+            key: _shown(named, value, to_cpu=to_cpu)
             for key, value in joined["state"][named.fqn].items()
         }
         for members in groups
@@ -48,6 +54,13 @@ def local_state(
     }
 
 
+def _shown(named: Named, value: Any, *, to_cpu: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_part = named.is_cut and value.shape == named.parameter.shape
+    return as_local(named.handle if is_part else None, value, to_cpu=to_cpu)
+
+
 def require_plans(model: nn.Module, saved: dict[str, Any]) -> None:
     """Refuse local state of another plan. Raises: CheckpointError, naming the unit."""
     plans = saved.get(PLAN) if isinstance(saved, dict) else None
@@ -56,11 +69,16 @@ def require_plans(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def local_part(named: Named, name: str, value: Any) -> Any:
-    """``value`` as it is, if it has this rank's shape or is a scalar."""
-    if not isinstance(value, Tensor) or value.shape == named.parameter.shape:
+    """A copy of ``value``, if it has this rank's shape or is a scalar.
+
+    A copy, because it may be the memory of the optimizer that gave it.
+    """
+    if isinstance(value, LocalValue):
+        value = value.plain()
+    if not isinstance(value, Tensor):
         return value
-    if value.ndim == 0:
-        return value
+    if value.ndim == 0 or value.shape == named.parameter.shape:
+        return value.clone()
     raise CheckpointError(
         f"Optimizer state {name!r} of {shown(named.fqn)} has shape "
         f"{tuple(value.shape)}; expected a scalar or this rank's shard, "

@@ -133,12 +133,12 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the state as sharded values, whatever type is set.
 
-    They share the optimizer's memory unless they are moved. No tensor is sent.
+    Tensors are copies. None is sent.
     """
     members, options, states, _ = _agreed(model, optims, given)
     result = {
         named.fqn: {
-            key: _moved(as_sharded(named, value), to_cpu)
+            key: as_sharded(named, _copy(value, to_cpu))
             for key, value in values.items()
         }
         for named, values in zip(members, states, strict=True)
@@ -170,10 +170,6 @@ def _agreed(
     require_same_state(members, states, by_handle, units)
     options = aligned_groups(groups, joined, own)
     return members, options, states, by_handle
-
-
-def _moved(value: Any, to_cpu: bool) -> Any:
-    return _pytree.tree_map_only(Tensor, Tensor.cpu, value) if to_cpu else value
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:

@@ -28,6 +28,7 @@ from composable_fsdp.state_dict.full import gather_unit, part_of
 from composable_fsdp.state_dict.in_force import settings_in_force
 from composable_fsdp.state_dict.local import (
     PLAN,
+    LocalValue,
     local_values,
     plan_of,
     plans_of,
@@ -128,10 +129,10 @@ def _values(
     handle, context = state.handle, state.context
     if kind is StateDictType.SHARDED_STATE_DICT:
         settle(state, "state_dict")
-        return sharded_values(handle)
+        return sharded_values(handle, to_cpu=to_cpu)
     if kind is StateDictType.LOCAL_STATE_DICT:
         settle(state, "state_dict")
-        return local_values(handle)
+        return local_values(handle, to_cpu=to_cpu)
     if context is not None and context.summoned is not None and context.rank0_only:
         raise PhaseError(
             f"state_dict of {state.name} was called inside unshard_params("
@@ -207,6 +208,8 @@ class _Load:
             value = state_dict.get(key)
             if not isinstance(value, Tensor):
                 continue
+            if isinstance(value, LocalValue):
+                value = value.plain()
             region, slot, leaf = places[named.index]
             problem = _take(handle, region, slot, leaf, value, local=local)
             if leaf.is_meta and not problem:

@@ -3,17 +3,23 @@
 The tensors are plain and their names are the plain model's; what part of a parameter
 each one is follows from the plan alone. So the plan travels with them, in the metadata
 of a module's state dict, and loading compares it.
+
+torch.distributed.checkpoint takes a plain tensor for one that every rank holds whole
+and gives all ranks the first one's. So a part is a ``LocalValue`` until it is pickled:
+a plain tensor to everybody but that package, which is refused.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
+from composable_fsdp.state_dict.torch_asks import is_checkpointing
 from composable_fsdp.tree.traversal import walk_states
 
 PLAN = "_composable_fsdp_plan"
@@ -76,10 +82,92 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def local_values(handle: FlatParamHandle) -> dict[int, Tensor]:
-    """This rank's shards by slot index; they share the model's memory."""
+class LocalValue(Tensor):
+    """This rank's part of a parameter or of its state, of its own shape and memory.
+
+    Computes and is pickled as the plain tensor it is. Copies and moved ones are parts
+    as well; what is computed from it is a plain tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if is_checkpointing():
+            # Stagers of async_save make plain tensors, which the planner cannot tell.
+            _refuse("a value of this state dict")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in _COPIES and type(result) is Tensor:
+            return result.as_subclass(cls)
+        return result
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = memo[id(self)] = self.clone()
+        return made
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        _refuse(repr(fqn))
+
+    def __create_chunk_list__(self) -> NoReturn:
+        _refuse("a value of this state dict")
+
+
+_COPIES = frozenset(
+    {
+        Tensor.clone,
+        Tensor.contiguous,
+        Tensor.cpu,
+        Tensor.cuda,
+        Tensor.detach,
+        Tensor.double,
+        Tensor.float,
+        Tensor.bfloat16,
+        Tensor.half,
+        Tensor.pin_memory,
+        Tensor.to,
+        Tensor.type,
+        torch.clone,
+        torch.detach,
+    }
+)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise CheckpointError(
+        f"torch.distributed.checkpoint was given LOCAL_STATE_DICT: it takes {name} for "
+        "a tensor that every rank holds whole and would give all ranks the first "
+        "one's. Take the state dict under StateDictType.SHARDED_STATE_DICT, which it "
+        "saves and loads at any world size; or save local ones with torch.save, a file "
+        "per rank."
+    )
+
+
+def as_local(handle: FlatParamHandle | None, part: Tensor, *, to_cpu: bool) -> Tensor:
+    """``part`` as a local value, if ranks hold parts of the whole; copied to the host.
+
+    Shares the memory of ``part`` unless it is copied.
+    """
+    value = part.detach()
+    if to_cpu:
+        value = value.to("cpu", copy=True)
+    if handle is None or handle.groups.shard is None:
+        return value
+    return value.as_subclass(LocalValue)
+
+
+def local_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
+    """This rank's shards by slot index; the model's memory, or copies on the host."""
     return {
-        slot.index: leaf.detach()
+        slot.index: as_local(handle, leaf, to_cpu=to_cpu)
         for region in handle.regions
         for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
     }

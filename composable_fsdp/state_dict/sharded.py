@@ -1,8 +1,8 @@
 """SHARDED_STATE_DICT: tensors that know which part of the whole this rank holds.
 
 A ``ShardedValue`` has the shape of the whole parameter and memory for this rank's part
-alone, which it shares with the model. torch.distributed.checkpoint asks it for boxes,
-so a checkpoint is written and read without a tensor moving between ranks::
+alone: a copy, which the next step leaves as it is. torch.distributed.checkpoint asks it
+for boxes, so a checkpoint is written and read without a tensor moving between ranks::
 
     weight (5, 4) on 2 ranks, shard_numel 12
 
@@ -34,7 +34,7 @@ class ShardedValue(Tensor):
 
     ``shape``, ``size()``, ``dtype`` and ``device`` are those of the whole; ``local``
     holds the elements ``[start, stop)`` of the flattened whole that this rank has, in
-    the sharded parameter's shape, and is the model's own memory unless it was moved.
+    the sharded parameter's shape.
     """
 
     # Ordinary attributes, because torch's stagers copy them one by one.
@@ -241,13 +241,18 @@ def sharded_value(
     )
 
 
-def sharded_values(handle: FlatParamHandle) -> dict[int, Tensor]:
-    """The unit's parameters by slot index; they share the model's memory."""
+def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
+    """Copies of this rank's part of the unit's parameters, by slot index."""
     return {
-        slot.index: sharded_value(handle, region, slot, leaf.detach())
+        slot.index: sharded_value(handle, region, slot, copied(leaf, to_cpu=to_cpu))
         for region in handle.regions
         for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
     }
+
+
+def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
+    """A tensor of its own with these values, on the host or where they are."""
+    return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
 def unfit(

@@ -88,6 +88,17 @@ def chunks_to_read() -> tuple[str, list[Any]] | None:
     return None
 
 
+def is_checkpointing() -> bool:
+    """Whether a save or load of torch's package is calling, its stagers included."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_PACKAGE) and name != _MODULE:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _callers(module: str) -> Iterator[FrameType]:
     """Running functions of torch's ``module``, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
