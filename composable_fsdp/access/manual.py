@@ -41,8 +41,10 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     ``reshard``. Units below are left alone. A unit that is full already sends nothing.
     What is written into full parameters or set on them (``requires_grad``) is lost, see
     ``unshard_params``. What anything but ``load_state_dict`` or ``set_full_param`` has
-    written into the shards meanwhile, the next forward refuses. Do not make an
-    optimizer now: ``module.parameters()`` are the full ones, which nobody trains.
+    written into the shards meanwhile, optimizers included, the next forward refuses; a
+    write through ``.data`` it cannot notice. Make no optimizer now:
+    ``module.parameters()`` are the full ones, which nobody trains, and its first step
+    raises.
 
     With ``async_op`` returns at once; ``wait()`` of what it returns shows the
     parameters, as the unit's forward does.

@@ -27,6 +27,9 @@ from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
+SHOWN: set[int] = set()
+"""Identities of the handles whose full parameters a block shows."""
+
 
 class Shown:
     """What a block shows of one unit on this rank: all of it, or its shards still."""
@@ -116,6 +119,7 @@ def _unshard_state(
             "unshard_params; its end would take the parameters from both. Use one."
         )
     handle.phase = Phase.SUMMON
+    SHOWN.add(id(handle))
     if context.streams is not None:
         # The optimizer wrote the shards on the caller's stream.
         context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
@@ -142,6 +146,7 @@ def _unshard_state(
                 unit.grads.write_back()
     finally:
         handle.phase = Phase.IDLE
+        SHOWN.discard(id(handle))
         if unit.grads is not None:
             unit.grads.hide()
         if unit.leaves and not apart:

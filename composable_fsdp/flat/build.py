@@ -140,7 +140,7 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.kept = handle.reduce_due = handle.reduce_has_memory = False
     handle.reduce_owner = handle.held = handle.full_since = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
-    handle.leaf_stream = None
+    handle.leaf_stream, handle.steps = None, 0
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)
         handle.free_event = StreamEvent(handle.device)

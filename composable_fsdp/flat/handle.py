@@ -87,6 +87,7 @@ class FlatParamHandle:
         "rows",
         "rule",
         "sharded_placed",
+        "steps",
         "tables",
         "tapes",
         "task",
@@ -162,6 +163,8 @@ class FlatParamHandle:
     """Whether the memory of ``full`` stays until the end of the next backward."""
     full_since: tuple[int, ...] | None
     """Of a unit that was left full on purpose: the versions of its leaves then."""
+    steps: int
+    """Optimizer steps over its leaves since full parameters were first kept."""
     forward_log: OrderLog | None
     backward_log: OrderLog | None
     reduce_log: OrderLog | None

@@ -1,7 +1,8 @@
-"""The one hook on every optimizer's step: who steps on our parameters, and may it.
+"""The hooks on every optimizer's step: who steps on our parameters, and may it.
 
-An optimizer is met and looked at in its first steps after a module was sharded. After
-those a step pays one look for flat parameters and one into a dictionary.
+An optimizer is met and looked at in its first steps after a module was sharded, and
+again when its parameters are others. After those a step pays one look for flat
+parameters, one at its groups and one into a dictionary.
 """
 
 from __future__ import annotations
@@ -10,26 +11,44 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.replaced import times_replaced
+from composable_fsdp.flat.stepped import is_watching, note_step
 from composable_fsdp.optim.guard import (
     prepare_flats,
     require_elementwise,
     require_no_flat_originals,
     require_own_state,
 )
+from composable_fsdp.optim.shown import handles_of, holds_shown, require_no_block
 from composable_fsdp.optim.strangers import look_for_strangers
 from composable_fsdp.optim.watch import meet
 
 _LOOKED_AT = 2
 """The first step sees state that was there before, the second what the first made."""
 
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = (
+
+class _Met:
+    """What is known of an optimizer, as long as nothing of ``at`` changes."""
+
+    __slots__ = ("at", "handles", "looks")
+
+    def __init__(self, at: object, handles: list[FlatParamHandle]) -> None:
+        self.at = at
+        """How many applications and replaced parameters there had been, and the lists
+        of parameters of its groups."""
+        self.handles = tuple([weakref.ref(handle) for handle in handles])
+        self.looks = 0
+
+
+_met: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Met] = (
     weakref.WeakKeyDictionary()
 )
-"""Per optimizer: how many applications and replaced parameters there had been, and
-steps looked at since the former."""
 _applications = 0
 
 
@@ -41,6 +60,7 @@ def look_at_optimizers() -> None:
     global _applications
     if not _applications:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
     _applications += 1
 
 
@@ -48,16 +68,29 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     prepare_flats(optim)
-    applications, replaced, steps = _steps.get(optim, (0, -1, 0))
-    now = times_replaced()
-    if applications != _applications:
-        steps = 0
+    require_no_block(optim)
+    lists = [group["params"] for group in optim.param_groups]
+    at = (_applications, times_replaced(), [(id(each), len(each)) for each in lists])
+    met = _met.get(optim)
+    if met is None or met.at != at:
+        if holds_shown(optim):
+            return  # as long as the block shows them; looked at again each time
         meet(optim)  # first, because it turns what was loaded into parts
-    if steps == _LOOKED_AT and replaced == now:
+        met = _Met(at, handles_of(optim))
+    elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
     require_no_flat_originals(optim)
     require_own_state(optim)
-    if not steps or replaced != now:
+    if not met.looks:
         look_for_strangers(optim)
-    _steps[optim] = (_applications, now, min(steps + 1, _LOOKED_AT))
+    met.looks += 1
+    _met[optim] = met
+
+
+def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # After and not before: a closure may run the backward after which units are kept.
+    if is_watching() and not torch.compiler.is_compiling():
+        met = _met.get(optim)
+        if met is not None:
+            note_step(met.handles)

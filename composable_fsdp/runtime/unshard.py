@@ -21,7 +21,7 @@ import torch
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, copy_async
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import views
+from composable_fsdp.flat import stepped, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.tree.state import RuntimeContext
@@ -178,9 +178,14 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def versions(handle: FlatParamHandle) -> tuple[int, ...]:
-    """How often each sharded leaf, or all, was written to; ``.data`` hides a write."""
+    """How often each sharded leaf, or all, was written to; ``.data`` hides a write.
+
+    Steps of optimizers count besides: fused kernels leave versions as they are, and
+    ranks that hold no element of the unit see no write at all.
+    """
+    stepped.watch()
     flats = [r.flat for r in handle.regions if r.flat is not None]
-    return tuple(leaf._version for leaf in (*handle.leaves, *flats))
+    return (handle.steps, *(x._version for x in (*handle.leaves, *flats)))
 
 
 def release(context: RuntimeContext, handle: FlatParamHandle) -> None:

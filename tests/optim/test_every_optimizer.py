@@ -45,12 +45,26 @@ EVERY: dict[str, Make] = {
     "ASGD": partial(optim.ASGD, lr=0.05, t0=2.0, weight_decay=0.1),
 }
 every_optimizer = pytest.mark.parametrize("name", EVERY)
-each_way = pytest.mark.parametrize("foreach", [False, True], ids=["one", "foreach"])
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+WAYS: dict[str, dict[str, bool]] = {
+    "one": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+each_way = pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name in EVERY
+        for way in WAYS
+        if way != "fused" or name.split()[0] in FUSED
+    ],
+)
 
 
-def made(model: nn.Module, name: str, foreach: bool) -> optim.Optimizer:
+def made(model: nn.Module, name: str, way: str) -> optim.Optimizer:
     kind: Any = EVERY[name]
-    optimizer: optim.Optimizer = kind(two_groups(model), foreach=foreach)
+    optimizer: optim.Optimizer = kind(two_groups(model), **WAYS[way])
     return optimizer
 
 
@@ -73,9 +87,9 @@ def unlike(ours: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     return apart
 
 
-def check_equal(world: World, path: str, name: str, foreach: bool) -> Any:
+def check_equal(world: World, path: str, name: str, way: str) -> Any:
     model, plain = mixed(path), Mixed()
-    ours, reference = made(model, name, foreach), made(plain, name, foreach)
+    ours, reference = made(model, name, way), made(plain, name, way)
 
     train_sharded(model, ours, world, range(4))
     train_plain(plain, reference, world.world_size, range(4))
@@ -89,11 +103,11 @@ def check_equal(world: World, path: str, name: str, foreach: bool) -> Any:
 
 
 def plain_goes_on(
-    name: str, foreach: bool, state: dict[str, Any], weights: dict[str, Tensor]
+    name: str, way: str, state: dict[str, Any], weights: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """The weights one step later, of a plain model that loaded the sharded state."""
     plain = Mixed(seed=3)
-    reference = made(plain, name, foreach)
+    reference = made(plain, name, way)
     plain.load_state_dict(weights)
     reference.load_state_dict(optim_state_dict_to_load(plain, reference, state))
     train_plain(plain, reference, 2, range(4, 5))
@@ -102,21 +116,20 @@ def plain_goes_on(
 
 @pytest.mark.req("U-04")
 @each_way
-@every_optimizer
 @both_paths
 def test_the_state_is_the_plain_one_and_the_plain_model_goes_on_with_it(
-    ranks: RankCount, path: str, name: str, foreach: bool
+    ranks: RankCount, path: str, name: str, way: str
 ) -> None:
     """Weights, state and groups bit by bit after four steps, and after one more.
 
     With a parameter without dimensions, a frozen one and one without a gradient.
     """
-    state, weights = ranks(2).run(check_equal, path, name, foreach)[0]
+    state, weights = ranks(2).run(check_equal, path, name, way)[0]
     unbroken = Mixed()
-    reference = made(unbroken, name, foreach)
+    reference = made(unbroken, name, way)
     train_plain(unbroken, reference, 2, range(5))
 
-    later = plain_goes_on(name, foreach, state, weights)
+    later = plain_goes_on(name, way, state, weights)
 
     assert differences(later, dict(unbroken.state_dict())) == {}
 
@@ -126,7 +139,7 @@ def check_loaded(
 ) -> None:
     for path in PATHS:
         model, plain = mixed(path, seed=3), Mixed(seed=4)
-        ours, reference = made(model, name, False), made(plain, name, False)
+        ours, reference = made(model, name, "one"), made(plain, name, "one")
         for each, optimizer in ((model, ours), (plain, reference)):
             each.load_state_dict(weights)
             optim_state_dict_to_load(each, optimizer, state, load_directly=True)
@@ -152,7 +165,7 @@ def test_another_number_of_ranks_goes_on_with_it(
     On three ranks the sum of gradients is rounded in another order.
     """
     plain = Mixed()
-    reference = made(plain, name, False)
+    reference = made(plain, name, "one")
     train_plain(plain, reference, 2, range(4))
     state, weights = by_name(plain, reference), dict(plain.state_dict())
 
