@@ -5,10 +5,12 @@ A run on ranks costs tens of milliseconds, so several recipes travel in one exam
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.testing.recipes import ModelRecipe
+T = TypeVar("T")
 
 LONG = 2000
 """Examples of a law in the long profile."""
@@ -37,7 +39,7 @@ def examples(everyday: int) -> settings:
 
 
 def batches(
-    recipes: st.SearchStrategy[ModelRecipe], size: int = PER_RUN
-) -> st.SearchStrategy[list[ModelRecipe]]:
+    recipes: st.SearchStrategy[T], size: int = PER_RUN
+) -> st.SearchStrategy[list[T]]:
     """Draw ``size`` recipes for one run; a failing run shrinks to one recipe."""
     return st.lists(recipes, min_size=1, max_size=size)

@@ -68,14 +68,26 @@ def make_tables(handle: FlatParamHandle) -> None:
     handle.sharded_placed = place_leaves(handle, [r.leaves for r in handle.regions])
     handle.full_placed = place_leaves(handle, [r.full_leaves for r in handle.regions])
     make_gather_lists(handle)
-    here = [leaf for region in handle.regions for leaf in region.leaves if leaf.numel()]
-    handle.here, handle.here_at = tuple(here), tuple([leaf.data_ptr() for leaf in here])
+    note_memory(handle)
     handle.on_meta = any(region.shard.is_meta for region in handle.regions)
     handle.trainable = handle.regions
     if not all(r.layout.trainable for r in handle.regions):
         handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     handle.reduce_groups = _reduced_together(handle)
     handle.accumulators = ()
+
+
+def note_memory(handle: FlatParamHandle) -> None:
+    """Note where the data of every leaf is, for ``leaves_are_home``."""
+    here: list[nn.Parameter] = []
+    absent: list[nn.Parameter] = []
+    for region in handle.regions:
+        for leaf in region.leaves:
+            (here if leaf.numel() else absent).append(leaf)
+    handle.here, handle.here_at = tuple(here), tuple([leaf.data_ptr() for leaf in here])
+    # Kept alive, so that no later storage is the same object.
+    memory = tuple([leaf.untyped_storage() for leaf in absent])
+    handle.absent, handle.absent_in = tuple(absent), memory
 
 
 def _reduced_together(

@@ -39,6 +39,8 @@ class FlatParamHandle:
 
     __slots__ = (
         "__weakref__",
+        "absent",
+        "absent_in",
         "accumulators",
         "backward_log",
         "calls",
@@ -147,6 +149,10 @@ class FlatParamHandle:
     """Leaves with elements on this rank."""
     here_at: tuple[int, ...]
     """Where their data has to be."""
+    absent: tuple[nn.Parameter, ...]
+    """Leaves without elements on this rank."""
+    absent_in: tuple[torch.UntypedStorage, ...]
+    """The empty storage of each, its own, so that other data shows here, too."""
     wide: bool
     """Whether the full form is that of the parameters' own dtype; see ``forms``."""
     other_form: Any

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.build import note_memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import full_views, shard_views
+from composable_fsdp.flat.parameter import full_views, own_memory, shard_views
 from composable_fsdp.flat.rebuild import rebuild_handle
 from composable_fsdp.flat.replaced import note_replaced
 from composable_fsdp.naming import join, shown
@@ -25,7 +26,9 @@ from composable_fsdp.naming import join, shown
 def leaves_are_home(handle: FlatParamHandle) -> bool:
     """Whether every leaf is in its place, and its data in the shard.
 
-    The sharded form must be current.
+    The sharded form must be current. Of a leaf without elements on this rank, whose
+    data has no address, the storage is compared: what a program does to all ranks'
+    parameters is noticed on all ranks, whatever each holds.
     """
     for parameters, name, leaf, full in zip(  # the property, without its call
         handle.tables,
@@ -42,7 +45,25 @@ def leaves_are_home(handle: FlatParamHandle) -> bool:
     for leaf, pointer in zip(handle.here, handle.here_at, strict=True):
         if leaf.data_ptr() != pointer:
             return False
+    for leaf, memory in zip(handle.absent, handle.absent_in, strict=True):
+        if leaf.untyped_storage() is not memory:
+            return False
     return not handle.on_meta
+
+
+def leaves_view_shards(handle: FlatParamHandle) -> bool:
+    """Whether the leaves with elements are views of the shard, not of its address only.
+
+    ``leaf.data = torch.from_numpy(leaf.data.numpy())`` keeps the address. For a unit
+    that is kept full: there, a leaf that has other data leads to an all-gather, so all
+    ranks have to see it, and those without elements see another storage.
+    """
+    for region in handle.regions:
+        memory = region.shard.untyped_storage()
+        for leaf in region.leaves:
+            if leaf.numel() and leaf.untyped_storage() is not memory:
+                return False
+    return True
 
 
 def is_regrouped(handle: FlatParamHandle) -> bool:
@@ -74,7 +95,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     current = _current(handle, names)
     _require_fit(handle, current, names)
     if not _is_anew(handle, current):
-        _reattach(handle)
+        reattach(handle)
         return False
     if handle.reduce_due or handle.held is not None:
         raise PlanError(
@@ -170,7 +191,7 @@ def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.
     return handle.device
 
 
-def _reattach(handle: FlatParamHandle) -> None:
+def reattach(handle: FlatParamHandle) -> None:
     """Copy leaves with memory of their own into the shard and make them views again."""
     with torch.no_grad():
         for region in handle.regions:
@@ -178,7 +199,8 @@ def _reattach(handle: FlatParamHandle) -> None:
             for leaf, home in zip(region.leaves, homes, strict=True):
                 if leaf.numel() and leaf.data_ptr() != home.data_ptr():
                     home.copy_(leaf.detach())
-                    leaf.data = home
+                leaf.data = own_memory(home)
+    note_memory(handle)
 
 
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:

@@ -218,12 +218,20 @@ def _make_sharded_leaves(
             # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could
             # use.
             parameter.grad = None
-        parameter.data = view
+        parameter.data = own_memory(view)
         if region.grad_dtype != view.dtype:
             parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
     region.waiting = [None] * len(parameters)
+
+
+def own_memory(view: Tensor) -> Tensor:
+    """``view`` of the shard for a leaf; an empty one with an empty storage of its own.
+
+    Empty views have no address, by which other data of the leaf could be told.
+    """
+    return view if view.numel() else torch.empty_like(view)
 
 
 def make_full(region: FlatParameter, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from composable_fsdp.comm.device import wait_for_step
+from composable_fsdp.flat import views
 from composable_fsdp.flat.handed_out import take_gradients_in
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.phases import Phase
@@ -70,6 +71,28 @@ class TaskEnd:
     def __del__(self) -> None:
         if self.task in self.context.tasks:
             self.context.dead.add(self.task)
+            _hide_full(self.context, self.task)
+
+
+def _hide_full(context: RuntimeContext, task: int) -> None:
+    """Show the originals where graph task ``task`` died, for what asks next for them.
+
+    ``model.zero_grad()`` after a backward that raised has to reach them. The memory of
+    the full parameters stays until ``bury`` or ``recover``. Sends nothing.
+
+    On CUDA the engine's thread may come here a moment after ``backward`` raised, when
+    the program is already on its way; so units that a forward or another graph task has
+    taken up since are left alone.
+    """
+    for state in context.tasks[task]:
+        handle = state.handle
+        if handle.task == task and handle.is_full and not handle.calls:
+            views.use_sharded(handle)
+    if context.outermost is None and context.tasks.keys() <= context.dead:
+        for handle in context.handles:
+            # Its backward was to come yet: prefetched, or unsharded by hand.
+            if handle.is_full and not handle.calls:
+                views.use_sharded(handle)
 
 
 def bury(context: RuntimeContext) -> None:

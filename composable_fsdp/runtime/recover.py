@@ -18,7 +18,12 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
+from composable_fsdp.flat.integrity import (
+    is_regrouped,
+    leaves_are_home,
+    leaves_view_shards,
+    reattach,
+)
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
@@ -104,6 +109,9 @@ def is_good(handle: FlatParamHandle) -> bool:
             "backward that comes before the step."
         )
     good = leaves_are_home(handle)
+    if good and not leaves_view_shards(handle):
+        reattach(handle)
+        good = False
     if shown and good:
         views.use_full(handle)
     return good
