@@ -29,6 +29,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.entries.wrapper_states import StateMethods
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
@@ -41,10 +42,12 @@ from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import inside_wrappers, walk_states
 
 
-class FullyShardedDataParallel(StateMethods, nn.Module):
+class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
     """Shard ``module`` over ranks and wrap it; arguments are those of torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` chooses is wrapped in its place, as FSDP1 does.
+    Names of parameters and buffers are the plain model's: a script that looks for
+    ``_fsdp_wrapped_module`` in them finds nothing.
     ``use_orig_params`` is always True here: the parameters are the original objects.
     A model on meta gets values at once, from ``param_init_fn`` or each module's
     ``reset_parameters()``.
@@ -147,7 +150,7 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         except AttributeError:
             if name == WRAPPED_MODULE:
                 raise
-            return getattr(self.module, name)
+            return attribute_of(self, self.module, name)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module, whose hooks are then outside of its graph."""

@@ -8,6 +8,7 @@ to the lowest unit above all its places.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -122,6 +123,8 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
     """
     for module in modules:
         _check_root(module, request.api)
+        if module in request.ignored_modules:
+            warnings.warn(_IGNORED_ITSELF.format(type(module).__name__), stacklevel=2)
     units, found = _walk(modules, _evaluate(modules, request), request)
     if share_storage([parameter for parameter, _ in found.values()]):
         refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
@@ -129,6 +132,13 @@ def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Uni
         index = _unit_of(places, units, request) if len(units) > 1 else 0
         units[index].parameters.append((parameter, places))
     return units
+
+
+_IGNORED_ITSELF = (
+    "ignored_modules or ignored_states name the {} that is to be sharded, so none of "
+    "its parameters is. Leave it out of them to shard it; to leave it as it is, do not "
+    "apply anything to it."
+)
 
 
 def _check_root(module: nn.Module, api: str) -> None:
@@ -220,7 +230,8 @@ def _walk(
             chain = (*chain, (index, len(fqn)))
         nearest = units[chain[-1][0]]
         nearest.members.append(module)
-        _note_parameters(module, fqn, chain, found, request)
+        if module not in request.ignored_modules:
+            _note_parameters(module, fqn, chain, found, request)
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue

@@ -13,7 +13,7 @@ from torch import nn
 from composable_fsdp import ModuleWrapPolicy, fully_shard, unshard_params
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.testing.tiny import TinyBlock, TinyGPT
+from composable_fsdp.testing.tiny import TinyBlock, TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from tests.runtime.reference import PATHS, apply_units, backward, gpt_input, loss_of
 
@@ -91,3 +91,30 @@ def test_a_policy_makes_no_unit_of_an_ignored_module(one_rank: World) -> None:
     assert fully_shard.state(model.blocks[0]) is not None
     assert fully_shard.state(model.blocks[1]) is None
     assert all(find_leaf(p) is None for p in model.blocks[1].parameters())
+
+
+def check_all_ignored(world: World, path: str) -> None:
+    mlp, linear = tiny_mlp(), nn.Linear(3, 2)
+    for plain in (mlp, linear):
+        x = torch.ones(2, 8 if plain is mlp else 3)
+        expected = plain(x)
+        leaves = dict(plain.named_parameters())
+        with pytest.warns(UserWarning, match="so none of its parameters is") as told:
+            model = apply_units(plain, [], path=path, ignored_modules=[plain])
+        assert len(told) == 1
+        with record() as calls:
+            y = model(x)
+            backward(y.sum())
+
+        assert torch.equal(y, expected)
+        assert {n: p for n, p in model.named_parameters() if p is leaves[n]} == leaves
+        assert all(find_leaf(p) is None for p in leaves.values())
+        assert not [call for call in calls if call.op != "all_reduce"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_module_that_ignores_itself_keeps_all_its_parameters(
+    ranks: RankCount, path: str
+) -> None:
+    """Its own and those below it, with a warning, as FSDP1 does it."""
+    ranks(2).run(check_all_ignored, path)
