@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_ranks
+from composable_fsdp.entries.under_ddp import meet_ddp
 from composable_fsdp.entries.values import prepare_values
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
@@ -143,6 +144,7 @@ def apply(
     for each in states:
         install_state_dict_hooks(each)
     look_at_optimizers()
+    meet_ddp()
     leave_alone(_ignored(modules, application.request))
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ from composable_fsdp import (
     replicate,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.testing.models import TinyBlock, TinyGPT, module_at, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -107,12 +106,9 @@ def ddp_inside(model: TinyGPT, path: str) -> nn.Module:
 
 
 def ddp_around(model: TinyGPT, path: str) -> nn.Module:
-    """Torch's DDP around a model with sharded blocks, which it is told to ignore."""
+    """Torch's DDP around a model with sharded blocks."""
     put(model, "blocks.0", path)
     put(model, "blocks.1", path)
-    names = [n for n, p in model.named_parameters() if find_leaf(p) is not None]
-    ddp: Any = DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
     return DistributedDataParallel(model)
 
 

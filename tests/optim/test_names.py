@@ -25,7 +25,6 @@ from composable_fsdp import (
     replicate,
     state_dict_type,
 )
-from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.parts import local_state_dict
 from composable_fsdp.testing.place import _same
@@ -50,10 +49,7 @@ def sharded_children(model: Any, path: str) -> Any:
 def ddp_around(path: str) -> nn.Module:
     """DDP averages what no unit holds."""
     model = sharded_children(Mixed(), path)
-    names = [n for n, p in model.named_parameters() if find_leaf(p) is not None]
     model.unused.requires_grad_(False)
-    ddp: Any = DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
     return DistributedDataParallel(model)
 
 
@@ -211,9 +207,6 @@ def check_tricky(world: World, path: str, around: str) -> None:
 
     def dressed(model: nn.Module) -> nn.Module:
         if around == "DDP":
-            ddp: Any = DistributedDataParallel
-            names = [n for n, p in model.named_parameters() if find_leaf(p) is not None]
-            ddp._set_params_and_buffers_to_ignore_for_model(model, names)
             return DistributedDataParallel(model)
         return nn.ModuleDict({"module": model})["module"]
 
