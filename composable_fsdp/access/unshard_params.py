@@ -20,12 +20,17 @@ from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.summon import _unshard_state
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.phases import Phase
+from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import retire
 from composable_fsdp.tree.root import ensure_root, forget_root
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState
-from composable_fsdp.tree.traversal import _get_fsdp_states
+from composable_fsdp.tree.state import (
+    RuntimeContext,
+    _FSDPState,
+    _get_module_fsdp_state,
+)
+from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
 
 
 @contextmanager
@@ -42,7 +47,8 @@ def unshard_params(
     """Show full parameters in ``module`` while the block runs.
 
     Args:
-        module: any module that is or holds a fully sharded module.
+        module: any module that is or holds a fully sharded module, or parts of one:
+            that unit is shown as well, all of it.
         recurse: also the units below; else only the unit that ``module`` itself is.
         writeback: what the block wrote into the parameters reaches the shards. Each
             rank keeps the part that it holds, and each replica its own, so write the
@@ -70,7 +76,8 @@ def unshard_params(
     >>> with unshard_params(model, writeback=True):     # doctest: +SKIP
     ...     model.head.weight.data.zero_()
     """
-    tops = _tops(module, recurse=recurse)
+    around = _units_around(module) if recurse else []
+    tops = [*around, *_tops(module, recurse=recurse, needed=not around)]
     # All of them first: units side by side share one tree.
     contexts = {id(c): c for c in (require_idle(s, "unshard_params") for s in tops)}
     with ExitStack() as stack:
@@ -80,7 +87,8 @@ def unshard_params(
             if id(context) in contexts:
                 contexts.pop(id(context))
                 stack.enter_context(_summon(context, state, rank0_only))
-            units += _get_fsdp_states(state.module) if recurse else [state]
+            below = recurse and state not in around
+            units += _get_fsdp_states(state.module) if below else [state]
         stack.enter_context(
             _unshard_states(
                 units,
@@ -92,6 +100,20 @@ def unshard_params(
             )
         )
         yield
+
+
+def _units_around(module: nn.Module) -> list[_FSDPState]:
+    """The units above ``module`` that have parameters in its tree, outermost first."""
+    require_module(module, "unshard_params")
+    inside = {id(each): each for each in walk.modules(module)}
+    found: dict[int, _FSDPState] = {}
+    for each in inside.values():
+        state = _get_module_fsdp_state(each)
+        if state is not None and not any(id(m) in inside for m in state.modules):
+            owners = state.handle.owners
+            if id(state) not in found and any(id(m) in inside for m in owners):
+                found[id(state)] = state
+    return list(found.values())
 
 
 @contextmanager
@@ -108,8 +130,13 @@ def _summon(
         wait_for_copies(context)
 
 
-def _tops(module: nn.Module, *, recurse: bool) -> list[_FSDPState]:
-    """The uppermost units in the tree of ``module``; without ``recurse`` its own."""
+def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]:
+    """The uppermost units in the tree of ``module``; without ``recurse`` its own.
+
+    Raises: CompositionError, if there is none and one is ``needed``.
+    """
+    if not needed and not _get_fsdp_states(module):
+        return []
     what = "unshard_params" if recurse else "unshard_params(recurse=False)"
     states = units_of(module, what, recurse=recurse)
     if not recurse:

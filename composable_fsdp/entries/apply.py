@@ -36,6 +36,7 @@ from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
+from composable_fsdp.state_dict.parts import install_part_hooks
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 
@@ -141,8 +142,9 @@ def apply(
         before=before,
         api=application.request.api,
     )
-    for each in states:
+    for each, target in zip(states, targets, strict=True):
         install_state_dict_hooks(each)
+        install_part_hooks(each, target.members)
     look_at_optimizers()
     meet_ddp()
     leave_alone(_ignored(modules, application.request))

@@ -13,29 +13,25 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import TRANSPARENT, shown, strip_wrapper
+from composable_fsdp.naming import TRANSPARENT, shown
 from composable_fsdp.phases import Phase
-from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import drop_full, settle
-from composable_fsdp.state_dict.full import gather_unit, part_of
+from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.state_dict.in_force import settings_in_force
+from composable_fsdp.state_dict.loading import is_local, require_values, take_values
 from composable_fsdp.state_dict.local import (
     PLAN,
-    LocalValue,
     local_values,
     plan_of,
     plans_of,
     require_plan,
 )
 from composable_fsdp.state_dict.meeting import meet
-from composable_fsdp.state_dict.sharded import ShardedValue, sharded_values, unfit
+from composable_fsdp.state_dict.sharded import sharded_values
 from composable_fsdp.state_dict.unit_keys import Reach, keys_of, names_below, reaches
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -76,7 +72,24 @@ def _save(
     Raises: PhaseError, inside forward or backward; CompositionError, if units below
     are set to another type.
     """
-    keys = keys_of(state, module, reach, state_dict, prefix)
+    slots = keys_of(state, module, reach, state_dict, prefix)
+    keys = {key: slot.index for key, slot in slots.items()}
+    fill(state, reach, module, keys, state_dict, prefix, local_metadata)
+
+
+def fill(
+    state: _FSDPState,
+    reach: Reach,
+    module: nn.Module,
+    keys: dict[str, int],
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+) -> None:
+    """Put values under ``keys``, given with their slots; treat what is not the unit's.
+
+    Collective, Raises: as ``_save``.
+    """
     settings = settings_in_force(state)
     kind, config = settings.state_dict_type, settings.state_dict_config
     if settings is state.state_dict_settings:
@@ -88,10 +101,10 @@ def _save(
         values = _values(state, kind, first_only=first_only, to_cpu=to_cpu)
     if kind is StateDictType.LOCAL_STATE_DICT:
         local_metadata[PLAN] = {"": plan_of(state.handle), **plans_of(module)}
-    for key, slot in keys.items():
+    for key, index in keys.items():
         # Names of one tied parameter share one tensor, as in the plain state dict.
-        if slot.index in values:
-            state_dict[key] = values[slot.index]
+        if index in values:
+            state_dict[key] = values[index]
     if state.precision is not None:
         # As they were before mixed precision cast them.
         for name, dtype in state.precision.buffer_dtypes.items():
@@ -152,12 +165,6 @@ def _values(
     return gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
 
 
-_ON_META = (
-    "the parameter is on meta and cannot be copied into. Call model.to_empty("
-    "device=...) first, or load_state_dict(..., assign=True)."
-)
-
-
 class _Load:
     """The load hook of one unit: this rank's part in the place of each full value."""
 
@@ -181,7 +188,7 @@ class _Load:
         Every rank passes the same full values, its own sharded values, or its own
         shards if local is the type set; sends nothing.
         Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
-        another plan.
+        another plan, or for values on meta.
         """
         handle, module = self.state.handle, self.module
         own_plan = local_metadata.get(PLAN, {}).get("")
@@ -190,71 +197,15 @@ class _Load:
             return  # the modules show full parameters: torch copies them itself
         settle(self.state, "load_state_dict")
         drop_full(self.state)
-        kind = settings_in_force(self.state).state_dict_type
-        local = kind is StateDictType.LOCAL_STATE_DICT
-        if local:
+        if is_local(self.state):
             require_plan(handle, plan)
         for component in TRANSPARENT:
             if component in module._modules:
                 # The unit is a wrapper, whose own hook has renamed the keys by now.
                 prefix = f"{prefix}{component}."
-        places = {
-            slot.index: (region, slot, leaf)
-            for region in handle.regions
-            for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
+        slots = {
+            prefix + name: slot.index
+            for name, slot in names_below(self.state, module, self.reach).items()
         }
-        for name, named in names_below(self.state, module, self.reach).items():
-            key = prefix + name
-            value = state_dict.get(key)
-            if not isinstance(value, Tensor):
-                continue
-            if isinstance(value, LocalValue):
-                value = value.plain()
-            region, slot, leaf = places[named.index]
-            problem = _take(handle, region, slot, leaf, value, local=local)
-            if leaf.is_meta and not problem:
-                if local_metadata.get("assign_to_params_buffers", False):
-                    part = value
-                    if isinstance(value, ShardedValue):
-                        part = value.local
-                    elif not local:
-                        part = part_of(region, slot, value, like=leaf)
-                    # Torch makes a parameter of it, and the unit takes it up.
-                    state_dict[key] = part.to(leaf.dtype, copy=True)
-                    continue
-                problem = _ON_META
-            if problem:
-                error_msgs.append(f"{shown(strip_wrapper(key))}: {problem}")
-            # The leaf itself: copying it is nothing, and assign=True keeps it.
-            state_dict[key] = leaf
-
-
-@torch.no_grad()
-def _take(
-    handle: FlatParamHandle,
-    region: FlatParameter,
-    slot: ParameterSlot,
-    leaf: Tensor,
-    value: Tensor,
-    *,
-    local: bool,
-) -> str:
-    """Copy into this rank's shard what is its part; say why ``value`` does not fit."""
-    if isinstance(value, ShardedValue):
-        problem = unfit(handle, region, slot, value)
-        if not problem:
-            leaf.copy_(value.local)
-        return problem
-    if value.shape == (1,) and slot.shape == () and not local:
-        value = value[0]
-    expected = tuple(leaf.shape) if local else slot.shape
-    if tuple(value.shape) == expected:
-        leaf.copy_(value if local else part_of(region, slot, value, like=leaf))
-        return ""
-    got = f"{expected}, got {tuple(value.shape)}"
-    if local:
-        return f"expected this rank's shard of shape {got}. Pass what this rank saved."
-    return (
-        f"expected the full parameter of shape {got}. Load a state dict of the plain "
-        "model's shapes, on every rank."
-    )
+        require_values(module, state_dict, prefix)
+        take_values(self.state, slots, state_dict, local_metadata, error_msgs)

@@ -1,0 +1,224 @@
+"""State dicts, and full parameters, of modules inside a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+from composable_fsdp import (
+    CheckpointError,
+    FullStateDictConfig,
+    ShardedValue,
+    StateDictType,
+    checkpoint_wrapper,
+    fully_shard,
+    state_dict_type,
+    unshard_params,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.testing.models import TinyGPT, build, legal_units, module_at
+from composable_fsdp.testing.recipes import ModelRecipe
+from composable_fsdp.testing.strategies import FEATURES, model_recipes
+from composable_fsdp.testing.world import RankPool, World
+from property_tests.live import batches, examples
+from tests.access.sharded import UNITS, both_paths, gpt
+from tests.runtime.reference import apply_units, differences
+
+RankCount = Callable[[int], RankPool]
+
+
+def core_of(model: nn.Module) -> Any:
+    """The module that a wrapper holds, or the module itself."""
+    return getattr(model, "module", model)
+
+
+class Net(nn.Module):
+    """As Lightning has it: the module that is sharded holds the one that is saved."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.net = TinyGPT(seed=seed)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def net(path: str) -> nn.Module:
+    return apply_units(Net(), [f"net.{unit}" for unit in UNITS], path=path)
+
+
+def same(got: Any, expected: dict[str, Tensor]) -> None:
+    """Equal names in equal order, and values bit by bit."""
+    assert differences(got, expected) == {}
+
+
+def check_whole(world: World, path: str) -> None:
+    """Each module's state dict is that of the plain one's; one gather per unit."""
+    model: Any = net(path)
+    plain: Any = Net()
+    core = core_of(model)
+
+    same(core.net.state_dict(), plain.net.state_dict())
+    same(core.net.tokens.state_dict(), plain.net.tokens.state_dict())
+    same(core.net.blocks.state_dict(), plain.net.blocks.state_dict())
+    block = core_of(core.net.blocks[0])
+    same(block.up.state_dict(), plain.net.blocks[0].up.state_dict())
+    same(core.net.norm.state_dict(prefix="a."), plain.net.norm.state_dict(prefix="a."))
+    holder = nn.ModuleDict({"b": core.net.norm, "a": nn.Sequential(core.net.head)})
+    other = nn.ModuleDict({"b": plain.net.norm, "a": nn.Sequential(plain.net.head)})
+    same(holder.state_dict(), other.state_dict())
+    wrapped = checkpoint_wrapper(core.net.head)
+    same(wrapped.state_dict(), plain.net.head.state_dict())
+    for module, gathers in (
+        (core.net, 3),
+        (model, 3),
+        (block.up, 1),
+        (core.net.norm, 1),
+    ):
+        with record() as calls:
+            module.state_dict()
+        assert len(calls) == gathers, calls
+
+
+@pytest.mark.req("P-17")
+@both_paths
+def test_the_state_dict_of_a_part_has_whole_values(ranks: RankCount, path: str) -> None:
+    """Of modules with and without units in them, also where others hold them."""
+    ranks(2).run(check_whole, path)
+
+
+def check_settings(world: World, path: str) -> None:
+    model, plain = gpt(path), TinyGPT()
+    norm, whole = core_of(model).norm, plain.norm.state_dict()
+
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        values = norm.state_dict()
+    assert all(isinstance(value, ShardedValue) for value in values.values())
+    assert [tuple(value.shape) for value in values.values()] == [(8,), (8,)]
+    config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        first = norm.state_dict()
+    same(first, whole if world.rank == 0 else {})
+    full = StateDictOptions(full_state_dict=True)
+    same(get_model_state_dict(norm, options=full), whole)
+    sharded = get_model_state_dict(norm)
+    assert all(isinstance(value, ShardedValue) for value in sharded.values())
+    with unshard_params(model):
+        same(norm.state_dict(), whole)
+
+
+@pytest.mark.req("P-17")
+@both_paths
+def test_the_state_dict_of_a_part_follows_the_setting(
+    ranks: RankCount, path: str
+) -> None:
+    """Sharded, on the first rank alone, by torch's functions, and inside a block."""
+    ranks(2).run(check_settings, path)
+
+
+def check_loaded(world: World, path: str) -> None:
+    other, model = TinyGPT(seed=5), gpt(path)
+    core, full = core_of(model), StateDictOptions(full_state_dict=True)
+
+    core.norm.load_state_dict(other.norm.state_dict())
+    core.blocks.load_state_dict(other.blocks.state_dict())
+    set_model_state_dict(core.head, other.head.state_dict(), options=full)
+    donor = gpt(path, seed=5)
+    with state_dict_type(donor, StateDictType.SHARDED_STATE_DICT):
+        core.tokens.load_state_dict(core_of(donor).tokens.state_dict())
+    with unshard_params(core.positions):
+        assert core.positions.weight.shape == (6, 8)
+        core.positions.weight.data.copy_(other.positions.weight)
+
+    same(model.state_dict(), other.state_dict())
+    with pytest.raises(RuntimeError, match=r"'bias': expected the full parameter of"):
+        core.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(3)})
+
+
+@pytest.mark.req("P-17")
+@both_paths
+def test_a_part_loads_whole_values(ranks: RankCount, path: str) -> None:
+    """By ``load_state_dict``, torch's functions, shards, and ``unshard_params``."""
+    ranks(2).run(check_loaded, path)
+
+
+def check_meta_values(world: World, path: str) -> None:
+    model, plain = gpt(path), TinyGPT()
+    state = TinyGPT(seed=5).state_dict()
+    state["blocks.1.up.weight"] = state["blocks.1.up.weight"].to("meta")
+
+    with pytest.raises(CheckpointError, match=r"meta for 'blocks.1.up.weight'; noth"):
+        model.load_state_dict(state)
+    same(model.state_dict(), plain.state_dict())
+    with pytest.raises(CheckpointError, match=r"on meta for 'weight', 'bias'; nothing"):
+        core_of(model).norm.load_state_dict(nn.LayerNorm(8, device="meta").state_dict())
+
+
+@pytest.mark.req("P-19")
+@both_paths
+def test_values_on_meta_are_refused_before_anything_is_written(
+    ranks: RankCount, path: str
+) -> None:
+    """The error names the parameters, and the model is what it was."""
+    ranks(2).run(check_meta_values, path)
+
+
+def check_assigned(world: World) -> None:
+    with torch.device("meta"):
+        model: Any = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    state = plain.state_dict()
+
+    with pytest.raises(RuntimeError, match="on meta and cannot be copied into"):
+        model[0].load_state_dict(plain[0].state_dict())
+    model.load_state_dict(state, assign=True)
+    same(model.state_dict(), state)
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    for part, whole in zip(model, plain, strict=True):
+        part.load_state_dict(whole.state_dict(), assign=True)
+    same(model.state_dict(), state)
+
+
+def test_parts_on_meta_get_values_by_assignment(ranks: RankCount) -> None:
+    """Each part by itself, as the whole unit does."""
+    ranks(2).run(check_assigned)
+
+
+def check_every_module(world: World, recipes: list[ModelRecipe]) -> None:
+    for recipe in recipes:
+        plain, model = build(recipe), build(recipe)
+        model = apply_units(model, legal_units(model, recipe.sharded))
+        for path in recipe.paths():
+            same(
+                module_at(model, path).state_dict(),
+                module_at(plain, path).state_dict(),
+            )
+            if shapes_of(module_at(plain, path)):
+                with unshard_params(module_at(model, path)):
+                    shown = shapes_of(module_at(model, path))
+                assert shown == shapes_of(module_at(plain, path))
+
+
+def shapes_of(module: nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters()]
+
+
+@pytest.mark.req("P-17")
+@examples(10)
+@given(recipes=batches(model_recipes(2, 2, FEATURES - {"replicate"})))
+def test_every_module_of_every_model_gives_whole_values(
+    ranks: RankCount, recipes: list[ModelRecipe]
+) -> None:
+    """The state dict of each module is that of the plain model's module."""
+    ranks(2).run(check_every_module, recipes)
