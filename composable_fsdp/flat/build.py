@@ -149,6 +149,7 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.calls, handle.expected_calls = (), [], 0
+    handle.lent = []
     handle.kept = handle.reduce_due = handle.reduce_has_memory = False
     handle.reduce_owner = handle.held = handle.full_since = None
     handle.gather_event = handle.free_event = handle.reduce_event = None

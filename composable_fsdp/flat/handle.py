@@ -66,6 +66,7 @@ class FlatParamHandle:
         "kept",
         "keys",
         "leaf_stream",
+        "lent",
         "needs_gather",
         "offload",
         "on_meta",
@@ -145,6 +146,8 @@ class FlatParamHandle:
     """The autograd nodes that accumulate into the trainable full leaves."""
     calls: list[Any]
     """Forwards that are running, outermost first; ``None`` if without gradients."""
+    lent: list[Any]
+    """What those of them have to give back that work on copies of containers."""
     here: tuple[nn.Parameter, ...]
     """Leaves with elements on this rank."""
     here_at: tuple[int, ...]

@@ -8,13 +8,23 @@ error in backward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Set,
+)
+from dataclasses import is_dataclass
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from composable_fsdp.runtime.copied import Copied, items_of, set_item
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -53,50 +63,77 @@ def _inside(leaf: object) -> Iterable[object]:
     return [*held, *getattr(leaf, "__dict__", {}).values()]
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    copies: list[Copied] | None = None,
+) -> Any:
     """Return ``value`` with every tensor replaced by ``change(tensor)``.
 
     Containers without a tensor that changes are returned as they are, so that their
-    identity is kept where nothing is to be done.
+    identity is kept where nothing is to be done. Of others a copy is made; those that
+    can be written to are noted in ``copies``, if given, and copied once each.
     """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, _PLAIN):
         return value
-    leaves, spec = pytree.tree_flatten(value)
-    changed = [_map_leaf(leaf, change) for leaf in leaves]
-    if all(new is old for new, old in zip(changed, leaves, strict=True)):
+    if copies:
+        for each in copies:
+            if each.original is value:
+                return each.copy
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
+        items = [map_tensors(item, change, copies) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        make: Any = getattr(value, "_make", tuple)
+        return make(items)
+    given = items_of(value)
+    if given is None:
+        return _map_node(value, change, copies)
+    before = {key: map_tensors(i, change, copies) for key, i in given.items()}
+    if all(map(is_, before.values(), given.values())):
+        # One that only pytree knows may have tensors elsewhere.
+        return value if _is_plain(value) else _map_node(value, change, copies)
+    made = copy.copy(value)
+    for key, item in before.items():
+        if item is not given[key]:
+            set_item(made, key, item)
+    if copies is not None:
+        copies.append(Copied(value, made, given, before))
+    return made
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (MutableMapping, MutableSequence)) or is_dataclass(value)
+
+
+def _map_node(
+    value: Any, change: Callable[[Tensor], Tensor], copies: list[Copied] | None
+) -> Any:
+    """The same for what only pytree knows; what nobody knows is returned as it is."""
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    if spec.is_leaf():
+        return value
+    changed = [map_tensors(part, change, copies) for part in parts]
+    if all(map(is_, changed, parts)):
         return value
     return pytree.tree_unflatten(changed, spec)
 
 
 def to_device(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    copies: list[Copied] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments with their tensors on ``device``; ``None`` if they are."""
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device)
 
-    moved = map_tensors((args, kwargs), move)
-    return None if moved[0] is args and moved[1] is kwargs else moved
-
-
-def _map_leaf(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(leaf, Tensor):
-        return change(leaf)
-    made: Any = None
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        old = {f.name: getattr(leaf, f.name) for f in fields(leaf) if f.init}
-        new = {name: map_tensors(item, change) for name, item in old.items()}
-        if any(new[name] is not old[name] for name in old):
-            return replace(leaf, **new)
-    elif isinstance(leaf, (MutableMapping, list)):
-        # Of a class that pytree does not know.
-        items = leaf.items() if isinstance(leaf, MutableMapping) else enumerate(leaf)
-        for key, old_item in list(items):
-            new_item = map_tensors(old_item, change)
-            if new_item is not old_item:
-                made = copy.copy(leaf) if made is None else made
-                made[key] = new_item
-    return leaf if made is None else made
+    moved = tuple([map_tensors(value, move, copies) for value in args])
+    named = {key: map_tensors(value, move, copies) for key, value in kwargs.items()}
+    if all(map(is_, moved, args)) and all(map(is_, named.values(), kwargs.values())):
+        return None
+    return moved, named

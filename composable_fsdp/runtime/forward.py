@@ -26,6 +26,7 @@ from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import use_form
 from composable_fsdp.runtime.backward import Call, pre_backward
 from composable_fsdp.runtime.casting import map_tensors, tensors_in, to_device
+from composable_fsdp.runtime.copied import Copied, give_back, lend
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
@@ -63,13 +64,14 @@ def pre_forward(
         )
     recomputing = current_task() != NO_TASK
     handle, replaced = state.handle, None
+    copies: list[Copied] = []
     if not recomputing and (
         context.outermost is None
         or (context.outermost is state and handle.calls and not is_live(context))
     ):
         begin_iteration(context, state)
         if context.streams is not None:
-            replaced = to_device(args, kwargs, state.device)
+            replaced = to_device(args, kwargs, state.device, copies)
             if replaced is not None:
                 args, kwargs = replaced
     log = handle.forward_log
@@ -83,7 +85,7 @@ def pre_forward(
     if precision is not None:
         if handle.task == NO_TASK and precision.wide(module) is not handle.wide:
             use_form(context, state, wide=not handle.wide)
-        cast = cast_inputs(state, args, kwargs)
+        cast = cast_inputs(state, args, kwargs, copies)
         if cast is not None:
             args, kwargs = replaced = cast
     if not handle.gathered or handle.retiring:
@@ -99,20 +101,24 @@ def pre_forward(
     elif handle.task != NO_TASK:
         # Its pre-backward has run: the hooks of the first forward serve.
         handle.calls.append(None)
-        return replaced
+        return lend(handle, copies, (args, kwargs), replaced) if copies else replaced
     if not torch.is_grad_enabled():
         handle.calls.append(None)
-        return replaced
+        return lend(handle, copies, (args, kwargs), replaced) if copies else replaced
     # A recomputed forward is a graph of its own, with counts of its own.
     call = Call(state, Tape() if recomputing else context.tape)
     if call.tape.schedule is not None:
         call.begin = len(call.tape.order.uses)
     handle.calls.append(call)
-    return _alias_inputs(call, args, kwargs) or replaced
+    replaced = _alias_inputs(call, args, kwargs, copies) or replaced
+    return lend(handle, copies, (args, kwargs), replaced) if copies else replaced
 
 
 def _alias_inputs(
-    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    copies: list[Copied],
 ) -> Arguments | None:
     """Replace each input that needs a gradient by an alias whose node tells its time.
 
@@ -135,8 +141,10 @@ def _alias_inputs(
         new_args: tuple[Any, ...] = (alias(args[0]),)
         new_kwargs = kwargs
     else:
-        new_args = tuple([map_tensors(value, alias) for value in args])
-        new_kwargs = {key: map_tensors(value, alias) for key, value in kwargs.items()}
+        new_args = tuple([map_tensors(value, alias, copies) for value in args])
+        new_kwargs = {
+            key: map_tensors(value, alias, copies) for key, value in kwargs.items()
+        }
     if not nodes:
         return None
     call.aliases = tuple(nodes)
@@ -181,6 +189,9 @@ def post_forward(
             break
     call = handle.calls.pop() if handle.calls else None
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
+    if handle.lent and handle.lent[-1].depth > len(handle.calls):
+        # After the outputs were hooked, among which are aliases.
+        replaced = give_back(handle.lent.pop(), output)
     if recomputing:
         return replaced
     if state.remaining:
@@ -305,6 +316,8 @@ def _after_raise(state: _FSDPState) -> None:
         call = handle.calls.pop()
         if call is not None:
             call.aliases = ()
+        if handle.lent and handle.lent[-1].depth > len(handle.calls):
+            give_back(handle.lent.pop(), None)
     if context.outermost is state and not handle.calls:
         recover(context, drop_gradients=False)
     elif not handle.calls:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.naming import TRANSPARENT, join
 from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.copied import Copied
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
@@ -18,17 +19,22 @@ _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+def cast_floating(
+    value: Any, dtype: torch.dtype, copies: list[Copied] | None = None
+) -> Any:
     """Return ``value`` with its floating point tensors in ``dtype``, at any depth."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return map_tensors(value, cast)
+    return map_tensors(value, cast, copies)
 
 
 def cast_inputs(
-    state: _FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: _FSDPState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    copies: list[Copied],
 ) -> Arguments | None:
     """Cast floating point inputs to the compute dtype where the options say so."""
     precision, handle = state.precision, state.handle
@@ -38,8 +44,8 @@ def cast_inputs(
     if dtype is None or handle.wide:
         return None
     return (
-        tuple([cast_floating(value, dtype) for value in args]),
-        {key: cast_floating(value, dtype) for key, value in kwargs.items()},
+        tuple([cast_floating(value, dtype, copies) for value in args]),
+        {key: cast_floating(value, dtype, copies) for key, value in kwargs.items()},
     )
 
 

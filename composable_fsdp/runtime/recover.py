@@ -159,6 +159,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
             if call is not None:
                 call.aliases = ()
         handle.calls.clear()
+        handle.lent.clear()
         reset_backward(handle)
         handle.kept = False
         reshard(context, handle)
