@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +19,11 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.entries.apply import apply, prepare
-from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import shown
+from composable_fsdp.entries.apply import Application, apply, prepare
+from composable_fsdp.entries.in_force import is_in_force
+from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.checks import refuse_container
-from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.options import PER_MODULE, UnitOptions
 from composable_fsdp.tree.state import _FSDPState
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
@@ -114,7 +114,8 @@ def _shard(
             ``flat_parameter_groups`` can tell them apart. Equal on all ranks. One group
             if nothing is given.
         if_sharded: "error" (if nothing is given), or "skip" to return a module that is
-            sharded with the same settings.
+            sharded as this call asks: the same units with the same parameters, options,
+            ranks and device, however they are spelled. Another is refused.
         tied_params: what to do with a parameter tied across units: "error" (if
             nothing is given), or "promote" to the lowest unit above all its places.
 
@@ -188,30 +189,26 @@ class _FullyShard(Contract[Any, _FSDPState]):
         choice = kwargs.get("if_sharded", "error")
         if choice not in ("error", "skip"):
             raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
-        settings = {key: kwargs[key] for key in sorted(kwargs) if key != "if_sharded"}
-        if choice == "skip" and self._is_same(module, settings):
+        modules = [module] if isinstance(module, nn.Module) else module
+        # Asked of what is sharded alone: to read the arguments may use an iterator up.
+        if (
+            choice == "skip"
+            and isinstance(modules, (list, tuple))
+            and any(isinstance(m, nn.Module) and self.state(m) for m in modules[:1])
+            and is_in_force(modules, _application(kwargs))
+        ):
             return module
-        result = super().__call__(module, *args, **kwargs)
-        state = self.state(module if isinstance(module, nn.Module) else module[0])
-        assert state is not None
-        state.settings = settings
-        return result
+        return super().__call__(module, *args, **kwargs)
 
-    def _is_same(self, module: Any, settings: dict[str, object]) -> bool:
-        """Whether ``module`` is sharded already, with these settings."""
-        first = module if isinstance(module, nn.Module) else next(iter(module), None)
-        state = self.state(first) if isinstance(first, nn.Module) else None
-        if state is None:
-            return False
-        if state.settings != settings:
-            raise CompositionError(
-                f"fully_shard(if_sharded='skip') found {type(first).__name__} "
-                f"{shown(state.fqn)} sharded with other settings: it has "
-                f"{state.settings or 'the defaults'}, this call asks for "
-                f"{settings or 'the defaults'}. Use the same settings, or a fresh "
-                "module."
-            )
-        return True
+
+def _application(given: Mapping[str, Any]) -> Application:
+    """The application that these keyword arguments ask for."""
+    unknown = sorted(given.keys() - set(_OWN_NAMES))
+    if unknown:
+        raise TypeError(_unknown_text(unknown))
+    options = {name: given[name] for name in PER_MODULE if name in given}
+    rest = given.keys() - options.keys() - {"if_sharded"}
+    return prepare(UnitOptions(**options), **{name: given[name] for name in rest})
 
 
 _OWN_NAMES = tuple(_shard.__kwdefaults__ or ())

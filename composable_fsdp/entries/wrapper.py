@@ -7,6 +7,7 @@ level to the tree and takes it out of every name it gives.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,11 +53,18 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
     A model on meta gets values at once, from ``param_init_fn`` or each module's
     ``reset_parameters()``.
     ``tied_params`` is ``fully_shard``'s, beside FSDP1's own: a policy may tear tied
-    weights apart on this path, too.
+    weights apart on this path, too, and so is ``if_sharded``. A wrapper that is wrapped
+    again with equal settings is returned as it is.
 
     Collective: as ``fully_shard``.
     Raises: as ``fully_shard``; the module is as it was.
     """
+
+    def __new__(
+        cls, module: object = None, *args: object, **kwargs: object
+    ) -> FullyShardedDataParallel:
+        """Return what is wrapped already; ``__init__`` then compares the settings."""
+        return module if isinstance(module, cls) else super().__new__(cls)
 
     def __init__(
         self,
@@ -78,14 +86,17 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
         device_mesh: DeviceMesh | None = None,
         *,
         tied_params: str = "error",
+        if_sharded: str = "error",
     ) -> None:
-        super().__init__()
+        again = module is self  # see __new__
+        if not again:
+            super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"FullyShardedDataParallel expects a module, got a "
                 f"{type(module).__name__}. One unit of several modules: fully_shard."
             )
-        if isinstance(module, FullyShardedDataParallel):
+        if isinstance(module, FullyShardedDataParallel) and not again:
             raise CompositionError(
                 "FullyShardedDataParallel got a module that is wrapped already. Wrap "
                 "the plain module, or pass wrapper.module."
@@ -98,7 +109,7 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
                 stacklevel=2,
             )
         fully_shard(
-            module,
+            self.module if again else module,
             process_group=process_group,
             strategy=sharding_strategy or ShardingStrategy.FULL_SHARD,
             cpu_offload=cpu_offload,
@@ -116,9 +127,11 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
             ignored_states=ignored_states,
             device_mesh=device_mesh,
             tied_params=tied_params,
+            if_sharded="skip" if again else if_sharded,
         )
-        _wrap_units_below(module)
-        self._take(module)
+        if not again:
+            _wrap_units_below(module)
+            self._take(module)
 
     def _take(self, module: nn.Module) -> None:
         setattr(self, WRAPPED_MODULE, module)
@@ -276,6 +289,12 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Have ``hook`` reduce this tree's gradients; see ``register_comm_hook``."""
         register_comm_hook(self, state, hook)
+
+
+# Of the two, inspect would show that of ``__new__``.
+FullyShardedDataParallel.__new__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # as inspect documents it
+    FullyShardedDataParallel.__init__
+)
 
 
 def _wrap_units_below(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import torch
 
@@ -16,6 +17,9 @@ from composable_fsdp.runtime.copying import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.precision import make_precision
 from composable_fsdp.tree.state import OWNERS, _FSDPState
+
+_applications = count(1)
+"""Of this process; a copied unit keeps its number."""
 
 
 def build_units(
@@ -35,11 +39,13 @@ def build_units(
     are made and registered here. All checks are done; sends nothing.
     """
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
+    application = next(_applications)
     for index in reversed(range(len(targets))):
         target, state = targets[index], states[index]
         if before is not None:
             before(index)
         _fill(state, target, ranks, device)
+        state.application = application
         if state is not root_state:
             set_state(target.modules[0], api, state)
             _link(state, states[target.parent])

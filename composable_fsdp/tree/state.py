@@ -172,6 +172,7 @@ class _FSDPState:
         "_root_states",
         "ahead_in_backward",
         "ahead_in_forward",
+        "application",
         "context",
         "copier",
         "device",
@@ -186,7 +187,6 @@ class _FSDPState:
         "remaining",
         "reshard_after_backward",
         "reshard_after_forward",
-        "settings",
         "state_dict_settings",
         "sync_gradients",
     )
@@ -199,8 +199,6 @@ class _FSDPState:
     """What ``copy.deepcopy`` does; set at build, because it needs the layers above."""
     precision: Precision | None
     """Casts of inputs, outputs and buffers; ``None`` if there are none."""
-    settings: dict[str, object]
-    """What the caller passed, to compare a repeated application with."""
 
     def __init__(self) -> None:
         self.fqn = ""
@@ -222,7 +220,8 @@ class _FSDPState:
         """Units to gather ahead instead of the next one by the record; empty: that."""
         self.remaining: frozenset[int] = frozenset()
         """Of a list unit: modules that have not run in this forward."""
-        self.settings = {}
+        self.application = 0
+        """Which call made the unit: a policy makes several."""
         self.state_dict_settings = FULL_BY_DEFAULT
 
     @property

@@ -111,12 +111,19 @@ def test_attributes_and_items_of_the_wrapped_module_are_the_wrappers(
 
 
 @pytest.mark.req("S1-25")
-def test_a_wrapper_is_not_wrapped_again(one_rank: World) -> None:
-    """The message says what to pass instead."""
+def test_a_wrapper_that_is_wrapped_again_equally_stays_itself(one_rank: World) -> None:
+    """As scripts for FSDP1 do it; other settings are refused, and named."""
     model = FullyShardedDataParallel(tiny_mlp())
+    hooks = len(model.module._forward_pre_hooks)
 
-    with pytest.raises(CompositionError, match=r"wrapper\.module"):
-        FullyShardedDataParallel(model)
+    assert FullyShardedDataParallel(model) is model
+    assert len(model.module._forward_pre_hooks) == hooks
+    with pytest.raises(CompositionError, match=r"FULL_SHARD.* asks for .*NO_SHARD"):
+        FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.NO_SHARD)
+    with pytest.raises(CompositionError, match="takes each API once"):
+        FullyShardedDataParallel(model.module)
+    again = FullyShardedDataParallel(model.module, if_sharded="skip")
+    assert again.module is model.module
 
 
 @pytest.mark.req("S0-06")
