@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -115,6 +116,8 @@ def clip_grad_norm_(
                 found = _left_gradients(region, chosen)
             where += found
             gradients += found
+    if not gradients and any(p.numel() for p in parameters):
+        warnings.warn(_NO_GRADIENTS, stacklevel=2)
     # Powers overflow half precision, and a rank that holds no element of a parameter
     # has to send what the others send: so a dtype that the parameters alone decide.
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -129,6 +132,12 @@ def clip_grad_norm_(
         )
     _scale(gradients, total, max_norm, foreach=foreach is not False)
     return total
+
+
+_NO_GRADIENTS = (
+    "clip_grad_norm_ found no gradient on this rank: nothing is clipped here. Call it "
+    "after backward and before zero_grad, with the model or its parameters."
+)
 
 
 class _Kind(NamedTuple):

@@ -231,8 +231,8 @@ def resolve_ranks(
 ) -> RankLayout:
     """Turn what the caller passed into groups.
 
-    A 1-D mesh shards; a 2-D mesh with named dims replicates over dim 0 and shards over
-    dim 1. Makes no group and sends nothing.
+    A 1-D mesh shards; a 2-D mesh replicates over dim 0 and shards over dim 1, unless
+    its dims are named the other way round. Makes no group and sends nothing.
 
     Raises: PlanError, for another mesh, both a mesh and a group, or a rank outside;
     CompositionError, if torch.distributed was not initialised.
@@ -306,8 +306,8 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
         )
     if mesh.ndim == 1:
         return RankLayout(_member(mesh.get_group()), None, mesh.device_type)
-    if mesh.ndim == 2 and mesh.mesh_dim_names:
-        first, second = mesh.mesh_dim_names
+    if mesh.ndim == 2:
+        first, second = mesh.mesh_dim_names or ("", "")
         if "shard" in first or "replicate" in second:
             raise PlanError(
                 "A 2-D device_mesh expects dimension 0 to replicate and dimension 1 to "
@@ -318,10 +318,10 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
             _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
         )
     raise PlanError(
-        "device_mesh expects a 1-D mesh, or a 2-D mesh with mesh_dim_names (replicate, "
-        f"shard); got {mesh.ndim}-D{'' if mesh.mesh_dim_names else ' without names'}: "
-        f"{mesh}. Name the dims: init_device_mesh(..., mesh_dim_names=('replicate', "
-        "'shard')), and of a larger mesh take those two by name."
+        "device_mesh expects a 1-D mesh, or a 2-D mesh (replicate, shard); got "
+        f"{mesh.ndim}-D: {mesh}. Of a larger mesh take those dims by name: "
+        "init_device_mesh(..., mesh_dim_names=(..., 'replicate', 'shard'))"
+        "['replicate', 'shard']."
     )
 
 

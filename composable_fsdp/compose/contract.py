@@ -19,7 +19,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from torch import nn
 
@@ -37,14 +38,29 @@ S = TypeVar("S")
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 
 
+@overload
 def contract(
     state_cls: Callable[[], S], *, check_names: bool = True
-) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, S]]:
+) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, S]]: ...
+
+
+@overload
+def contract(
+    *, check_names: bool = True
+) -> Callable[
+    [Callable[Concatenate[Any, P], object]], Contract[P, SimpleNamespace]
+]: ...
+
+
+def contract(
+    state_cls: Callable[[], Any] = SimpleNamespace, *, check_names: bool = True
+) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, Any]]:
     """Turn a function of a module, or of a list of modules, into a composable API.
 
     Each application makes one ``state_cls()`` and registers it, under the function's
     name, on the module or on every module of the list, before the function runs. The
     function reads it with ``api.state(module)`` and returns None or what it was given.
+    Without a class the state is a ``SimpleNamespace``, which takes any attribute.
     ``check_names=False`` skips the comparison of names, if the API cannot change any.
 
     >>> class Mark:
@@ -57,7 +73,7 @@ def contract(
     'first'
     """
 
-    def decorate(api: Callable[Concatenate[Any, P], object]) -> Contract[P, S]:
+    def decorate(api: Callable[Concatenate[Any, P], object]) -> Contract[P, Any]:
         return Contract(api, state_cls, check_names=check_names)
 
     return decorate

@@ -77,7 +77,7 @@ def _shard(
         process_group: the ranks to shard over, or a pair (shard, replicate); the
             default group if nothing is given, within which hybrid units shard by node
             (LOCAL_WORLD_SIZE) and replicate across nodes.
-        device_mesh: the same as a mesh: 1-D shards, 2-D named (replicate, shard).
+        device_mesh: the same as a mesh: 1-D shards, 2-D is (replicate, shard).
         policy: which modules below become units: a policy object, a function
             ``(module, recurse, nonwrapped_numel) -> bool``, or one that returns
             ``{module: options}``. Units made by hand before are boundaries.

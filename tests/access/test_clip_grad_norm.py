@@ -234,12 +234,16 @@ def test_plain_parameters_beside_sharded_ones_count_once(
     ranks(world_size).run(check_mixed, norm_type)
 
 
+NONE_FOUND = "found no gradient on this rank"
+
+
 def check_nothing(world: World, path: str) -> list[float]:
     model = gpt(path)
-    early = clip_grad_norm_(model, 1.0)
+    with pytest.warns(UserWarning, match=NONE_FOUND):
+        early = clip_grad_norm_(model, 1.0)
     loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
-    with record() as calls:
+    with record() as calls, pytest.warns(UserWarning, match=NONE_FOUND):
         late = clip_grad_norm_(model, 1.0)
     nobody = clip_grad_norm_([], 1.0)
 
@@ -461,3 +465,20 @@ def test_a_negative_limit_is_refused(one_rank: World, max_norm: float) -> None:
     )
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
+
+
+def check_no_gradient(world: World, path: str) -> None:
+    if path == "wrapper":
+        model = FullyShardedDataParallel(tiny_mlp())
+        with pytest.warns(UserWarning, match=NONE_FOUND):
+            model.clip_grad_norm_(1.0)
+    # A rank that holds nothing of a parameter never has a gradient of it.
+    small = apply_units(nn.Linear(1, 1, bias=False), [], path=path)
+    small(torch.ones(1, 1)).sum().backward()
+    clip_grad_norm_(small, 1.0)
+
+
+@both_paths
+def test_to_clip_without_any_gradient_warns(ranks: RankCount, path: str) -> None:
+    """As FSDP1: before backward, or after zero_grad, nothing is clipped."""
+    ranks(2).run(check_no_gradient, path)

@@ -87,6 +87,25 @@ def test_an_application_returns_the_same_module_with_its_state() -> None:
 
 
 @pytest.mark.req("S1-35")
+def test_without_a_state_class_a_state_takes_any_attribute() -> None:
+    """As torch's ``contract()``; each application has a state of its own."""
+
+    @contract()
+    def note(module: nn.Module, text: str) -> None:
+        state = note.state(module)
+        assert state is not None
+        state.text = text
+
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    note(first, "one")
+    note(second, "two")
+
+    assert [getattr(note.state(m), "text", "") for m in (first, second)] == [
+        "one",
+        "two",
+    ]
+
+
 def test_state_is_none_where_the_api_was_not_applied() -> None:
     """Children and parents of a module that carries an API do not carry it."""
     module = tiny_mlp()

@@ -61,6 +61,8 @@ def ranks_of(form: str, shape: tuple[int, int]) -> dict[str, Any]:
         return {"process_group": dist.new_group(list(range(size)))}
     if form == "line":
         return {"device_mesh": init_device_mesh("cpu", (size,))}
+    if form == "bare mesh":
+        return {"device_mesh": init_device_mesh("cpu", shape)}
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     if form == "mesh":
         return {"device_mesh": mesh}
@@ -343,7 +345,8 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
 @pytest.mark.req("D-07")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("form", "whole"), [("default", (4, 1)), ("mesh", (2, 2)), ("pair", (2, 2))]
+    ("form", "whole"),
+    [("default", (4, 1)), ("mesh", (2, 2)), ("bare mesh", (2, 2)), ("pair", (2, 2))],
 )
 def test_units_of_one_tree_may_differ_in_strategy(
     ranks: RankCount, form: str, whole: tuple[int, int], path: str
