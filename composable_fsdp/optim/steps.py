@@ -27,6 +27,8 @@ from composable_fsdp.optim.guard import (
 )
 from composable_fsdp.optim.shown import handles_of, holds_shown, require_no_block
 from composable_fsdp.optim.strangers import look_for_strangers
+from composable_fsdp.optim.trial import STAND_IN
+from composable_fsdp.optim.unknown import require_tried
 from composable_fsdp.optim.watch import meet
 
 _LOOKED_AT = 2
@@ -73,6 +75,8 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     at = (_applications, times_replaced(), [(id(each), len(each)) for each in lists])
     met = _met.get(optim)
     if met is None or met.at != at:
+        if STAND_IN in vars(optim):
+            return
         if holds_shown(optim):
             return  # as long as the block shows them; looked at again each time
         meet(optim)  # first, because it turns what was loaded into parts
@@ -83,6 +87,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     require_no_flat_originals(optim)
     require_own_state(optim)
     if not met.looks:
+        require_tried(optim)
         look_for_strangers(optim)
     met.looks += 1
     _met[optim] = met
