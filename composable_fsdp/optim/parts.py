@@ -7,12 +7,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.flat_form import per_original
 from composable_fsdp.optim.keys import state_by_name
 from composable_fsdp.optim.names import Group, Named, name_parameters
 from composable_fsdp.optim.per_original import originals, spread
+from composable_fsdp.planning.checks import is_dtensor
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
@@ -23,9 +26,54 @@ def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
     """``optim.state_dict()`` with plain tensors of this rank's shapes, per original."""
     token = wants_parts.set(True)
     try:
-        return spread(optim.param_groups, optim.state_dict())
+        return spread(optim.param_groups, _plain(optim, optim.state_dict()))
     finally:
         wants_parts.reset(token)
+
+
+def _plain(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        key: plain_values(optim, values) if isinstance(values, dict) else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def plain_values(
+    optim: torch.optim.Optimizer, values: dict[str, Any]
+) -> dict[str, Any]:
+    """The state ``values`` of a parameter, quantised ones as what they stand for.
+
+    What wraps other tensors has no memory of its own: to read it would crash.
+    Raises: CheckpointError, for such state that cannot say its values.
+    """
+    if not any(map(is_wrapper, values.values())):
+        return values
+    return {
+        name: _dequantised(optim, name, value) if is_wrapper(value) else value
+        for name, value in values.items()
+    }
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether ``value`` is a tensor made of others, as quantised state is."""
+    if type(value) is Tensor or not isinstance(value, Tensor) or is_dtensor(value):
+        return False
+    wraps: bool = is_traceable_wrapper_subclass(value)
+    return wraps
+
+
+def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
+    if type(value).dequantize is not Tensor.dequantize:
+        plain: Tensor = value.dequantize()
+        if type(plain) is Tensor and plain.shape == value.shape:
+            return plain
+    raise CheckpointError(
+        f"{type(optim).__name__}'s state {name!r} is a {type(value).__name__}, which "
+        "wraps other tensors; expected plain tensors, or a subclass whose dequantize() "
+        "gives one of the same shape. Save it by torch.save(optim.state_dict()) on "
+        "each rank, or use an optimizer with plain state."
+    )
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:

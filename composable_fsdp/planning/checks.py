@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp.errors import CompositionError, PlanError
@@ -69,7 +69,7 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
             f"Parameter {shown(fqn)} is not initialised yet (a lazy module). Run a dry "
             "forward with the plain model first, then fully_shard."
         )
-    if _is_dtensor(parameter):
+    if is_dtensor(parameter):
         raise PlanError(
             f"Parameter {shown(fqn)} is a DTensor; a flat buffer holds plain tensors. "
             "Shard before tensor parallelism is "
@@ -82,7 +82,8 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
         )
 
 
-def _is_dtensor(parameter: nn.Parameter) -> bool:
+def is_dtensor(parameter: Tensor) -> bool:
+    """Whether ``parameter`` is one of torch's distributed tensors."""
     # Importing DTensor takes long, and where nobody has, nothing is one.
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(parameter, tensor.DTensor)

@@ -17,6 +17,7 @@ from torch import Tensor
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.over_originals import OverOriginals, over_originals
+from composable_fsdp.optim.parts import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.storage.contents import Contents, HeldTensor, named, not_in_module
@@ -267,7 +268,7 @@ class OptimizerLoad:
                 continue
             into, shape = present.get(name), parameter.shape
             is_new = False
-            if not isinstance(into, Tensor) or into.shape != shape:
+            if not isinstance(into, Tensor) or into.shape != shape or is_wrapper(into):
                 into, is_new = self._new_state(parameter, name, info.dtype), True
             state[name] = into
             self.copies.append(Copy(member.name, name, *span, into, is_new))

@@ -18,6 +18,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.over_originals import over_originals
+from composable_fsdp.optim.parts import plain_values
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.storage.contents import (
     Contents,
@@ -136,7 +137,7 @@ class PartMaker:
                     raise not_in_module(parameter, g, i, "saved")
                 state = optim.state.get(parameter, {})
                 if state:
-                    found[id(parameter)] = state
+                    found[id(parameter)] = plain_values(optim, state)
         return found
 
     def _param_groups(self, groups: Groups) -> list[Json]:
