@@ -17,6 +17,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
 from composable_fsdp.testing.world import RankPool, World
+from tests.gpu.counts import GPUS, NEEDS_NCCL, RANK_COUNTS, RUNNABLE
 from tests.runtime.orders import SUB1_SUB2, check_on_ranks
 from tests.runtime.reference import (
     PATHS,
@@ -30,14 +31,7 @@ from tests.runtime.reference import (
     train_reference,
 )
 
-GPUS = torch.cuda.device_count()
-RANK_COUNTS = (1, 2, 3, 4, 8)
-RUNNABLE = [count for count in RANK_COUNTS if count <= GPUS] or [1]
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: NCCL was not tried at all"),
-]
+pytestmark = NEEDS_NCCL
 
 LEAF = ModuleRecipe("mlp", "leaf", dtype="bfloat16", frozen=1)
 RECIPES = [
