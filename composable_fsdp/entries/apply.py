@@ -32,6 +32,7 @@ from composable_fsdp.planning.planner import (
     plan_modules,
 )
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
+from composable_fsdp.runtime.buffers import await_buffers
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.precision import keep_full_precision
@@ -134,6 +135,10 @@ def apply(
         device=device,
         ignored=application.request.ignored_parameters,
     )
+    awaiting = [on_meta and _have_meta_buffers(target.members) for target in targets]
+    if on_meta and init is None and not sync:
+        for target in targets:
+            await_buffers(target.members)
     states = build_units(
         targets,
         state,
@@ -145,6 +150,8 @@ def apply(
     for each, target in zip(states, targets, strict=True):
         install_state_dict_hooks(each)
         install_part_hooks(each, target.members)
+    for each, awaits in zip(states, awaiting, strict=True):
+        each.awaits_buffers = awaits
     look_at_optimizers()
     meet_ddp()
     leave_alone(_ignored(modules, application.request))
@@ -152,6 +159,14 @@ def apply(
     if application.request.policy is not None and options.mixed_precision:
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
     return plan
+
+
+def _have_meta_buffers(modules: Iterable[nn.Module]) -> bool:
+    return any(
+        buffer is not None and buffer.is_meta
+        for module in modules
+        for buffer in module._buffers.values()
+    )
 
 
 def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -59,7 +60,16 @@ def build_handle(
     remember_leaves(handle)
     handle.guards = guards.find_guards(handle, target.modules)
     guards.close(handle)
+    handle.written_at_build = written(handle)
     return handle
+
+
+_version = attrgetter("_version")
+
+
+def written(handle: FlatParamHandle) -> int:
+    """A number that grows when a sharded leaf is written to; -1 without values."""
+    return -1 if handle.on_meta else sum(map(_version, handle.sharded_placed))
 
 
 def make_tables(handle: FlatParamHandle) -> None:

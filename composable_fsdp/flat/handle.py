@@ -96,6 +96,7 @@ class FlatParamHandle:
         "task",
         "trainable",
         "wide",
+        "written_at_build",
     )
 
     plan: UnitPlan
@@ -159,6 +160,8 @@ class FlatParamHandle:
     wide: bool
     """Whether the full form is that of the parameters' own dtype; see ``forms``."""
     other_form: Any
+    written_at_build: int
+    """How often the sharded leaves had been written to; -1 if they were on meta."""
     # Backward. ``task`` is the graph task whose pre-backward has seen this unit, which
     # owes ``pending`` gradients; inputs of ``open_calls`` forwards wait for theirs.
     task: int

@@ -28,6 +28,7 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join, shown
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.walk import name_of
+from composable_fsdp.runtime.buffers import awaited
 
 Init = Callable[[nn.Module], object]
 
@@ -140,6 +141,8 @@ def materialize(waiting: Waiting, init: Init) -> None:
     for table, key, tensor in waiting.held:
         if key not in waiting.first:
             table[key] = _empty_like(tensor, torch.device("meta"))
+        elif table is waiting.module._buffers:
+            table[key] = awaited(tensor)
     with torch.inference_mode(False):
         init(waiting.module)
     for table, key, tensor in waiting.held:

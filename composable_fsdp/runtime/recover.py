@@ -24,6 +24,8 @@ from composable_fsdp.flat.integrity import (
     leaves_view_shards,
     reattach,
 )
+from composable_fsdp.runtime.buffers import require_filled
+from composable_fsdp.runtime.draws import warn_of_equal_draws
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.offload import land, wait_for_copies
 from composable_fsdp.runtime.precision import cast_buffers
@@ -46,7 +48,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     changed the shards since. Parameters whose ``requires_grad`` changed move to other
     regions. Sends nothing.
 
-    Raises: PlanError, if a leaf was torn out of its shard and does not fit; PhaseError,
+    Raises: PlanError, if a leaf was torn out of its shard and does not fit, or at the
+    first forward a buffer was on meta and has no values; PhaseError,
     if ``requires_grad`` changed while gradients wait, or shards were written to under a
     unit that was left full on purpose.
     """
@@ -74,6 +77,10 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             take_up(unit)
             if is_regrouped(handle):
                 follow_requires_grad(context, handle)
+    if context.is_new:
+        require_filled(root_of(context)._root_states)
+        warn_of_equal_draws(context.handles)
+        context.is_new = False
     for unit in context.lists:
         unit.remaining = frozenset()
     for unit in context.precisions:

@@ -249,7 +249,7 @@ def _require_values(
         raise CheckpointError(
             f"{what} expects values, and {', '.join(map(shown, meta[:8]))}"
             f"{' ..' if meta[8:] else ''} are on meta. Call model.to_empty(device=...) "
-            "first; load then fills it."
+            "first, and set the buffers that are not persistent; load fills the rest."
         )
 
 

@@ -10,13 +10,16 @@ Until all ranks agree nothing has changed. Then each reads its own slices.
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import shown
 from composable_fsdp.optim.names import Optimizers
+from composable_fsdp.runtime.buffers import unfilled_buffers
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
@@ -103,10 +106,23 @@ def load(
         _change(team, *result)
         if tell:
             report.warn()
+        _tell_unfilled(module)
         return source.extra
     finally:
         if source is not None and source is not path:
             source.close()
+
+
+def _tell_unfilled(module: nn.Module) -> None:
+    names = unfilled_buffers(module)
+    if names:
+        warnings.warn(
+            f"load filled what the checkpoint has; buffers "
+            f"{', '.join(map(shown, names[:8]))}{' ..' if names[8:] else ''} are not "
+            "persistent, were on meta and have memory without values (to_empty). Set "
+            "them before the first forward, which raises otherwise.",
+            stacklevel=3,
+        )
 
 
 @torch.no_grad()

@@ -85,6 +85,7 @@ class RuntimeContext:
         "forward_logs",
         "frame",
         "handles",
+        "is_new",
         "lists",
         "offload",
         "outermost",
@@ -132,6 +133,8 @@ class RuntimeContext:
         self.summoned: _FSDPState | None = None
         """The unit on which ``unshard_params`` was called, while its block runs."""
         self.rank0_only = False
+        self.is_new = True
+        """Whether no forward has begun."""
         """Whether that block shows full parameters on the first rank alone."""
 
 
@@ -172,6 +175,7 @@ class _FSDPState:
         "_root_states",
         "ahead_in_backward",
         "ahead_in_forward",
+        "awaits_buffers",
         "application",
         "context",
         "copier",
@@ -208,6 +212,8 @@ class _FSDPState:
         self._root_states: tuple[_FSDPState, ...] = ()
         self._root_handles: tuple[FlatParamHandle, ...] = ()
         self.context: RuntimeContext | None = None
+        self.awaits_buffers = False
+        """Whether buffers of the unit were on meta and are not known to be filled."""
         self.sync_gradients = True
         self.is_last_backward = True
         """Of the outermost unit: whether the end of backward waits for reductions."""

@@ -83,6 +83,8 @@ def fill(module: nn.Module, start: int = 0) -> None:
         if tensor is not None and tensor.is_floating_point():
             numbers = torch.arange(tensor.numel(), dtype=tensor.dtype) * 0.37 + start
             tensor.copy_(numbers.sin().view(tensor.shape) * 0.3)
+        elif tensor is not None:
+            tensor.zero_()
 
 
 def fill_from_meta(module: nn.Module) -> None:
