@@ -25,6 +25,7 @@ from composable_fsdp.optim.guard import (
     require_no_flat_originals,
     require_own_state,
 )
+from composable_fsdp.optim.scaling import require_common_decision
 from composable_fsdp.optim.shown import handles_of, holds_shown, require_no_block
 from composable_fsdp.optim.strangers import look_for_strangers
 from composable_fsdp.optim.trial import STAND_IN
@@ -86,6 +87,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     require_elementwise(optim)
     require_no_flat_originals(optim)
     require_own_state(optim)
+    require_common_decision(optim)
     if not met.looks:
         require_tried(optim)
         look_for_strangers(optim)
