@@ -28,7 +28,8 @@ from benchmarks.null_group import null_world
 from benchmarks.variants import PARAMETERS, PLAIN, Trainee, Variant
 
 STEPS_PER_TURN = 3
-WARM_UP_STEPS = 4
+# The next power of two, where gradients are looked at again, is 16.
+WARM_UP_STEPS = 9
 
 Result = TypeVar("Result")
 Key = TypeVar("Key")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.handed_out import flats_in, take_own_gradients
+from composable_fsdp.flat.noted import note_again
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -85,6 +86,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         take_own_gradients(flats_in(optimizer.param_groups))
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        note_again()
         # Without a gradient on this rank the base class has looked at no device.
         found = found or {found_inf.device: found_inf}
         group = self.process_group or dist.group.WORLD

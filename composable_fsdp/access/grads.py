@@ -23,6 +23,7 @@ from composable_fsdp.flat.handed_out import (
     leaf_gradients,
 )
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
+from composable_fsdp.flat.noted import NOTES, note_again
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.tree.traversal import inside_wrappers
 
@@ -131,6 +132,8 @@ def clip_grad_norm_(
             "the step, or pass error_if_nonfinite=False."
         )
     _scale(gradients, total, max_norm, foreach=foreach is not False)
+    if NOTES:
+        note_again()
     return total
 
 

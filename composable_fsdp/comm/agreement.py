@@ -83,12 +83,35 @@ class Peers:
         said, _, noted = rest.partition(_NOTE)
         return None if said == text else Said(int(rank), said, noted)
 
-    def arrive(self, place: str) -> None:
-        """Count this rank in at ``place``; the last one opens it. Waits for nobody."""
+    def heard(self, place: str) -> str | None:
+        """What was said at ``place`` first; ``None`` if nothing. Waits for nobody."""
+        store, key = _store(), self._key(place)
+        if not store.check([key]):
+            return None
+        _, _, rest = bytes(store.get(key)).decode().partition(" ")
+        return rest.partition(_NOTE)[0]
+
+    def arrive(self, place: str, expected: int | None = None) -> None:
+        """Count this rank in at ``place``; the last one opens it. Waits for nobody.
+
+        ``expected`` ranks come, all of the group if it is None.
+        """
         store, key = _store(), self._key(place)
         store.append(f"{key}/here", f"{self._rank} ")
-        if store.add(f"{key}/count", 1) == self._group.get().size():
+        count = self._group.get().size() if expected is None else expected
+        if store.add(f"{key}/count", 1) == count:
             store.set(f"{key}/open", "1")
+
+    def all_arrived(self, place: str, within: float) -> bool:
+        """Wait until ``place`` is open, for so many seconds; whether it is."""
+        store, key = _store(), f"{self._key(place)}/open"
+        start, pause = time.monotonic(), 0.0005
+        while not store.check([key]):
+            if time.monotonic() - start > within:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return True
 
     def missing(self, place: str, notice: Callable[[list[int]], None]) -> list[int]:
         """Wait until all ranks have arrived at ``place``; ranks that did not, in time.
@@ -122,11 +145,15 @@ class Peers:
             return
         store.delete_key(f"{key}/left")
         for place in places:
-            key = self._key(place)
-            store.delete_key(key)  # nothing is here, if ranks only arrived
-            if store.check([f"{key}/count"]):
-                for part in ("here", "count", "open"):
-                    store.delete_key(f"{key}/{part}")
+            self.remove(place)
+
+    def remove(self, place: str) -> None:
+        """Remove the keys of ``place``, to which nobody will come any more."""
+        store, key = _store(), self._key(place)
+        store.delete_key(key)  # nothing is here, if ranks only arrived
+        if store.check([f"{key}/count"]):
+            for part in ("here", "count", "open"):
+                store.delete_key(f"{key}/{part}")
 
     def timeout(self) -> float:
         """Seconds that ``missing`` waits."""

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.replaced import times_replaced
 from composable_fsdp.flat.stepped import is_watching, note_step
+from composable_fsdp.optim.clipped import expect_gradients, require_common_factor
 from composable_fsdp.optim.guard import (
     prepare_flats,
     require_elementwise,
@@ -65,6 +66,7 @@ def look_at_optimizers() -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
     _applications += 1
+    expect_gradients()
 
 
 def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -72,6 +74,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     prepare_flats(optim)
     require_no_block(optim)
+    require_common_factor(optim)
     lists = [group["params"] for group in optim.param_groups]
     at = (_applications, times_replaced(), [(id(each), len(each)) for each in lists])
     met = _met.get(optim)

@@ -17,6 +17,7 @@ from composable_fsdp.comm.device import wait_for_step
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handed_out import take_gradients_in
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.noted import WISH, note_gradients
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.fill import finish_filling, has_arrived
 from composable_fsdp.runtime.offload import land
@@ -172,6 +173,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         finish_reduction(context)
         land(context)
         take_gradients_in(context.handles)
+        if WISH.backwards:
+            note_gradients(context.handles)
     retire(context, keep=0)
     for log in context.backward_logs:
         log.end()

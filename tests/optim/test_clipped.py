@@ -1,0 +1,253 @@
+"""Gradients that each rank scaled by a factor of its own, as torch's clipping does."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as torchs
+from torch.nn.utils import clip_grad_value_
+
+from composable_fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedGradScaler,
+    ShardingStrategy,
+    clip_grad_norm_,
+    flat_parameters,
+    fully_shard,
+)
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.flat.noted import NOTES
+from composable_fsdp.testing.models import TinyGPT
+from composable_fsdp.testing.world import World
+from tests.access.sharded import RankCount, gpt, message_of
+from tests.runtime.reference import PATHS, backward, gpt_input, loss_of, wide_input
+
+Change = Callable[[nn.Module, int], object]
+"""What a user does to gradients before step ``int``."""
+NOTHING = "nothing was raised"
+
+
+def run(
+    model: nn.Module,
+    change: Change,
+    world: World,
+    *,
+    steps: int = 6,
+    of: Callable[[int, int], Tensor] = gpt_input,
+    parameters: Any = None,
+    set_to_none: bool = True,
+) -> tuple[int, str]:
+    """How many steps went well, and what the next one raised."""
+    optimizer = torch.optim.SGD(parameters or model.parameters(), lr=0.1)
+    for at in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        # Losses of the ranks are far apart, and so are their own norms.
+        backward(loss_of(model, of(at, world.rank)))
+        change(model, at)
+        text = message_of(optimizer.step)
+        if text != NOTHING:
+            return at, text
+    return steps, NOTHING
+
+
+def clip(model: nn.Module, at: int, most: float = 0.1, **options: Any) -> None:
+    torchs(model.parameters(), most, **options)
+
+
+def late(model: nn.Module, at: int) -> None:
+    """Bites at the third step; until then gradients are written and stay the same."""
+    torchs(model.parameters(), 0.1 if at == 3 else 1e9)
+
+
+def after_scaling(model: nn.Module, at: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= 4
+    torchs(model.parameters(), 0.01)
+
+
+def one_unit(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    return fully_shard(model.to(dtype))
+
+
+def whole_leaves(world: World) -> tuple[int, str]:
+    """Each rank holds one of two layers and no part of the other."""
+    return run(one_unit(), clip, world, of=wide_input(16))
+
+
+def half(world: World) -> tuple[int, str]:
+    def of(at: int, rank: int) -> Tensor:
+        return wide_input(16)(at, rank).bfloat16()
+
+    return run(one_unit(torch.bfloat16), clip, world, of=of)
+
+
+def check_refused(world: World, path: str) -> list[tuple[int, str]]:
+    made = partial(gpt, path)
+    bf16 = MixedPrecision(reduce_dtype=torch.bfloat16)
+    flat = fully_shard(TinyGPT())
+    return [
+        run(made(), clip, world),
+        run(made(), clip, world, set_to_none=False),
+        run(made(), partial(clip, norm_type=1.0), world),
+        run(made(), partial(clip, foreach=False), world),
+        run(made(), after_scaling, world),
+        run(made(mixed_precision=bf16), clip, world),
+        run(
+            flat,
+            lambda _, at: torchs(flat_parameters(flat), 0.1),
+            world,
+            parameters=flat_parameters(flat),
+        ),
+        whole_leaves(world),
+        half(world),
+        run(made(), late, world),
+    ]
+
+
+@pytest.mark.req("P-13")
+@pytest.mark.parametrize("path", PATHS)
+def test_torchs_clipping_is_refused_at_the_first_step_that_it_changes(
+    ranks: RankCount, path: str
+) -> None:
+    """On all ranks in one text, whatever the norm, dtype, door and layout."""
+    first, second = ranks(2).run(check_refused, path)
+
+    assert first == second
+    assert [at for at, _ in first] == [0] * 9 + [3]
+    for _, text in first:
+        assert re.fullmatch(
+            r"CompositionError: SGD got gradients that were scaled after they were "
+            r"averaged, (that of '[\w.]+'|all) by [\d.e-]+ on rank 0 and by [\d.e-]+ on"
+            r" rank 1; expected one factor on all ranks. torch.nn.utils.clip_grad_norm_"
+            r" does that, because it sees this rank's shards alone. Call "
+            r"composable_fsdp.clip_grad_norm_\(model, max_norm\) instead, or the "
+            r"wrapper's method; where a trainer clips, turn that off there. What is "
+            r"meant to differ by rank can be assigned: p.grad = ...",
+            text,
+        ), text
+
+
+def ours(model: nn.Module, at: int) -> None:
+    if isinstance(model, FullyShardedDataParallel):
+        model.clip_grad_norm_(0.1)
+    else:
+        clip_grad_norm_(model, 0.1)
+
+
+def scaled(model: nn.Module, at: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.25)
+
+
+def by_layer(model: nn.Module, at: int) -> None:
+    for factor, parameter in enumerate(model.parameters(), start=1):
+        if parameter.grad is not None:
+            parameter.grad.div_(factor)
+
+
+def noisy(model: nn.Module, at: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.add_(torch.rand(parameter.grad.shape))
+
+
+def by_value(model: nn.Module, at: int) -> None:
+    clip_grad_value_(model.parameters(), 1e-3)
+
+
+def cleared(model: nn.Module, at: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def on_one_rank(model: nn.Module, at: int) -> None:
+    leaf = next(p for p in model.parameters() if p.numel())
+    if torch.distributed.get_rank() == 0 and leaf.grad is not None:
+        leaf.grad.view(-1)[0] = 3.0
+
+
+def assigned(model: nn.Module, at: int) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * (1 + torch.distributed.get_rank())
+
+
+def unchanged(model: nn.Module, at: int) -> None:
+    torchs(model.parameters(), 1e9)
+
+
+ALLOWED = [ours, scaled, by_layer, noisy, by_value, cleared, on_one_rank, assigned]
+
+
+def check_allowed(world: World, path: str) -> list[tuple[int, str]]:
+    started = time.monotonic()
+    found = [run(gpt(path), change, world) for change in ALLOWED]
+    found.append(run(gpt(path), unchanged, world))
+    plain = gpt(path, strategy=ShardingStrategy.NO_SHARD)
+    found.append(run(plain, clip, world))
+    found.append(run(one_unit(torch.bfloat16), scaled, world, of=_half_input))
+    found.append(run(gpt(path), _scaler(), world))
+    # Nobody waited for a rank that does not come.
+    assert time.monotonic() - started < 4
+    return found
+
+
+def _half_input(at: int, rank: int) -> Tensor:
+    return wide_input(16)(at, rank).bfloat16()
+
+
+def _scaler() -> Change:
+    """Unscale, then clip: the first of them is torch's, through our scaler."""
+
+    def change(model: nn.Module, at: int) -> None:
+        scaler = ShardedGradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.unscale_(optimizer)
+        ours(model, at)
+
+    return change
+
+
+@pytest.mark.req("P-13")
+@pytest.mark.parametrize("path", PATHS)
+def test_other_writes_to_gradients_are_the_users(ranks: RankCount, path: str) -> None:
+    """Our clipping, one factor for all, what is no scaling, and what is assigned."""
+    for found in ranks(2).run(check_allowed, path):
+        assert found == [(6, NOTHING)] * len(found)
+
+
+def check_quiet(world: World) -> tuple[list[str], list[bool]]:
+    model = gpt("composable")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noted = []
+    with record() as calls:
+        for at in range(40):
+            optimizer.zero_grad()
+            backward(loss_of(model, gpt_input(at % 4, world.rank)))
+            noted.append(bool(NOTES))
+            clip_grad_norm_(model, 0.1)
+            optimizer.step()
+    return [call.op for call in calls], noted
+
+
+def test_notes_are_taken_in_a_few_steps_and_send_nothing(ranks: RankCount) -> None:
+    """Behind powers of two; a step in between notes nothing."""
+    for ops, noted in ranks(2).run(check_quiet):
+        assert [at + 1 for at, took in enumerate(noted) if took] == [
+            *(1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33)
+        ]
+        assert ops.count("all_reduce") == 40
