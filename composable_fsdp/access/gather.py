@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
@@ -68,16 +70,34 @@ def gather_slot(
         return part.new_empty(slot.shape)
     if group is None:
         return part.to(handle.device, copy=True).view(slot.shape)
-    whole = storage.new_buffer(slot.numel, part.dtype, handle.device)
-    for rank in range(group.size()):
-        start, stop = region.layout.interval(slot, rank)
+    ranks = range(group.size())
+    intervals = [region.layout.interval(slot, rank) for rank in ranks]
+    return gather_part(part, slot.shape, intervals, group, handle.device)
+
+
+@torch.no_grad()
+def gather_part(
+    part: Tensor,
+    shape: tuple[int, ...],
+    intervals: Sequence[tuple[int, int]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """Return the whole tensor of which rank *r* has the elements ``intervals[r]``.
+
+    A new tensor of ``shape`` on ``device``, where the group sends.
+
+    Collective: one broadcast over ``group`` from each rank that holds elements.
+    """
+    whole = storage.new_buffer(prod(shape), part.dtype, device)
+    for rank, (start, stop) in enumerate(intervals):
         if start == stop:
             continue
         piece = whole[start:stop]
-        if rank == handle.groups.rank:
+        if rank == group.rank():
             piece.copy_(part.reshape(-1))
         collectives.broadcast(piece, group, rank=rank)
-    return whole.view(slot.shape)
+    return whole.view(shape)
 
 
 @torch.no_grad()

@@ -10,16 +10,21 @@ for boxes, so a checkpoint is written and read without a tensor moving between r
     rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
 
 It is not a tensor to compute with: whatever needs all of it raises ``TypeError``.
+``to_local()`` and ``local_shards()`` give what is here, ``full_tensor()`` gathers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from composable_fsdp.access.gather import gather_part
+from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.planning.boxes import Box, interval_boxes
@@ -27,6 +32,33 @@ from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict import dcp_items
 
 Op = Callable[..., Any]
+
+
+class ShardPlace(NamedTuple):
+    """Which box of the whole a ``LocalShard`` is; names as in torch's ShardedTensor."""
+
+    shard_offsets: tuple[int, ...]
+    shard_sizes: tuple[int, ...]
+
+
+class LocalShard(NamedTuple):
+    """A box of a sharded value that this rank holds, and where it lies in the whole."""
+
+    tensor: Tensor
+    metadata: ShardPlace
+
+
+class Home:
+    """Where the parts of a value can be gathered. Not pickled: it names a group."""
+
+    __slots__ = ("device", "group")
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = None if group is None else GroupRef(group)
+        self.device = device
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Home:
+        return self
 
 
 class ShardedValue(Tensor):
@@ -45,6 +77,8 @@ class ShardedValue(Tensor):
     """Elements of the flat buffer per rank."""
     rank: int
     world_size: int
+    home: Home | None
+    """None once it was pickled."""
 
     def __new__(
         cls,
@@ -54,12 +88,14 @@ class ShardedValue(Tensor):
         shard_numel: int,
         rank: int,
         world_size: int,
+        home: Home | None = None,
     ) -> ShardedValue:
         value: ShardedValue = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device
         )
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
+        value.home = home
         return value
 
     # No type is looked at before dispatch, which alone decides.
@@ -82,8 +118,7 @@ class ShardedValue(Tensor):
     @property
     def start(self) -> int:
         """The first element of the flattened whole that ``local`` holds."""
-        low = self.rank * self.shard_numel - self.offset
-        return min(max(low, 0), self.shape.numel())
+        return self._interval(self.rank)[0]
 
     @property
     def stop(self) -> int:
@@ -104,7 +139,57 @@ class ShardedValue(Tensor):
             self.shard_numel,
             self.rank,
             self.world_size,
+            self.home,
         )
+
+    def to_local(self) -> Tensor:
+        """Return ``local``, this rank's elements; the same memory."""
+        return self.local
+
+    def local_shards(self) -> list[LocalShard]:
+        """Return this rank's boxes as tensors of their own shape, views of ``local``.
+
+        One, unless rows are cut; none where this rank holds nothing.
+        """
+        flat = self.local.reshape(-1)
+        return [
+            LocalShard(
+                flat[box.start : box.stop].view(box.sizes),
+                ShardPlace(tuple(box.offsets), tuple(box.sizes)),
+            )
+            for box in self.boxes
+        ]
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole, a new tensor on the value's device, on every rank.
+
+        Collective: one broadcast over the shard group from each rank that holds
+        elements; none if one rank holds all. All its ranks must call.
+        Raises: CheckpointError, for a value that came from a file or another process
+        and is in several parts; PhaseError, if the group was destroyed.
+        """
+        shape = tuple(self.shape)
+        if self.is_meta:
+            return self.local.new_empty(shape)
+        if self.world_size == 1:
+            return self.local.clone().view(shape)
+        if self.home is None or self.home.group is None:
+            raise CheckpointError(
+                f"full_tensor expects a value whose process group is known, got one of "
+                f"shape {shape} that was pickled, with {describe(self)}. Give it to "
+                "load_state_dict of a model sharded alike, and take the state dict "
+                "under StateDictType.FULL_STATE_DICT."
+            )
+        intervals = [self._interval(rank) for rank in range(self.world_size)]
+        group, device = self.home.group.get(), self.home.device
+        whole = gather_part(self.local, shape, intervals, group, device)
+        return whole.to(self.device)
+
+    def _interval(self, rank: int) -> tuple[int, int]:
+        """Elements of the flattened whole that ``rank`` holds; may be empty."""
+        low, numel = rank * self.shard_numel - self.offset, self.shape.numel()
+        start = min(max(low, 0), numel)
+        return start, min(max(low + self.shard_numel, 0), numel)
 
     def is_part_like(self, other: ShardedValue) -> bool:
         """Whether both are cut alike, on every rank and not just on this one."""
@@ -166,8 +251,9 @@ def _refusal(func: object, value: ShardedValue) -> str:
     return (
         f"{func} expects a whole tensor of shape {tuple(value.shape)}, got a "
         f"ShardedValue with {describe(value)}. Use value.local for this rank's "
-        "elements; take the state dict under StateDictType.FULL_STATE_DICT for whole "
-        "tensors; torch.distributed.checkpoint saves and loads the value as it is."
+        "elements and value.full_tensor() on all ranks for the whole; take the state "
+        "dict under StateDictType.FULL_STATE_DICT for whole tensors; "
+        "torch.distributed.checkpoint saves and loads the value as it is."
     )
 
 
@@ -238,6 +324,7 @@ def sharded_value(
         region.layout.shard_numel,
         region.rank,
         region.layout.world_size,
+        Home(handle.groups.shard, handle.device),
     )
 
 

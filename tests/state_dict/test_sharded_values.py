@@ -1,0 +1,106 @@
+"""``ShardedValue`` looked at: its part, its boxes, and the whole."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import Block, ShardingStrategy, optim_state_dict
+from composable_fsdp.comm.collectives import record
+from composable_fsdp.state_dict.sharded import ShardedValue
+from composable_fsdp.testing.world import World
+from tests.access.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    one_to_three_ranks,
+    step,
+)
+from tests.runtime.reference import adamw
+from tests.state_dict.dcp_tools import corners, sharded
+
+
+def models(path: str) -> list[tuple[nn.Module, Any]]:
+    """A GPT, and parameters of every odd shape; with elements cut on one door."""
+    found: list[tuple[nn.Module, Any]] = []
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = gpt(path, strategy=strategy)
+        found.append((model, adamw(model.parameters())))
+    for block in Block if path == "composable" else (Block.ROW,):
+        found.append(corners(path, block, seed=1))
+    return found
+
+
+def check_whole(world: World, path: str) -> None:
+    for model, _ in models(path):
+        full = model.state_dict()
+        for name, value in sharded(model).items():
+            if not isinstance(value, ShardedValue):
+                continue
+            assert value.to_local() is value.local
+            with record() as calls:
+                pieces = value.local_shards()
+            assert calls == []
+            for piece, box in zip(pieces, value.boxes, strict=True):
+                offsets, sizes = (
+                    piece.metadata.shard_offsets,
+                    piece.metadata.shard_sizes,
+                )
+                assert (offsets, sizes) == (box.offsets, box.sizes)
+                cut = tuple(
+                    slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)
+                )
+                assert torch.equal(piece.tensor, full[name][cut]), name
+            forms: tuple[Any, ...] = (value, copy.deepcopy(value), value.double())
+            for each in forms:
+                whole = each.full_tensor()
+                assert type(whole) is torch.Tensor
+                assert torch.equal(whole, full[name].to(each.dtype)), name
+
+
+@one_to_three_ranks
+@both_paths
+def test_parts_boxes_and_the_whole_are_those_of_the_parameter(
+    ranks: RankCount, path: str, world_size: int
+) -> None:
+    """Also of copies and casts; ``full_tensor`` alone sends something."""
+    ranks(world_size).run(check_whole, path)
+
+
+def look(world: World, path: str) -> list[str]:
+    model = gpt(path)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, world.rank, 0)
+    shown = optimizer.state_dict()["state"].values()
+    whole = optim_state_dict(model, optimizer)["state"]
+    names = [name for name, _ in model.named_parameters()]
+    for name, state in zip(names, shown, strict=True):
+        value = state["exp_avg"]
+        assert torch.equal(value.full_tensor(), whole[name]["exp_avg"]), name
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded.to_local(), value.local)
+    return [message_of(act) for act in (value.norm, value.mean, loaded.full_tensor)]
+
+
+@pytest.mark.req("U-02")
+@both_paths
+def test_what_an_optimizer_shows_can_be_looked_at_whole_or_in_parts(
+    ranks: RankCount, path: str
+) -> None:
+    """``norm`` and ``mean`` of a part would be this rank's: the error says what is."""
+    for norm, mean, loaded in ranks(2).run(look, path):
+        for text in (norm, mean):
+            assert text.startswith("TypeError: ")
+            assert "Use value.local for this rank's elements and value.full_t" in text
+        assert "CheckpointError: full_tensor expects a value whose process gr" in loaded
+        assert "that was pickled, with elements [" in loaded
