@@ -38,6 +38,7 @@ from composable_fsdp.runtime.materialize import Init
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.parts import install_part_hooks
+from composable_fsdp.tree.added import watch_registrations
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 
@@ -153,6 +154,7 @@ def apply(
     for each, awaits in zip(states, awaiting, strict=True):
         each.awaits_buffers = awaits
     look_at_optimizers()
+    watch_registrations()
     meet_ddp()
     leave_alone(_ignored(modules, application.request))
     options = application.request.options

@@ -21,16 +21,15 @@ from composable_fsdp.flat.handed_out import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.replaced import successor
 from composable_fsdp.optim.guard import leaf_name
+from composable_fsdp.tree.added import LEFT_ALONE, PENDING, tell_added
 
-_LEFT_ALONE = "_composable_fsdp_left_alone"
-"""Attribute of ignored parameters: a weak reference would forbid to swap them."""
 _SHOWN = 3
 
 
 def leave_alone(ignored: Iterable[nn.Parameter]) -> None:
     """Leave what becomes of ``ignored`` parameters to the user, who named them."""
     for parameter in ignored:
-        setattr(parameter, _LEFT_ALONE, True)
+        setattr(parameter, LEFT_ALONE, True)
 
 
 def look_for_strangers(optim: torch.optim.Optimizer) -> None:
@@ -41,6 +40,9 @@ def look_for_strangers(optim: torch.optim.Optimizer) -> None:
     """
     parameters = [p for group in optim.param_groups for p in group["params"]]
     _require_current(optim, parameters)
+    if PENDING:
+        held = set(map(id, parameters))
+        tell_added(lambda _, added: any(id(p) in held for p in added))
     _compare_unheld(optim, parameters)
 
 
@@ -85,7 +87,7 @@ def _compare_unheld(
     plain = [
         p
         for p, owner in zip(parameters, owners, strict=True)
-        if owner is None and p.requires_grad and not hasattr(p, _LEFT_ALONE)
+        if owner is None and p.requires_grad and not hasattr(p, LEFT_ALONE)
     ]
     if group is None or not plain or not can_compare(group):
         return

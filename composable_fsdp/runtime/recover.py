@@ -37,6 +37,7 @@ from composable_fsdp.runtime.reduce import (
 from composable_fsdp.runtime.regroup import follow_requires_grad
 from composable_fsdp.runtime.take_up import take_up, take_up_unless_on_meta
 from composable_fsdp.runtime.unshard import reshard, retire, versions
+from composable_fsdp.tree.added import PENDING, tell_added_in_forward
 from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
 
@@ -81,6 +82,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         require_filled(root_of(context)._root_states)
         warn_of_equal_draws(context.handles)
         context.is_new = False
+    if PENDING:
+        tell_added_in_forward(context)
     for unit in context.lists:
         unit.remaining = frozenset()
     for unit in context.precisions:
