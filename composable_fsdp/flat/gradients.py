@@ -5,14 +5,26 @@ after ``zero_grad``, it is let go: at the next forward, whose activations can ha
 memory, at the latest at the next reduction, which makes another. So a gradient that
 somebody kept keeps its values, as after autograd. It is let go, too, if the views do
 not view it any more (``p.grad.data = ...``).
+
+What a leaf shows is the user's: cleared on some leaves, swapped, or a tensor of their
+own. Then sums are added to each leaf's gradient by itself, in place, as autograd does,
+and a leaf whose view was shown and cleared gets memory of its own: somebody may have
+kept the view.
 """
 
 from __future__ import annotations
 
+from operator import or_
+
+import torch
 from torch import Tensor
 
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter, make_grad_shard
+from composable_fsdp.flat.parameter import (
+    FlatParameter,
+    make_grad_shard,
+    shard_views,
+)
 
 
 def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -> None:
@@ -62,3 +74,100 @@ def _let_go(region: FlatParameter) -> None:
     region.grad_shard = None
     region.grad_views = region.grad_gaps = ()
     region.grad_places = ()
+
+
+def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
+    """Add ``sums`` ``(shard_numel,)`` to the flat gradient, if that is right for all.
+
+    It is if all leaves that ``arrived`` show their parts of it. Parts that no leaf
+    shows, and padding, are zero first: what a user multiplies a whole gradient by (0
+    times inf is NaN) must not stay in it. False, and nothing is done, if one shows
+    something else, or none where somebody may have kept the part. Sends nothing.
+    """
+    grad_shard = region.grad_shard
+    assert grad_shard is not None
+    stale = list(region.grad_gaps)
+    for leaf, view, hit, shown in zip(
+        region.leaves, region.grad_views, arrived, region.shown, strict=True
+    ):
+        gradient = leaf.grad
+        if gradient is None:
+            if not shown:
+                stale.append(view)
+            elif hit:
+                return False
+        elif gradient is not view:
+            return False
+    if stale:
+        torch._foreach_zero_(stale)
+    grad_shard.add_(sums)
+    return True
+
+
+@torch.no_grad()
+def add_to_each(
+    region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
+) -> None:
+    """Add parts of ``sums`` ``(shard_numel,)`` to the gradients of leaves that arrived.
+
+    In place, whatever tensors they are; a leaf without one gets its part. Sends
+    nothing.
+    """
+    parts, _ = shard_views(region, sums, rows=rows)
+    for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
+        if not hit:
+            continue
+        if leaf.grad is None:
+            leaf.grad = part.to(region.grad_dtype, copy=True)
+        else:
+            leaf.grad.add_(part)
+
+
+@torch.no_grad()
+def hold_gradients(region: FlatParameter, *, rows: bool) -> None:
+    """Have ``grad_shard`` hold the gradients there are, and zeros where there is none.
+
+    The leaves, or the flat parameter, show it then. It is made anew if somebody may
+    have kept a part that is written to. Sends nothing.
+    """
+    flat = region.flat
+    if flat is not None:
+        earlier = flat.grad
+        if earlier is not region.grad_shard:
+            if 1 in region.shown:
+                make_grad_shard(region, rows=rows)
+            assert region.grad_shard is not None
+            if earlier is None:
+                region.grad_shard.zero_()
+            else:
+                region.grad_shard.copy_(earlier)
+        if region.grad_gaps:
+            torch._foreach_zero_(region.grad_gaps)
+        return
+    gradients = [leaf.grad for leaf in region.leaves]
+    if any(
+        shown and gradient is not view
+        for gradient, view, shown in zip(
+            gradients, region.grad_views, region.shown, strict=True
+        )
+    ):
+        make_grad_shard(region, rows=rows)
+    stale = list(region.grad_gaps)
+    for leaf, gradient, view in zip(
+        region.leaves, gradients, region.grad_views, strict=True
+    ):
+        if gradient is None:
+            stale.append(view)
+        elif gradient is not view:
+            # Set by the user: from here on it lives in the flat gradient.
+            view.copy_(gradient)
+            leaf.grad = view
+    note_shown(region, bytes([each is not None for each in gradients]))
+    if stale:
+        torch._foreach_zero_(stale)
+
+
+def note_shown(region: FlatParameter, parts: bytes) -> None:
+    """Note that these parts of ``grad_shard``, too, are gradients."""
+    if region.shown != parts:
+        region.shown = bytes(map(or_, region.shown, parts))

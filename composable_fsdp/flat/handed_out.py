@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.gradients import (
+    hold_gradients,
     is_whole,
+    note_shown,
     ready_gradient,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -30,7 +32,6 @@ from composable_fsdp.flat.parameter import (
     FlatParameter,
     shard_views,
 )
-from composable_fsdp.flat.views import hold_gradients
 from composable_fsdp.planning.layout import RegionLayout
 
 grad_of = attrgetter("grad")
@@ -72,7 +73,7 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
                 settled = not handle.reduce_has_memory
                 ready_gradient(region, rows=handle.rows, settled=settled)
                 region.flat = None
-                hold_gradients(region)
+                hold_gradients(region, rows=handle.rows)
                 for leaf in region.leaves:
                     leaf.grad = None
                 region.flat, flat.grad = flat, region.grad_shard
@@ -234,8 +235,9 @@ def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     assert region.flat is not None
     settled = not handle.reduce_has_memory
     ready_gradient(region, rows=handle.rows, settled=settled)
-    hold_gradients(region)
+    hold_gradients(region, rows=handle.rows)
     region.flat.grad = region.grad_shard
+    note_shown(region, bytes([1]) * len(region.leaves))
 
 
 def clear_flat_gradients(handle: FlatParamHandle, *, set_to_none: bool) -> None:

@@ -50,13 +50,16 @@ class FlatParameter:
         "leaves",
         "offload",
         "own_slice",
+        "owned",
         "owner",
         "partial",
         "rank",
         "reduce_buffer",
         "reduce_views",
         "shard",
+        "shown",
         "temporary",
+        "unshown",
         "waiting",
     )
 
@@ -89,6 +92,11 @@ class FlatParameter:
     """Views of the padding in ``grad_shard``."""
     grad_places: tuple[int, ...]
     """Addresses of both: a user can give one other data."""
+    shown: bytes
+    """Per parameter: 1 if its part of ``grad_shard`` was a gradient, which somebody may
+    have kept."""
+    unshown: bytes
+    """What ``shown`` is at first: zeros."""
     flat: nn.Parameter | None
     """``shard`` as one parameter, if it was handed out (``handed_out``): then the flat
     gradient is its ``.grad``, and the leaves have none."""
@@ -110,6 +118,8 @@ class FlatParameter:
     in_flight: bytearray | None
     """Offloaded, while a copy to ``grad_shard`` is on its way: per parameter, 1 if its
     part will be a gradient. Nobody on the host may touch ``grad_shard`` then."""
+    owned: dict[int, Tensor]
+    """Then, too: gradients that are tensors of the user, by the parameter's number."""
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -144,7 +154,7 @@ def build_region(
     region = FlatParameter()
     region.layout, region.rank = layout, rank
     region.temporary = region.in_flight = region.partial = region.flat = None
-    region.grad_places = ()
+    region.grad_places, region.owned = (), {}
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload
@@ -223,6 +233,7 @@ def _make_sharded_leaves(
             parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
     region.arrived = bytearray(len(parameters))
+    region.shown = region.unshown = bytes(len(parameters))
     region.waiting = [None] * len(parameters)
 
 
@@ -327,4 +338,5 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
         shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
     views, region.grad_gaps = shard_views(region, shard, rows=rows)
     region.grad_shard, region.grad_views = shard, tuple(views)
+    region.shown = region.unshown
     region.grad_places = (*map(Tensor.data_ptr, (shard, *views)),)

@@ -7,7 +7,6 @@ import torch
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.guards import REFUSE, refuse_part
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
 
 
 def use_full(handle: FlatParamHandle) -> None:
@@ -88,31 +87,3 @@ def keep_waiting(handle: FlatParamHandle) -> None:
                     None if each is None else each.clone() for each in region.waiting
                 ]
                 break
-
-
-def hold_gradients(region: FlatParameter) -> None:
-    """Have ``grad_shard`` hold the gradients there are, and zeros where there is none.
-
-    Padding, too, is zero each time: what a user multiplies a whole gradient by (0 times
-    inf is NaN) must not stay in it. Sends nothing.
-    """
-    flat = region.flat
-    if flat is not None:
-        assert region.grad_shard is not None
-        if flat.grad is None:
-            region.grad_shard.zero_()
-        elif flat.grad is not region.grad_shard:
-            region.grad_shard.copy_(flat.grad)
-        if region.grad_gaps:
-            torch._foreach_zero_(region.grad_gaps)
-        return
-    stale = list(region.grad_gaps)
-    for leaf, view in zip(region.leaves, region.grad_views, strict=True):
-        if leaf.grad is None:
-            stale.append(view)
-        elif leaf.grad is not view:
-            # Set by the user: from here on it lives in the flat gradient.
-            view.copy_(leaf.grad)
-            leaf.grad = view
-    if stale:
-        torch._foreach_zero_(stale)

@@ -18,6 +18,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.flat.gradients import note_shown
 from composable_fsdp.flat.handed_out import grad_of
 from composable_fsdp.flat.parameter import FlatParameter, shard_views
 
@@ -45,6 +46,15 @@ def call_tensor_hooks(
             view.copy_(gradient)
 
 
+def hooked_leaves(region: FlatParameter, arrived: bytes) -> list[nn.Parameter]:
+    """The leaves that got a gradient and have a hook after accumulation."""
+    return [
+        leaf
+        for leaf, hit in zip(region.leaves, arrived, strict=True)
+        if hit and leaf._post_accumulate_grad_hooks
+    ]
+
+
 @torch.no_grad()
 def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
     """Call the hooks of leaves whose ``.grad`` was just set or added to."""
@@ -63,6 +73,7 @@ def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> Non
     if 1 in arrived:
         assert region.flat is not None
         region.flat.grad = region.grad_shard
+        note_shown(region, bytes(arrived))
         if any(map(_post_hooks_of, region.leaves)):
             _call_flat_post_hooks(region, arrived)
 

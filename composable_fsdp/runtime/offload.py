@@ -26,22 +26,25 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async, synchronize
-from composable_fsdp.flat import storage, views
+from composable_fsdp.flat import storage
+from composable_fsdp.flat.gradients import hold_gradients, note_shown
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.runtime.leaf_hooks import call_post_hooks, show_flat_gradient
 from composable_fsdp.tree.state import RuntimeContext
 
 
-def send_to_host(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
+def send_to_host(
+    region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
+) -> None:
     """Issue the copy of ``sums`` ``(shard_numel,)`` to ``grad_shard``, added to it.
 
     Runs on the reduce stream. The leaves have no ``.grad`` from here to ``land``.
     """
+    if region.in_flight is None:
+        region.in_flight = _take_gradients(region, rows=rows)
     grad_shard = region.grad_shard
     assert grad_shard is not None
-    if region.in_flight is None:
-        region.in_flight = _take_gradients(region)
     if any(region.in_flight):
         earlier = storage.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
         copy_async(earlier, grad_shard)
@@ -52,17 +55,24 @@ def send_to_host(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
             region.in_flight[index] = 1
 
 
-def _take_gradients(region: FlatParameter) -> bytearray:
+def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
     """Take the leaves' gradients into ``grad_shard``; which leaves had one."""
     if region.flat is not None:
         held = bytearray([region.flat.grad is not None]) * len(region.leaves)
         if any(held):
-            views.hold_gradients(region)
+            hold_gradients(region, rows=rows)
             region.flat.grad = None
         return held
     held = bytearray(leaf.grad is not None for leaf in region.leaves)
     if any(held):
-        views.hold_gradients(region)
+        region.owned = {
+            i: leaf.grad
+            for i, (leaf, view) in enumerate(
+                zip(region.leaves, region.grad_views, strict=True)
+            )
+            if leaf.grad is not None and leaf.grad is not view
+        }
+        hold_gradients(region, rows=rows)
         for leaf in region.leaves:
             leaf.grad = None
     return held
@@ -93,13 +103,17 @@ def land(context: RuntimeContext) -> None:
 def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
     """Set ``.grad``; returns the leaves it was set of."""
     shown = []
-    for leaf, view, hit in zip(region.leaves, region.grad_views, landed, strict=True):
+    note_shown(region, bytes(landed))
+    owned, region.owned = region.owned, {}
+    for i, (leaf, view, hit) in enumerate(
+        zip(region.leaves, region.grad_views, landed, strict=True)
+    ):
         if not hit:
             continue
         if leaf.grad is not None:
             # The loss used the sharded parameter itself, beside its unit.
             view.add_(leaf.grad)
-        leaf.grad = view
+        leaf.grad = owned[i].copy_(view) if i in owned else view
         shown.append(leaf)
     return shown
 
@@ -111,7 +125,7 @@ def drop_landing(context: RuntimeContext) -> None:
     synchronize(context.streams)
     for handle in context.handles:
         for region in handle.trainable:
-            region.in_flight = None
+            region.in_flight, region.owned = None, {}
 
 
 def wait_for_copies(context: RuntimeContext) -> None:

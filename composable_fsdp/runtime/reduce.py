@@ -25,13 +25,20 @@ from torch import Tensor, nn
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.flat import storage, views
-from composable_fsdp.flat.gradients import ready_gradient
+from composable_fsdp.flat.gradients import (
+    add_to_all,
+    add_to_each,
+    hold_gradients,
+    note_shown,
+    ready_gradient,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.leaf_hooks import (
     call_post_hooks,
     call_tensor_hooks,
+    hooked_leaves,
     show_flat_gradient,
     tensor_hooks_of,
 )
@@ -364,15 +371,24 @@ def _settle(reduction: Reduction) -> None:
         if region.has_tensor_hooks:
             call_tensor_hooks(region, target, arrived, rows=handle.rows)
         if region.offload:
-            send_to_host(region, target, arrived)
+            send_to_host(region, target, arrived, rows=handle.rows)
             continue
         if region.temporary is not None:
-            assert region.grad_shard is not None
-            views.hold_gradients(region)
-            region.grad_shard.add_(region.temporary)
+            if region.flat is not None:
+                hold_gradients(region, rows=handle.rows)
+                assert region.grad_shard is not None
+                region.grad_shard.add_(region.temporary)
+            elif not add_to_all(region, region.temporary, arrived):
+                add_to_each(region, region.temporary, arrived, rows=handle.rows)
+                hooked += hooked_leaves(region, arrived)
+                continue
         if region.flat is not None:
             show_flat_gradient(region, arrived)
             continue
+        if region.temporary is None:
+            region.shown = arrived  # of a gradient that was made for this
+        elif region.shown != arrived:
+            note_shown(region, arrived)
         for leaf, view, hit in zip(
             region.leaves, region.grad_views, arrived, strict=True
         ):
