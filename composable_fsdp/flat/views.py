@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import or_
+
 import torch
 
 from composable_fsdp.flat import storage
@@ -63,6 +65,35 @@ def free_reduce(handle: FlatParamHandle) -> None:
         assert region.reduce_buffer is not None
         storage.free(region.reduce_buffer)
     handle.reduce_has_memory = False
+
+
+def zero_missing(handle: FlatParamHandle) -> None:
+    """Zero the padding and the slots of gradients that did not arrive, in one call."""
+    missing: list[torch.Tensor] = []
+    for region in handle.trainable:
+        missing.extend(region.gaps)
+        if 0 in region.arrived:
+            missing.extend(
+                view
+                for view, hit in zip(region.reduce_views, region.arrived, strict=True)
+                if not hit and view.numel()
+            )
+    if missing:
+        torch._foreach_zero_(missing)
+
+
+def arrived_in(handle: FlatParamHandle) -> tuple[bytes, ...]:
+    """Per region, which leaves get a gradient: by this reduction or one held back."""
+    if handle.rule.fill:
+        arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
+    else:
+        arrived = tuple([bytes(region.arrived) for region in handle.trainable])
+    if handle.held is not None:
+        arrived = tuple(
+            bytes(map(or_, now, earlier))
+            for now, earlier in zip(arrived, handle.held, strict=True)
+        )
+    return arrived
 
 
 def forget_arrived(handle: FlatParamHandle) -> None:

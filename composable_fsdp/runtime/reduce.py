@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import or_
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +98,9 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """
     finish_reduction(context)
     move_arrived(context, handle)
-    _zero_what_is_missing(handle)
+    views.zero_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
-    arrived = _arrived(handle)
+    arrived = views.arrived_in(handle)
     log = handle.reduce_log
     try:
         if log is not None:
@@ -233,35 +232,6 @@ def drop_arrived(handle: FlatParamHandle) -> None:
             # Gradients may still be copied into the buffers.
             handle.reduce_owner.wait_stream(handle.leaf_stream)
         views.free_reduce(handle)
-
-
-def _zero_what_is_missing(handle: FlatParamHandle) -> None:
-    """Zero the padding and the slots of gradients that did not arrive, in one call."""
-    missing: list[Tensor] = []
-    for region in handle.trainable:
-        missing.extend(region.gaps)
-        if 0 in region.arrived:
-            missing.extend(
-                view
-                for view, hit in zip(region.reduce_views, region.arrived, strict=True)
-                if not hit and view.numel()
-            )
-    if missing:
-        torch._foreach_zero_(missing)
-
-
-def _arrived(handle: FlatParamHandle) -> tuple[bytes, ...]:
-    """Per region, which leaves get a gradient: by this reduction or one held back."""
-    if handle.rule.fill:
-        arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
-    else:
-        arrived = tuple([bytes(region.arrived) for region in handle.trainable])
-    if handle.held is not None:
-        arrived = tuple(
-            bytes(map(or_, now, earlier))
-            for now, earlier in zip(arrived, handle.held, strict=True)
-        )
-    return arrived
 
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
