@@ -43,6 +43,8 @@ def cast_inputs(
     dtype = precision.root_input_dtype if root else precision.input_dtype
     if dtype is None or handle.wide:
         return None
+    if precision.full_in_eval and not state.module.training:
+        return None
     return (
         tuple([cast_floating(value, dtype, copies) for value in args]),
         {key: cast_floating(value, dtype, copies) for key, value in kwargs.items()},

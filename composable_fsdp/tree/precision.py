@@ -23,6 +23,7 @@ class Precision:
     __slots__ = (
         "buffer_dtype",
         "buffer_dtypes",
+        "full_in_eval",
         "input_dtype",
         "output_dtype",
         "root_input_dtype",
@@ -36,7 +37,11 @@ class Precision:
     buffer_dtype: torch.dtype | None
     buffer_dtypes: dict[str, torch.dtype]
     """Buffers that were cast, by name from the unit's module, and what they were."""
+    full_in_eval: bool
+    """Whether evaluation is in full precision: inputs stay as they come, also those of
+    a root whose own parameters have one dtype, or that has none."""
     wide_in_eval: bool
+    """Whether it then takes other parameters or buffers."""
 
     def wide(self, module: nn.Module) -> bool:
         """Whether this forward computes in the parameters' own dtype."""
@@ -55,7 +60,8 @@ def make_precision(handle: FlatParamHandle) -> Precision | None:
     precision.output_dtype = mixed.output_dtype
     precision.buffer_dtype = mixed.buffer_dtype
     precision.buffer_dtypes = {}
-    precision.wide_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1" and (
+    precision.full_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
+    precision.wide_in_eval = precision.full_in_eval and (
         has_two_forms(handle) or mixed.buffer_dtype is not None
     )
     return precision

@@ -413,6 +413,27 @@ def test_full_precision_in_evaluation_takes_inputs_as_they_are(
     assert set(model.met.values()) == {torch.float32}
 
 
+@pytest.mark.parametrize("own", [None, torch.float32, BF16])
+@both_paths
+def test_a_root_of_another_dtype_leaves_the_inputs_of_an_evaluation(
+    one_rank: World,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    own: torch.dtype | None,
+) -> None:
+    """Without parameters of its own, or with some in the compute dtype."""
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    if own is not None:
+        model.register_parameter("gain", nn.Parameter(torch.ones(3, dtype=own)))
+    plain, x = copy.deepcopy(model), torch.randn(2, 4)
+    sharded = apply_units(model, ["0", "2"], path=path, mixed_precision=COMPUTE)
+
+    assert torch.equal(sharded.eval()(x), plain(x))
+    assert sharded.train()(x).dtype is BF16
+    assert torch.equal(sharded.eval()(x), plain(x))
+
+
 def test_evaluation_is_in_the_compute_dtype_by_default(one_rank: World) -> None:
     """Without the environment variable, as in FSDP1."""
     model = seen()
