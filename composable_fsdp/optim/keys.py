@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.names import Group, Named
@@ -138,16 +139,29 @@ def _require_once(table: Table, saved: dict[str, Any], what: str) -> None:
 
 
 def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> None:
-    ours = {named.fqn for members in groups for named in members}
+    ours = {named.fqn: named for members in groups for named in members}
     theirs = {name for group in saved["param_groups"] for name in group["params"]}
-    missing = sorted(ours - theirs)
-    extra = sorted((theirs | set(saved["state"])) - ours)
+    # What no unit cuts (ignored, an adapter) may be new: it starts without a state, as
+    # with FSDP1.
+    missing = sorted(
+        name
+        for name, named in ours.items()
+        if name not in theirs and _may_be_cut(named)
+    )
+    extra = sorted((theirs | set(saved["state"])) - ours.keys())
     if missing or extra:
         raise CheckpointError(
             f"The optimizer state is of another model: missing {missing or 'nothing'}, "
             f"left over {extra or 'nothing'}. Load it into an optimizer over the same "
             "parameters."
         )
+
+
+def _may_be_cut(named: Named) -> bool:
+    """Whether a unit holds it and would cut it, at whatever number of ranks."""
+    if named.handle is None:
+        return False
+    return named.handle.plan.options.strategy is not ShardingStrategy.NO_SHARD
 
 
 def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -177,8 +191,8 @@ def aligned_groups(
 ) -> list[Group]:
     """The saved options of each of the optimizer's groups, found by parameter names.
 
-    ``params`` are the names, in the optimizer's order. A group without parameters keeps
-    the optimizer's own options.
+    ``params`` are the names, in the optimizer's order. A group of which none was saved
+    keeps the optimizer's own options.
 
     Raises: CheckpointError, for a group whose parameters were in several that differ.
     """
@@ -189,7 +203,7 @@ def aligned_groups(
     }
     result = []
     for g, members in enumerate(groups):
-        origins = {home[named.fqn] for named in members}
+        origins = {home[named.fqn] for named in members if named.fqn in home}
         require_same_options(g, origins, saved["param_groups"])
         options = dict(saved["param_groups"][origins.pop()] if origins else own[g])
         # They go with the order of the parameters, which is the optimizer's.

@@ -97,6 +97,7 @@ def optim_state_dict_to_load(
 
     Collective: none; with ``rank0_only`` one broadcast of the structure, one exchange
     of what ranks refuse, and one broadcast per tensor.
+    A parameter that no unit cuts may be missing from the state, and then has none.
     Raises: CheckpointError, listing names that are missing, left over, or of another
     shape; CompositionError, as ``optim_state_dict``; nothing has been loaded then.
     What ``load_state_dict`` of one of several optimizers refuses is told when those

@@ -271,3 +271,40 @@ def test_a_parameter_that_is_nowhere_is_still_refused(ranks: RankCount) -> None:
     """Overrides open no hole."""
     for text in ranks(2).run(check_foreign):
         assert "is not a parameter of the Parallel it was asked about" in text
+
+
+def check_without(world: World, path: str) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain.register_parameter("extra", nn.Parameter(torch.ones(3)))
+    x = torch.ones(2, 4)
+    ignored: Any = [plain.get_parameter("extra")]
+    if path == "composable":
+        model: nn.Module = fully_shard(plain, ignored_states=ignored)
+    else:
+        model = FullyShardedDataParallel(plain, ignored_states=ignored)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    (model(x).sum() + plain.get_parameter("extra").sum()).backward()
+    optimizer.step()
+    whole = optim_state_dict(model, optimizer)
+    lacking: dict[str, Any] = {
+        "state": {k: v for k, v in whole["state"].items() if k != "extra"},
+        "param_groups": [
+            {**group, "params": [n for n in group["params"] if n != "extra"], "lr": 0.3}
+            for group in whole["param_groups"]
+        ],
+    }
+    fresh = optim.AdamW(model.parameters(), lr=0.1)
+    fresh.load_state_dict(optim_state_dict_to_load(model, fresh, lacking))
+
+    assert fresh.param_groups[0]["lr"] == 0.3
+    assert fresh.state.get(plain.get_parameter("extra"), {}) == {}
+    assert _same(optim_state_dict(model, fresh)["state"], lacking["state"])
+    del lacking["param_groups"][0]["params"][0]
+    text = message_of(lambda: optim_state_dict_to_load(model, fresh, lacking))
+    assert "missing ['0.weight']" in text or "left over ['0.weight']" in text, text
+
+
+@both_paths
+def test_a_state_may_lack_what_no_unit_cuts(ranks: RankCount, path: str) -> None:
+    """The rest is loaded, as with FSDP1; what a unit holds may not be missing."""
+    ranks(2).run(check_without, path)
