@@ -94,7 +94,7 @@ def test_doors_hold_no_logic(package: dict[str, Module]) -> None:
 
 
 def test_files_and_functions_stay_small(package: dict[str, Module]) -> None:
-    """No file exceeds 400 lines, no function 80 without a docstring."""
+    """No file exceeds 500 lines, no function 80 without a docstring."""
     report, broken = source_rules.sizes(package)
     print("\n".join(report))
 
@@ -263,7 +263,7 @@ def test_long_files_and_long_undocumented_functions_are_found(tmp_path: Path) ->
     _, broken = source_rules.sizes(package)
 
     assert broken == [
-        "composable_fsdp.errors: 401 lines, more than 400",
+        "composable_fsdp.errors: 501 lines, more than 500",
         "composable_fsdp/config.py:1 bare: 81 lines, more than 80, and no docstring",
     ]
 

@@ -21,6 +21,7 @@ from composable_fsdp.flat import guards, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.integrity import is_at, reattach_full
 from composable_fsdp.flat.parameter import full_leaf, full_views
+from composable_fsdp.flat.versions import version_of
 from composable_fsdp.naming import join, shown
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
@@ -34,7 +35,7 @@ SHOWN: set[int] = set()
 class Shown:
     """What a block shows of one unit on this rank: all of it, or its shards still."""
 
-    __slots__ = ("fulls", "grads", "handle", "is_agreed", "leaves")
+    __slots__ = ("fulls", "grads", "handle", "is_agreed", "leaves", "versions")
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
@@ -45,6 +46,26 @@ class Shown:
         self.grads: ShownGrads | None = None
         self.is_agreed = True
         """Whether what the block wrote may be kept: no rank of the unit raised."""
+        self.versions: tuple[int, ...] = ()
+        """Of ``leaves``, as the block began; empty if not all ranks show them."""
+
+    def count_writes(self) -> None:
+        """Move the versions of sharded leaves that the block wrote to.
+
+        So a backward through a forward from before the block is refused, as in plain
+        torch. With ``rank0_only`` the other ranks cannot know, and none is moved.
+        """
+        now = tuple(map(version_of, self.leaves))
+        if now != self.versions and self.versions:
+            torch.autograd.graph.increment_version(
+                [
+                    leaf
+                    for leaf, version, before in zip(
+                        self.handle.leaves, now, self.versions, strict=True
+                    )
+                    if version != before
+                ]
+            )
 
     @torch.no_grad()
     def take_assigned(self) -> None:
@@ -132,6 +153,8 @@ def _unshard_state(
             _show_copies(unit, rank0_only=rank0_only, to_cpu=offload_to_cpu)
         else:
             _show_full(unit, context, rank0_only=rank0_only)
+        if not rank0_only:
+            unit.versions = tuple(map(version_of, unit.leaves))
         if with_grads:
             unit.grads = show_grads(
                 handle, unit.leaves, rank0_only=rank0_only, to_cpu=offload_to_cpu
@@ -141,6 +164,7 @@ def _unshard_state(
             unit.take_assigned()
             shards = [region.shard for region in handle.regions]
             spread_flat_values(handle, shards, unit.fulls, from_first=rank0_only)
+            unit.count_writes()
             written = True
             if unit.grads is not None:
                 unit.grads.write_back()

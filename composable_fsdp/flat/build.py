@@ -16,6 +16,7 @@ from composable_fsdp.flat import guards
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, remember_leaves
 from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
+from composable_fsdp.flat.versions import unreadable_versions
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.planner import Target
 
@@ -85,6 +86,8 @@ def make_tables(handle: FlatParamHandle) -> None:
         handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     handle.reduce_groups = _reduced_together(handle)
     handle.accumulators = ()
+    handle.readable, handle.handed_out, handle.foreign = None, (), {}
+    handle.unreadable = unreadable_versions(len(handle.full_placed))
 
 
 def note_memory(handle: FlatParamHandle) -> None:

@@ -47,6 +47,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
     other = handle.other_form
     handle.other_form = _current(handle)
     handle.wide = not handle.wide
+    handle.readable = None  # that of the leaves that were current
     if other is None:
         _make_wide(handle)
         return True

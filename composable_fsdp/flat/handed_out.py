@@ -97,6 +97,7 @@ def adopt(handle: FlatParamHandle, region: FlatParameter, flat: nn.Parameter) ->
     if gradient is not None and not gradient.is_meta:
         flat.grad = gradient.to(region.shard.device, region.grad_dtype)
     region.flat = flat
+    handle.handed_out = tuple([r.flat for r in handle.regions if r.flat is not None])
     known = Flat(handle, _forget)
     known.key, known.parameter, known.region = id(flat), flat, region
     known.layout, known.rank = region.layout, region.rank

@@ -48,6 +48,7 @@ class FlatParamHandle:
         "epoch",
         "expected_calls",
         "fills",
+        "foreign",
         "forward_log",
         "fqn",
         "free_event",
@@ -59,6 +60,7 @@ class FlatParamHandle:
         "gathered",
         "groups",
         "guards",
+        "handed_out",
         "held",
         "here",
         "here_at",
@@ -78,6 +80,7 @@ class FlatParamHandle:
         "phase",
         "places",
         "plan",
+        "readable",
         "ready",
         "reduce_event",
         "reduce_due",
@@ -95,6 +98,7 @@ class FlatParamHandle:
         "tapes",
         "task",
         "trainable",
+        "unreadable",
         "wide",
         "written_at_build",
     )
@@ -130,6 +134,16 @@ class FlatParamHandle:
     phase: Phase
     is_full: bool
     """Whether the full leaves are in the modules and may be read."""
+    foreign: dict[int, Any]
+    """By place, tensors of ``torch.func.functional_call`` that the modules show while
+    the unit is full, instead of its own leaves."""
+    readable: tuple[int, ...] | None
+    """The versions at which autograd may read the leaves of ``full_placed``; ``None``
+    while it may not (``versions``)."""
+    unreadable: tuple[int, ...]
+    """The versions that those leaves have meanwhile."""
+    handed_out: tuple[nn.Parameter, ...]
+    """Flat parameters of the regions that have one."""
     ready: Waitable | None
     """An all-gather that was issued and not waited for."""
     gathered: bool

@@ -7,15 +7,30 @@ from operator import or_
 import torch
 
 from composable_fsdp.flat import storage
+from composable_fsdp.flat.foreign import give_foreign_back, keep_foreign
 from composable_fsdp.flat.guards import REFUSE, refuse_part
 from composable_fsdp.flat.handle import FlatParamHandle
 
 
 def use_full(handle: FlatParamHandle) -> None:
-    """Put the full leaves into the modules. Their data must be there. Sends nothing."""
-    for table, key, full in zip(
-        handle.tables, handle.keys, handle.full_placed, strict=True
+    """Put the full leaves into the modules. Their data must be there. Sends nothing.
+
+    Where a module shows another tensor than its sharded leaf, that stays until
+    ``use_sharded``: ``torch.func.functional_call`` put it there, for this call.
+
+    Raises: CompositionError, if such a tensor has not the shape of the full parameter.
+    """
+    for table, key, sharded, full in zip(
+        handle.tables,
+        handle.keys,
+        handle.sharded_placed,
+        handle.full_placed,
+        strict=True,
     ):
+        # Not by a method: one more call for each place in every step.
+        if key not in table or table[key] is not sharded:
+            keep_foreign(handle)
+            break
         table[key] = full
     for hooks in handle.guards:
         if REFUSE in hooks:  # users clear hooks
@@ -29,6 +44,8 @@ def use_sharded(handle: FlatParamHandle) -> None:
         handle.tables, handle.keys, handle.sharded_placed, strict=True
     ):
         table[key] = sharded
+    if handle.foreign:
+        give_foreign_back(handle)
     for hooks in handle.guards:
         hooks[REFUSE] = refuse_part
     handle.is_full = False

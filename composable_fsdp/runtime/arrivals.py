@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.parameter import FlatParameter
@@ -137,9 +138,20 @@ def _arrival(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor], None]
 
 
 def _late(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """A gradient that no pre-backward announced: have somebody reduce it."""
+    """A gradient that no pre-backward announced: have somebody reduce it.
+
+    Raises: PhaseError, if the unit is not gathered, so that what was read of its
+    weights, if anything, is of no use.
+    """
     context = state.context
     assert context is not None
+    if handle.readable is None:
+        raise PhaseError(
+            f"Backward reached a parameter of unit {handle.name} while the unit is "
+            "sharded: through a tensor that its forward did not return. Return the "
+            "tensor from the forward, or keep it on an attribute of the unit's module "
+            "from the first forward on."
+        )
     handle.reduce_due = True
     if handle.task == NO_TASK:
         join_task(context, state, current_task())

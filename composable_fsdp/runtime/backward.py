@@ -25,9 +25,11 @@ and 2.11.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
@@ -64,7 +66,10 @@ class Call:
         "aliases",
         "begin",
         "epoch",
+        "held",
         "index",
+        "inputs",
+        "since",
         "state",
         "tape",
         "task",
@@ -78,13 +83,23 @@ class Call:
         """Nodes of the inputs' aliases, until the end of the forward only."""
         self.aliased = False
         """Whether there were any, so that ``input_done`` can be expected."""
-        self.index = self.begin = -1
+        self.inputs: list[tuple[Tensor, int]] = []
+        """Tensors passed in and their versions, until the end of the forward only."""
+        self.held: object = None
+        """Arguments among which are containers, until the end of the forward only."""
+        self.index = self.begin = self.since = -1
         self.task = NO_TASK
         self.waiting = 0
         self.wide, self.epoch = state.handle.wide, state.handle.epoch
 
-    def input_done(self, *_: object) -> None:
+    def forget_inputs(self) -> None:
+        """Hold nothing of a forward that is over, or raised."""
+        self.aliases, self.inputs, self.held = (), [], None
+
+    def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
+        if self.state.handle.open_calls >= KEEP:
+            _hook_again(self, gradients)
         self.waiting -= 1
         if self.waiting:
             return
@@ -131,13 +146,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     state = call.state
     handle, context = state.handle, state.context
     assert context is not None
-    if call.epoch != handle.epoch:
-        raise PhaseError(
-            f"Backward reached unit {state.name} through a forward that ran before "
-            "its parameters changed (requires_grad, a cast, a move, an assignment), "
-            "and the buffers of then are gone. Run backward before the next forward, "
-            "or change them between steps."
-        )
+    _require_epoch(call)
     if handle.task != task:
         _begin(context, state, task)
     mode = handle.plan.options.backward_prefetch
@@ -170,6 +179,51 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         prefetch_listed(context, state, state.ahead_in_backward)
     elif tape.reached > 0 and mode is BackwardPrefetch.BACKWARD_PRE:
         prefetch_backward(context, tape, tape.reached)
+
+
+def _hook_again(call: Call, gradients: tuple[Any, ...]) -> None:
+    """Have a backward through the graph of this backward find the unit gathered.
+
+    What the unit's backward computed reads its weights. ``gradients`` are those of an
+    input, where a backward of the backward comes in.
+    """
+    hook = partial(pre_backward_again, call)
+    for gradient in gradients:
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.register_prehook(hook)
+
+
+def pre_backward_again(call: Call, _: object = None) -> None:
+    """Hook of a gradient's node: the unit is full until this graph task ends.
+
+    Which part of the graph is the unit's last is not known, so nothing counts down.
+
+    Collective: the unit's all-gather, if it is sharded.
+    """
+    task, state = current_task(), call.state
+    handle, context = state.handle, state.context
+    assert context is not None
+    _require_epoch(call)
+    if handle.task != task:
+        _begin(context, state, task)
+    if handle.open_calls < KEEP:
+        handle.open_calls += KEEP
+    if handle.wide is not call.wide:
+        use_form(context, state, wide=call.wide)
+    if not handle.gathered or handle.retiring:
+        unshard_in_backward(context, handle)
+    wait_unsharded(handle)
+
+
+def _require_epoch(call: Call) -> None:
+    """Refuse a graph over buffers that are gone. Raises: PhaseError."""
+    if call.epoch != call.state.handle.epoch:
+        raise PhaseError(
+            f"Backward reached unit {call.state.name} through a forward that ran "
+            "before its parameters changed (requires_grad, a cast, a move, an "
+            "assignment), and the buffers of then are gone. Run backward before the "
+            "next forward, or change them between steps."
+        )
 
 
 def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:

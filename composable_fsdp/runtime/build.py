@@ -13,6 +13,7 @@ from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
+from composable_fsdp.runtime import engine
 from composable_fsdp.runtime.copying import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.precision import make_precision
@@ -38,6 +39,7 @@ def build_units(
     ``root_state`` is the one that the registry made for the first target; the others
     are made and registered here. All checks are done; sends nothing.
     """
+    engine.install()
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
     application = next(_applications)
     for index in reversed(range(len(targets))):

@@ -22,11 +22,25 @@ from torch import Tensor, nn
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.versions import version_of
+from composable_fsdp.flat.writes import (
+    checksums,
+    take_all,
+    take_writes,
+    was_written,
+)
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import use_form
 from composable_fsdp.runtime.backward import Call, pre_backward
 from composable_fsdp.runtime.casting import map_tensors, tensors_in, to_device
 from composable_fsdp.runtime.copied import Copied, give_back, lend
+from composable_fsdp.runtime.escapes import (
+    kept_on_attributes,
+    made_since,
+    nodes_of,
+    sequence_number,
+    written,
+)
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import wait_for_copies
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
@@ -40,6 +54,10 @@ _LATE = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType, map, filter
 """Outputs whose computation has not begun."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_NO_CONTAINERS = frozenset(
+    {Tensor, nn.Parameter, tuple, bool, int, float, str, type(None)}
+)
+"""Types of arguments in which a forward leaves nothing."""
 
 
 def pre_forward(
@@ -95,6 +113,9 @@ def pre_forward(
     if not handle.is_full or handle.ready is not None:
         wait_unsharded(handle)
     if not recomputing:
+        if state.looks and not handle.calls:
+            state.looks -= 1
+            state.sums = checksums(handle) if handle.needs_gather else None
         handle.phase = Phase.FORWARD
         if len(state.modules) > 1 and not state.remaining:
             state.remaining = frozenset(map(id, state.modules))
@@ -109,6 +130,8 @@ def pre_forward(
     call = Call(state, Tape() if recomputing else context.tape)
     if call.tape.schedule is not None:
         call.begin = len(call.tape.order.uses)
+    if state.scans or state.kept_at:
+        call.since = sequence_number()
     handle.calls.append(call)
     replaced = _alias_inputs(call, args, kwargs, copies) or replaced
     return lend(handle, copies, (args, kwargs), replaced) if copies else replaced
@@ -126,15 +149,20 @@ def _alias_inputs(
     users.
     """
     nodes: list[Any] = []
+    inputs = call.inputs
 
     def alias(tensor: Tensor) -> Tensor:
+        nonlocal inputs
         if not tensor.requires_grad:
+            if not tensor.is_inference():  # those have no version
+                inputs += ((tensor, tensor._version),)
             return tensor
         view = tensor.view_as(tensor)
         node = view.grad_fn
         assert node is not None
         node.register_hook(call.input_done)
         nodes.append(node)
+        inputs += ((view, view._version),)  # append would be a call
         return view
 
     if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
@@ -145,6 +173,10 @@ def _alias_inputs(
         new_kwargs = {
             key: map_tensors(value, alias, copies) for key, value in kwargs.items()
         }
+        # A unit may leave tensors in a list, a dict or a cache.
+        if not _NO_CONTAINERS.issuperset(map(type, (*args, *kwargs.values()))):
+            call.held = new_args, new_kwargs
+            call.since = sequence_number()
     if not nodes:
         return None
     call.aliases = tuple(nodes)
@@ -187,6 +219,13 @@ def post_forward(
             output = replaced = _copy_weights(state, output)
             tensors = tensors_in(output)
             break
+    # As ``was_written``, without its call.
+    if (
+        tuple(map(version_of, handle.full_placed)) != handle.readable
+        or state.sums is not None
+        or state.writes_data
+    ):
+        _take_writes(state)
     call = handle.calls.pop() if handle.calls else None
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if handle.lent and handle.lent[-1].depth > len(handle.calls):
@@ -282,12 +321,22 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     """Have backward make the unit full at an output; False if it never will."""
     aliases, call.aliases = call.aliases, ()
     call.aliased = bool(aliases)
-    if len(tensors) == 1:
+    inputs, call.inputs = call.inputs, []
+    state = call.state
+    for tensor, version in inputs:
+        if tensor._version != version:
+            tensors = [*tensors, *written(inputs, _since(aliases))]
+            break
+    if state.scans or state.kept_at:
+        tensors = [*tensors, *kept_on_attributes(state, call.since)]
+    if call.held is not None:
+        tensors = [*tensors, *made_since(tensors_in(call.held), call.since)]
+        call.held = None
+    if len(tensors) == 1 and tensors[0]._base is None:
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        found = {id(n): n for t in tensors if (n := t.grad_fn) is not None}
-        nodes = list(found.values())
+        nodes = nodes_of(tensors, _since(aliases))
     if not nodes:
         return False
     if len(aliases) > 1:
@@ -296,11 +345,11 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     hook = partial(pre_backward, call, aliases if len(aliases) > 1 else ())
     for node in nodes:
         node.register_prehook(hook)
-    handle = call.state.handle
+    handle = state.handle
     if record:
         call.index = call.tape.order.record(handle)
         if call.tape.schedule is not None:
-            call.tape.schedule.record(call.state, call.begin)
+            call.tape.schedule.record(state, call.begin)
     # Without an alias nothing will count this call down, and that is meant: the unit
     # may use its weights for a gradient that did not come in by its inputs (an
     # attribute, a closure), so only the end of backward is safe.
@@ -309,13 +358,50 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     return True
 
 
+def _since(aliases: tuple[Any, ...]) -> int:
+    """The number of the first node of a forward whose inputs have ``aliases``.
+
+    Without one, every node that an output leads to is the forward's own.
+    """
+    return min([alias._sequence_nr() for alias in aliases], default=0)
+
+
+def _take_writes(state: _FSDPState) -> None:
+    """Have what the forward wrote to its weights reach the shards. Sends nothing.
+
+    Raises: PhaseError, as ``take_writes``.
+    """
+    context, handle = state.context, state.handle
+    assert context is not None
+    if state.sums is not None and len(handle.calls) == 1:
+        before, state.sums = state.sums, None
+        if not all(map(torch.equal, before, checksums(handle) or before)):
+            state.writes_data = True
+    in_place = was_written(handle)
+    if not in_place and not state.writes_data:
+        return
+    try:
+        if in_place:
+            take_writes(handle)
+        if state.writes_data:
+            take_all(handle)
+    except PhaseError:
+        _after_raise(state)
+        raise
+    if context.streams is not None:
+        # The unit may be gathered again in this forward.
+        current = torch.cuda.current_stream(handle.device)
+        context.streams.gather.wait_stream(current)
+
+
 def _after_raise(state: _FSDPState) -> None:
     context, handle = state.context, state.handle
     assert context is not None
+    state.sums = None
     if handle.calls:
         call = handle.calls.pop()
         if call is not None:
-            call.aliases = ()
+            call.forget_inputs()
         if handle.lent and handle.lent[-1].depth > len(handle.calls):
             give_back(handle.lent.pop(), None)
     if context.outermost is state and not handle.calls:

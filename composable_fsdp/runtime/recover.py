@@ -167,7 +167,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     for handle in context.handles:
         for call in handle.calls:
             if call is not None:
-                call.aliases = ()
+                call.forget_inputs()
         handle.calls.clear()
         handle.lent.clear()
         reset_backward(handle)

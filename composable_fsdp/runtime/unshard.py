@@ -23,6 +23,11 @@ from composable_fsdp.comm.device import Streams, copy_async
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import stepped, views
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.versions import (
+    make_readable,
+    make_unreadable,
+    set_versions,
+)
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.tree.state import RuntimeContext
 
@@ -43,6 +48,8 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
             f"unshard expects fully sharded module {handle.name} to be sharded; it is "
             "full already. Ask handle.gathered first."
         )
+    if handle.readable is not None and handle.needs_gather:
+        make_unreadable(handle)
     if not handle.needs_gather:
         handle.gathered = True
     elif context.streams is None:
@@ -118,14 +125,15 @@ def retire(context: RuntimeContext, *, keep: int) -> None:
 def wait_unsharded(handle: FlatParamHandle) -> None:
     """Order compute behind the all-gather and put the full leaves into the modules.
 
-    On CPU this waits for the collective; on CUDA the current stream does. Sends
-    nothing.
+    On CPU this waits for the collective; on CUDA the current stream does. From now on
+    autograd may read the full leaves. Sends nothing.
     """
     if handle.ready is not None:
         handle.ready.wait()
         handle.ready = None
     if not handle.is_full:
         views.use_full(handle)
+    make_readable(handle)
 
 
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -147,7 +155,11 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         views.keep_waiting(handle)
     if not handle.needs_gather:
         handle.gathered = False
-    elif context.streams is None:
+        return
+    if handle.readable is not None:  # make_unreadable, without its call
+        set_versions(handle.full_placed, handle.unreadable)
+        handle.readable = None
+    if context.streams is None:
         views.free_full(handle)
     else:
         assert handle.free_event is not None

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
@@ -183,6 +183,8 @@ class _FSDPState:
         "fqn",
         "handle",
         "is_last_backward",
+        "kept_at",
+        "looks",
         "modules",
         "options",
         "precision",
@@ -191,8 +193,11 @@ class _FSDPState:
         "remaining",
         "reshard_after_backward",
         "reshard_after_forward",
+        "scans",
         "state_dict_settings",
+        "sums",
         "sync_gradients",
+        "writes_data",
     )
 
     handle: FlatParamHandle
@@ -228,6 +233,16 @@ class _FSDPState:
         """Of a list unit: modules that have not run in this forward."""
         self.application = 0
         """Which call made the unit: a policy makes several."""
+        self.scans = 2
+        """How many more forwards look for tensors on attributes (``escapes``)."""
+        self.kept_at: tuple[tuple[dict[str, Any], str], ...] = ()
+        """The attributes on which modules of the unit have kept such tensors."""
+        self.looks = 2
+        """How many more forwards look for writes to weights through ``.data``."""
+        self.sums: list[Tensor] | None = None
+        """Checksums of the full parameters as such a forward began."""
+        self.writes_data = False
+        """Whether one was found."""
         self.state_dict_settings = FULL_BY_DEFAULT
 
     @property

@@ -155,7 +155,8 @@ def share_nothing(world: World, path: str) -> None:
     assert all(s in _get_fsdp_states(made) for s in states)
     assert all(info.module in modules for h in new for info in h.infos)
     assert all(find_leaf(p) is not None for p in made.parameters())
-    assert clip_grad_norm_(made, 1.0).item() == 0.0
+    with pytest.warns(UserWarning, match="found no gradient"):
+        assert clip_grad_norm_(made, 1.0).item() == 0.0
 
 
 def storage_of(handle: object) -> tuple[int, ...]:
@@ -168,7 +169,7 @@ def changing_fields(state: _FSDPState) -> set[int]:
     values = (getattr(state, n) for n in _FSDPState.__slots__ if n != "__weakref__")
     kinds = (list, set, dict, _FSDPState)
     found = {id(v) for v in values if isinstance(v, kinds)}
-    return found - {id(state.settings)} | {id(state.handle)}
+    return found | {id(state.handle)}
 
 
 @pytest.mark.req("D-14")

@@ -331,10 +331,13 @@ def again(order: StreamOrder) -> None:
 
 def stepped_between(order: StreamOrder) -> None:
     """An optimizer steps before a backward that gathers what it writes, and after a
-    forward that may be reading it."""
+    forward that may be reading it.
+
+    A fused one, which moves no version: after the step of another autograd refuses.
+    """
     for offload in (None, ON_HOST):
         model = gpt(order, cpu_offload=offload)
-        optimizer = sgd(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         first, second = loss_of(model), loss_of(model)
         backward(first)
         optimizer.step()

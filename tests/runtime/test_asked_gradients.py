@@ -1,0 +1,217 @@
+"""Gradients with respect to parameters, and backwards through a backward's graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import PhaseError, ShardingStrategy, flat_parameters, no_sync
+from composable_fsdp.testing.models import module_at
+from composable_fsdp.testing.world import RankPool, World
+from tests.runtime.reference import PATHS, STRATEGIES, apply_units, backward
+
+RankCount = Callable[[int], RankPool]
+WIDTH = 6
+UNITS = ("0", "1", "2")
+
+
+class Residual(nn.Module):
+    """A block whose second derivatives are not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, WIDTH)`` to itself."""
+        return x + torch.tanh(self.norm(self.layer(x)))
+
+
+def pair(path: str, strategy: ShardingStrategy) -> tuple[nn.Module, nn.Module]:
+    """A plain model, and the same one sharded."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Residual() for _ in UNITS), nn.Linear(WIDTH, 1))
+    model = apply_units(copy.deepcopy(plain), UNITS, path=path, strategy=strategy)
+    return plain, model
+
+
+def points() -> Tensor:
+    """Inputs ``(2, WIDTH)``, equal on all ranks."""
+    return torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+
+
+def scalar(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss."""
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+def chosen(model: nn.Module) -> list[nn.Parameter]:
+    """Some parameters of every unit."""
+    return [p for n, p in model.named_parameters() if "weight" in n and "norm" not in n]
+
+
+Program = Callable[[nn.Module], "Tensor | None"]
+
+
+def with_inputs(model: nn.Module) -> None:
+    """``backward(inputs=...)``, twice into the same parameters."""
+    torch.autograd.backward(scalar(model, points()), inputs=chosen(model))
+    torch.autograd.backward(scalar(model, 2 * points()), inputs=chosen(model)[:2])
+
+
+def with_inputs_of_both_kinds(model: nn.Module) -> Tensor | None:
+    """The model's input among the parameters."""
+    x = points().requires_grad_()
+    torch.autograd.backward(scalar(model, x), inputs=[x, *chosen(model)])
+    return x.grad
+
+
+def asked_gradients(model: nn.Module) -> Tensor:
+    """``autograd.grad`` beside gradients that are there and stay."""
+    backward(scalar(model, points()))
+    parameters, x = chosen(model), points().requires_grad_()
+    found = torch.autograd.grad(
+        scalar(model, 2 * x), [*parameters, x], materialize_grads=True
+    )
+    for parameter, gradient in zip(parameters, found, strict=False):
+        assert gradient.shape == parameter.shape
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient, alpha=3.0)
+    return found[-1]
+
+
+def hessian(model: nn.Module) -> Tensor:
+    """One backward through the graph for each row."""
+    take: Any = torch.autograd.functional.hessian  # untyped in torch
+    found: Tensor = take(partial(scalar, model), points())
+    return found
+
+
+def hessian_vector_products(model: nn.Module) -> Tensor:
+    """Three vectors, one graph."""
+    x = points().requires_grad_()
+    (gradient,) = torch.autograd.grad(scalar(model, x), x, create_graph=True)
+    generator = torch.Generator().manual_seed(3)
+    vectors = [torch.randn(x.shape, generator=generator) for _ in range(3)]
+    products = [
+        torch.autograd.grad((gradient * v).sum(), x, retain_graph=True)[0]
+        for v in vectors
+    ]
+    return torch.stack(products)
+
+
+def penalty_again(model: nn.Module) -> None:
+    """A gradient penalty, the loss, another forward, and the penalty again."""
+    x = points().requires_grad_()
+    loss = scalar(model, x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    penalty = gradient.square().sum()
+    torch.autograd.backward(penalty, retain_graph=True)
+    torch.autograd.backward(loss, retain_graph=True)
+    backward(scalar(model, 2 * points()))
+    backward(penalty)
+
+
+FIRST: tuple[Program, ...] = (with_inputs, with_inputs_of_both_kinds, asked_gradients)
+SECOND: tuple[Program, ...] = (hessian, hessian_vector_products, penalty_again)
+
+
+def compare(
+    world: World, programs: tuple[Program, ...], path: str, strategy: ShardingStrategy
+) -> None:
+    """Results and gradients of each program are those of the plain model.
+
+    All ranks have the same data, so their mean is what each has.
+    """
+    for program in programs:
+        plain, model = pair(path, strategy)
+        expected, got = program(plain), program(model)
+        if expected is not None and got is not None:
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+        step(plain)
+        step(model)
+        theirs, ours = plain.state_dict(), model.state_dict()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, atol=1e-5, rtol=1e-4)
+
+
+def step(model: nn.Module) -> None:
+    """Move the weights by their gradients, so that state dicts show those."""
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.req("P-09")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_gradients_with_respect_to_parameters_are_those_of_the_plain_model(
+    path: str, strategy: ShardingStrategy, ranks: RankCount
+) -> None:
+    """``backward(inputs=...)`` and ``autograd.grad`` reduce as any backward."""
+    ranks(2).run(compare, FIRST, path, strategy)
+
+
+@pytest.mark.req("P-10")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_a_graph_of_a_backward_can_be_run_again_and_again(
+    path: str, strategy: ShardingStrategy, ranks: RankCount
+) -> None:
+    """Hessians, products with vectors, and penalties with other backwards between."""
+    ranks(2).run(compare, SECOND, path, strategy)
+
+
+def refusals(world: World) -> list[str]:
+    """The errors of what cannot be given, and a backward that is right after them."""
+    errors = []
+    plain, model = pair("composable", ShardingStrategy.FULL_SHARD)
+    parameters = chosen(model)
+    outermost = scalar(model, points())
+    inner = scalar(module_at(model, "0"), points())
+    for loss, graph in ((outermost, True), (inner, False)):
+        with pytest.raises(PhaseError) as caught:
+            torch.autograd.grad(loss, parameters, create_graph=graph)
+        errors.append(str(caught.value))
+    with no_sync(model), pytest.raises(PhaseError) as caught:
+        torch.autograd.grad(scalar(model, points()), parameters)
+    errors.append(str(caught.value))
+    for each in (plain, model):
+        each.zero_grad()
+        backward(scalar(each, points()))
+        step(each)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    return errors
+
+
+@pytest.mark.req("P-09")
+def test_gradients_that_cannot_be_given_are_refused_by_name(ranks: RankCount) -> None:
+    """On every rank, before anything runs; never zeros."""
+    for graph, path, waiting in ranks(2).run(refusals):
+        assert "create_graph=True" in graph
+        assert "'0.layer.weight'" in graph
+        assert "no path from the output to '1.layer.weight'" in path
+        assert "inside no_sync" in waiting
+
+
+def of_flat(world: World) -> None:
+    """Gradients of a flat parameter, asked for, are those that a backward gives."""
+    _, model = pair("composable", ShardingStrategy.FULL_SHARD)
+    flats = list(flat_parameters(model))
+    found = torch.autograd.grad(scalar(model, points()), flats)
+    assert all(flat.grad is None for flat in flats)
+    backward(scalar(model, points()))
+    for flat, gradient in zip(flats, found, strict=True):
+        torch.testing.assert_close(gradient, flat.grad)
+
+
+@pytest.mark.req("P-09")
+def test_gradients_of_flat_parameters_can_be_asked_for(ranks: RankCount) -> None:
+    """They are this rank's parts, as their parameters are."""
+    ranks(2).run(of_flat)

@@ -1,0 +1,201 @@
+"""What a forward writes to its weights, and weights that a caller puts in its place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    CompositionError,
+    MixedPrecision,
+    PhaseError,
+    ShardingStrategy,
+)
+from composable_fsdp.testing.world import RankPool, World
+from tests.runtime.reference import (
+    PATHS,
+    STRATEGIES,
+    apply_units,
+    assert_same_training,
+    sgd,
+    train,
+    train_reference,
+    wide_input,
+)
+
+RankCount = Callable[[int], RankPool]
+WIDTH = 6
+
+
+class Writes(nn.Module):
+    """A layer whose forward writes to its weights first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def write(self) -> None:
+        """Change the weights; the same a second time changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, WIDTH)`` to itself."""
+        self.write()
+        return x + torch.tanh(self.layer(x))
+
+
+class Normalises(Writes):
+    """Forced weight norm, as in EDM2."""
+
+    def write(self) -> None:
+        """Give each row the norm 2."""
+        with torch.no_grad():
+            weight = self.layer.weight
+            weight.copy_(2 * weight / weight.norm(dim=1, keepdim=True))
+
+
+class Clamps(Writes):
+    """Weight clipping, through ``.data``."""
+
+    def write(self) -> None:
+        """Keep weights in an interval."""
+        self.layer.weight.data.clamp_(-0.2, 0.2)
+
+
+class Both(Writes):
+    """One parameter each way."""
+
+    def write(self) -> None:
+        """Clamp the weight, cut the bias in place."""
+        self.layer.weight.data.clamp_(-0.2, 0.2)
+        with torch.no_grad():
+            self.layer.bias.clamp_(-0.1, 0.1)
+
+
+KINDS = (Normalises, Clamps, Both)
+
+
+def build(kind: type[nn.Module]) -> nn.Sequential:
+    """Three layers and a head; the same values in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(kind(), kind(), kind(), nn.Linear(WIDTH, 2))
+
+
+UNITS = ("0", "1", "2")
+
+
+def train_writers(world: World, path: str, strategy: ShardingStrategy) -> None:
+    """Each kind trains as the plain model does, and evaluates between."""
+    make = wide_input(WIDTH)
+    for kind in KINDS:
+        plain = build(kind)
+        model = apply_units(copy.deepcopy(plain), UNITS, path=path, strategy=strategy)
+        losses = train(model, world.rank, make, sgd)
+        with torch.no_grad():
+            model(make(9, world.rank))
+        losses += train(model, world.rank, make, sgd)
+        expected = train_reference(plain, world.world_size, make, sgd)
+        with torch.no_grad():
+            plain(make(9, 0))
+        expected += train_reference(plain, world.world_size, make, sgd)
+        mine = [step[world.rank] for step in expected]
+        assert_same_training(model, plain, losses, mine, tolerance=1e-6)
+
+
+@pytest.mark.req("P-06")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_a_write_to_weights_in_forward_reaches_the_shards(
+    path: str, strategy: ShardingStrategy, ranks: RankCount
+) -> None:
+    """In place and through ``.data``, in training and evaluation."""
+    ranks(2).run(train_writers, path, strategy)
+
+
+def write_to_copies(world: World) -> list[str]:
+    """The errors of writes to weights that are casts of the shards."""
+    errors = []
+    for kind in (Normalises, Clamps):
+        model = apply_units(
+            build(kind),
+            UNITS,
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        )
+        with pytest.raises(PhaseError) as caught:
+            model(torch.ones(2, WIDTH))
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.req("P-06")
+def test_a_write_to_a_copy_in_another_dtype_is_refused(ranks: RankCount) -> None:
+    """It would be lost, or round every weight."""
+    for in_place, through_data in ranks(2).run(write_to_copies):
+        assert "Parameter '0.layer.weight' was written to" in in_place
+        assert "unit '0' wrote to its weights through .data" in through_data
+        assert "unshard_params" in in_place
+        assert "unshard_params" in through_data
+
+
+class Generates(nn.Module):
+    """Calls a unit with a weight that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.made = nn.Parameter(torch.eye(WIDTH) / 2)
+        self.parametrised, self.rows = True, WIDTH
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With the unit's own weight first, then with another."""
+        own: Tensor = self.unit(x)
+        if not self.parametrised:
+            return own
+        given = {"0.weight": self.made[: self.rows] * 0.5}
+        other: Tensor = torch.func.functional_call(self.unit, given, (own,))
+        again: Tensor = self.unit(other)
+        return again
+
+
+def train_generators(world: World, path: str, strategy: ShardingStrategy) -> None:
+    """Other parameters are used where they are given, own ones elsewhere."""
+    torch.manual_seed(0)
+    plain = Generates()
+    model = apply_units(copy.deepcopy(plain), ["unit"], path=path, strategy=strategy)
+    make = wide_input(WIDTH)
+    losses = train(model, world.rank, make, sgd)
+    expected = train_reference(plain, world.world_size, make, sgd)
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(model, plain, losses, mine, tolerance=1e-6)
+
+
+@pytest.mark.req("P-07")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_functional_call_on_a_unit_uses_the_parameters_that_it_is_given(
+    path: str, strategy: ShardingStrategy, ranks: RankCount
+) -> None:
+    """Its gradients flow to what they were made of."""
+    ranks(2).run(train_generators, path, strategy)
+
+
+def call_with_shards(world: World) -> str:
+    """The error of parameters made of shards; what is left works."""
+    model = apply_units(Generates(), ["unit"])
+    model.rows = 1  # type: ignore[assignment]
+    with pytest.raises(CompositionError) as caught:
+        model(torch.ones(2, WIDTH))
+    model.rows = WIDTH  # type: ignore[assignment]
+    assert model(torch.ones(2, WIDTH)).requires_grad
+    return str(caught.value)
+
+
+@pytest.mark.req("P-07")
+def test_parameters_of_another_shape_are_refused_by_name(ranks: RankCount) -> None:
+    """What is made of this rank's rows has as many rows as this rank."""
+    for text in ranks(2).run(call_with_shards):
+        assert "parameter 'unit.0.weight'" in text
+        assert "expected the full shape (6, 6), got (1, 6)" in text

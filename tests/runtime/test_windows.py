@@ -1,0 +1,415 @@
+"""Weights are read between the wait for their all-gather and the reshard, or not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import FSDPError, PhaseError, ShardingStrategy
+from composable_fsdp.config import BackwardPrefetch
+from composable_fsdp.testing.world import RankPool, World
+from tests.runtime.reference import (
+    PATHS,
+    adamw,
+    apply_units,
+    assert_same_training,
+    backward,
+    sgd,
+    train,
+    train_reference,
+    wide_input,
+)
+
+RankCount = Callable[[int], RankPool]
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A unit; subclasses differ in how tensors leave them."""
+
+    aux: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def run(self, x: Tensor) -> Tensor:
+        """What every kind computes."""
+        out: Tensor = torch.tanh(self.layer(x)) * self.gain
+        return out
+
+    def forward(self, x: Tensor) -> Any:
+        """Map ``(batch, WIDTH)`` to itself."""
+        return self.run(x)
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """How the parent calls it: its output, and what goes to the loss beside."""
+        return unit(x), 0.0
+
+
+class AuxiliaryLoss(Block):
+    """Keeps a loss on an attribute, made after its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``Block``."""
+        out = self.run(x)
+        self.aux = (out * self.gain).square().mean() * self.layer.weight.sum()
+        return out
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The attribute is read through the wrapper as well."""
+        out = unit(x)
+        aux: Any = unit.aux
+        return out, 0.1 * aux
+
+
+class AuxiliaryList(Block):
+    """Keeps losses in a list of a module below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = nn.Identity()
+        self.losses.kept = []  # type: ignore[assignment]  # a list, not a module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``Block``."""
+        out = self.run(x)
+        self.losses.kept = [(out / self.gain).square().mean()]  # type: ignore[assignment]
+        return out
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """All of the list."""
+        out = unit(x)
+        return out, sum(unit.losses.kept)  # type: ignore[union-attr, arg-type]
+
+
+class ReturnsView(Block):
+    """Its parent changes the view that it returns in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A view of another shape."""
+        return self.run(x).view(-1, 2, WIDTH // 2).transpose(0, 1)
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Scale in place, then flatten."""
+        out = unit(x)
+        out.mul_(0.5)
+        out[:, 0] += 1.0
+        return out.transpose(0, 1).reshape(-1, WIDTH), 0.0
+
+
+class InPlace(Block):
+    """Called for what it does to its input."""
+
+    def forward(self, x: Tensor) -> None:
+        """Add to ``x``."""
+        x.add_(self.run(x.clone()))
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The result is dropped."""
+        unit(x)
+        return x, 0.0
+
+
+class InPlaceOfView(Block):
+    """The same with a view of a larger tensor, passed by keyword in a dict."""
+
+    def forward(  # type: ignore[override]  # units differ in what they take
+        self, *, state: dict[str, Tensor]
+    ) -> None:
+        """Add to ``state["x"]``."""
+        state["x"].add_(self.run(state["x"].clone()))
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The first rows of a tensor are changed."""
+        whole = torch.cat([x, x])
+        unit(state={"x": whole[: len(x)]})
+        return whole[: len(x)] + whole[len(x) :], 0.0
+
+
+class Appends(Block):
+    """Leaves a loss in a list, and another in a dict, that it was given."""
+
+    def forward(  # type: ignore[override]  # units differ in what they take
+        self, x: Tensor, losses: list[Tensor], kept: dict[str, Any]
+    ) -> Tensor:
+        """As ``Block``."""
+        out = self.run(x)
+        losses.append((out * self.gain).square().mean())
+        kept["loss"] = [(self.gain / (1 + out.square())).sum()]
+        return out
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """One container has a tensor that needs a gradient before, one has none."""
+        losses: list[Tensor] = [x.sum()]
+        kept: dict[str, Any] = {}
+        out = unit(x, losses, kept=kept)
+        return out, losses[1] + kept["loss"][0]
+
+
+class Buffered(Block):
+    """Adds to a buffer that needs no gradient before."""
+
+    def forward(  # type: ignore[override]  # units differ in what they take
+        self, x: Tensor, out: Tensor
+    ) -> None:
+        """Write to ``out``."""
+        out.add_(self.run(x))
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The buffer is new each time."""
+        out = torch.zeros_like(x)
+        unit(x, out)
+        return out, 0.0
+
+
+KINDS = (
+    AuxiliaryLoss,
+    AuxiliaryList,
+    ReturnsView,
+    InPlace,
+    InPlaceOfView,
+    Appends,
+    Buffered,
+)
+
+
+class Stack(nn.Module):
+    """Three units of one kind between a plain layer and a head."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([kind() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        x, beside = self.first(x), torch.zeros(())
+        for block in self.blocks:
+            x, aux = self.kind.use(block, x)
+            beside = beside + aux
+        loss: Tensor = self.head(x).square().mean() + beside
+        return loss
+
+
+def build(kind: type[Block]) -> Stack:
+    """The same values in every process."""
+    torch.manual_seed(0)
+    return Stack(kind)
+
+
+def whole_loss(model: nn.Module, x: Tensor) -> Tensor:
+    """The model returns its loss."""
+    loss: Tensor = model(x)
+    return loss
+
+
+UNITS = tuple(f"blocks.{i}" for i in range(3))
+
+
+def train_every_kind(world: World, path: str, options: dict[str, Any]) -> None:
+    """Each kind trains as the plain model does."""
+    for kind in KINDS:
+        plain = build(kind)
+        model = apply_units(copy.deepcopy(plain), UNITS, path=path, **options)
+        make = wide_input(WIDTH)
+        losses = train(model, world.rank, make, sgd, loss_of=whole_loss)
+        expected = train_reference(
+            plain, world.world_size, make, sgd, loss_of=whole_loss
+        )
+        mine = [step[world.rank] for step in expected]
+        assert_same_training(model, plain, losses, mine, tolerance=1e-6)
+
+
+@pytest.mark.req("P-01")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backward_prefetch": None},
+        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    ],
+    ids=["pre", "none", "post", "grad_op"],
+)
+def test_tensors_that_leave_by_another_way_than_the_output_train_as_the_plain_model(
+    path: str, options: dict[str, Any], ranks: RankCount
+) -> None:
+    """Attributes, views changed in place, and units called for an in-place effect."""
+    ranks(2).run(train_every_kind, path, options)
+
+
+class Escapes(Block):
+    """Hands a tensor to a place where nobody looks."""
+
+    def __init__(
+        self,
+        read: Callable[[Tensor, Tensor], Tensor],
+        keep: Callable[[Tensor], object],
+    ) -> None:
+        super().__init__()
+        self.read, self.keep = read, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give something of ``x`` and a weight to a function of somebody else's."""
+        self.keep(self.read(x, self.gain).sum())
+        return x * 1.0
+
+
+class Function(torch.autograd.Function):
+    """Keeps its weight where autograd does not look at versions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """A product."""
+        ctx.save_for_backward(x)
+        return x * weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Both gradients, of which that of ``x`` needs no weight here."""
+        (x,) = ctx.saved_tensors
+        return grads[0], grads[0] * x
+
+
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda x, w: x * w,
+    "div": lambda x, w: x / w,
+    "pow": lambda x, w: w.square() * x,
+    "prelu": lambda x, w: torch.nn.functional.prelu(x, w),
+    "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (WIDTH,), w),
+    "mv": lambda x, w: x @ w,
+    "function": Function.apply,
+}
+
+
+def escape(
+    world: World, read: str, prefetch: BackwardPrefetch | None
+) -> tuple[str, float]:
+    """The error of a backward through an escaped tensor; then a step that is right."""
+    place: list[Tensor] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        Escapes(READS[read], place.append),
+        nn.Linear(WIDTH, WIDTH),
+    )
+    apply_units(model, ["1"], backward_prefetch=prefetch)
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+    model(x)
+    with pytest.raises(FSDPError) as caught:
+        backward(place[0])
+    model.zero_grad()
+    loss = model(x).square().mean()
+    backward(loss)
+    return str(caught.value), loss.item()
+
+
+@pytest.mark.req("P-01")
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
+@pytest.mark.parametrize("read", READS)
+def test_a_read_outside_the_window_names_the_parameter_and_the_way_out(
+    read: str, prefetch: BackwardPrefetch | None, ranks: RankCount
+) -> None:
+    """Never freed memory, never memory that an all-gather is writing."""
+    for text, _ in ranks(2).run(escape, read, prefetch):
+        assert "1" in text
+        assert "sharded" in text
+        assert "Return the tensor from the forward" in text
+        if read != "function":
+            assert "'1.gain'" in text
+
+
+def write_between(world: World, how: str, strategy: ShardingStrategy) -> list[str]:
+    """The errors of plain and sharded model if weights change before backward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = apply_units(copy.deepcopy(plain), ["0", "1"], strategy=strategy)
+    errors = []
+    for each in (plain, model):
+        optimizer = adamw(each.parameters())
+        backward(each(torch.ones(2, WIDTH)).sum())
+        saved = copy.deepcopy(each.state_dict())
+        loss = each(torch.ones(2, WIDTH)).square().sum()
+        if how == "step":
+            optimizer.step()
+        elif how == "load":
+            each.load_state_dict(saved)
+        else:
+            with torch.no_grad():
+                for p in each.parameters():
+                    p.mul_(0.5)
+        with pytest.raises(RuntimeError) as caught:
+            backward(loss)
+        errors.append(str(caught.value))
+        # What broke leaves nothing behind.
+        each.zero_grad()
+        backward(each(torch.ones(2, WIDTH)).square().sum())
+        optimizer.step()
+    return errors
+
+
+@pytest.mark.req("P-11")
+@pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
+@pytest.mark.parametrize("how", ["step", "load", "write"])
+def test_a_change_of_weights_between_forward_and_backward_raises_as_in_plain_torch(
+    how: str, strategy: ShardingStrategy, ranks: RankCount
+) -> None:
+    """Backward with other weights than the forward's is nobody's gradient."""
+    for errors in ranks(2).run(write_between, how, strategy):
+        assert all("modified by an inplace operation" in text for text in errors)
+
+
+def backward_after(world: World) -> None:
+    """Two graphs and repeated backwards with no write between stay good."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = apply_units(copy.deepcopy(plain), ["0", "1"])
+    x = torch.ones(2, WIDTH)
+    for each in (plain, model):
+        first, second = each(x).square().sum(), each(2 * x).square().sum()
+        torch.autograd.backward(second, retain_graph=True)
+        backward(first)
+        backward(second)
+        sgd(each.parameters()).step()
+    assert_same_training(model, plain, [], [], tolerance=1e-6)
+
+
+@pytest.mark.req("P-11")
+def test_graphs_of_equal_weights_can_be_run_in_any_order(ranks: RankCount) -> None:
+    """A reshard and a new gather of the same values do not count as a write."""
+    ranks(2).run(backward_after)
+
+
+def late_gradient(world: World) -> None:
+    """A bias that a graph uses without reading a weight is refused by the unit."""
+    place: list[Tensor] = []
+    bias = Escapes(lambda x, w: w * 1.0, place.append)
+    model = nn.Sequential(bias, nn.Linear(WIDTH, 2))
+    apply_units(model, ["0"])
+    model(torch.ones(2, WIDTH))
+    with pytest.raises(PhaseError, match="Backward reached a parameter of unit '0'"):
+        backward(place[0])
+
+
+@pytest.mark.req("P-01")
+def test_a_gradient_that_comes_to_a_sharded_unit_is_refused(ranks: RankCount) -> None:
+    """Values that were read of it, if any, are of no use."""
+    ranks(2).run(late_gradient)
