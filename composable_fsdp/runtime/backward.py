@@ -231,7 +231,9 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     join_task(context, state, task)
     handle = state.handle
     handle.phase = Phase.BACKWARD_PRE
-    handle.pending = sum(map(_will_run, handle.accumulators))
+    handle.pending = 0
+    if not context.captures:  # of captured leaves torch does not answer
+        handle.pending = sum(map(_will_run, handle.accumulators))
     handle.tapes = ()
     handle.expected_calls = 0
     # create_graph: the graph of this backward needs the weights again.

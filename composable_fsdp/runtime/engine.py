@@ -29,6 +29,7 @@ from composable_fsdp.flat.handed_out import FLATS, find_flat
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.versions import find_unreadable
 from composable_fsdp.naming import join, shown
+from composable_fsdp.runtime.second_order import capture, reduced
 
 _GRAPH: Any = torch.autograd.graph
 _AUTOGRAD: Any = torch.autograd
@@ -91,8 +92,10 @@ def _for_parameters(
     accumulate_grad = kwargs.pop("accumulate_grad", accumulate_grad)
     full = [_in_graph(each) for each in inputs]
     if not accumulate_grad:
-        _require_own_reduction(inputs, create_graph=create_graph)
+        _require_own_reduction(inputs)
     run = (grad_outputs, retain_graph, create_graph, tuple(chain.from_iterable(full)))
+    if create_graph and not accumulate_grad:
+        return _with_graph(outputs, run, inputs, full, allow_unused=allow_unused)
     if accumulate_grad:
         return _torch_run(
             outputs, *run, allow_unreachable=True, accumulate_grad=True, **kwargs
@@ -100,12 +103,8 @@ def _for_parameters(
     with _SetAside(inputs) as aside, _Reached(full) as reached:
         _torch_run(outputs, *run, allow_unreachable=True, accumulate_grad=True)
         found = aside.gradients()
-    for index, each in enumerate(inputs):
-        if index not in reached.indices and not allow_unused:
-            raise PhaseError(
-                "torch.autograd.grad found no path from the output to "
-                f"{_name(each)}. Pass allow_unused=True, if that is intended."
-            )
+    if not allow_unused:
+        _require_all(inputs, [i in reached.indices for i in range(len(inputs))])
     # A parameter of which this rank holds nothing has no gradient here.
     return tuple(
         torch.zeros_like(each)
@@ -113,6 +112,58 @@ def _for_parameters(
         else gradient
         for index, (each, gradient) in enumerate(zip(inputs, found, strict=True))
     )
+
+
+def _with_graph(
+    outputs: Sequence[Any],
+    run: tuple[Any, ...],
+    inputs: Sequence[Any],
+    full: Sequence[tuple[Any, ...]],
+    *,
+    allow_unused: bool,
+) -> tuple[Tensor | None, ...]:
+    """Run a backward whose gradients, of parameters too, have a graph."""
+    flat = next((each for each in inputs if find_flat(each)), None)
+    if flat is not None:
+        raise PhaseError(
+            "torch.autograd.grad(create_graph=True) was asked for the gradient of "
+            f"{_name(flat)}. Ask for those of module.parameters()."
+        )
+    handles = _units(inputs)
+    captured: tuple[Tensor | None, ...] = capture(
+        handles,
+        partial(
+            _torch_run, outputs, *run, allow_unreachable=True, accumulate_grad=False
+        ),
+    )
+    # Of the two forms of a leaf the graph holds one.
+    rest = iter(captured)
+    found = [
+        next((g for g in [next(rest) for _ in group] if g is not None), None)
+        for group in full
+    ]
+    if not allow_unused:
+        _require_all(inputs, [each is not None for each in found])
+    by_unit: dict[FlatParamHandle, dict[int, Tensor]] = {each: {} for each in handles}
+    places = [find_leaf(each) for each in inputs]
+    for place, gradient in zip(places, found, strict=True):
+        if place is not None and gradient is not None:
+            by_unit[place[0]][place[1]] = gradient
+    shards = {handle: reduced(handle, by_unit[handle]) for handle in handles}
+    return tuple(
+        gradient if place is None or gradient is None else shards[place[0]][place[1]]
+        for place, gradient in zip(places, found, strict=True)
+    )
+
+
+def _require_all(inputs: Sequence[Any], reached: Sequence[bool]) -> None:
+    """Refuse an input that the graph does not lead to. Raises: PhaseError."""
+    for each, is_reached in zip(inputs, reached, strict=True):
+        if not is_reached:
+            raise PhaseError(
+                "torch.autograd.grad found no path from the output to "
+                f"{_name(each)}. Pass allow_unused=True, if that is intended."
+            )
 
 
 def _in_graph(given: Any) -> tuple[Any, ...]:
@@ -137,7 +188,7 @@ def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
     return list(dict.fromkeys(each[0] for each in found if each is not None))
 
 
-def _require_own_reduction(inputs: Sequence[Any], *, create_graph: bool) -> None:
+def _require_own_reduction(inputs: Sequence[Any]) -> None:
     """Refuse what ``torch.autograd.grad`` cannot give of parameters, before it runs.
 
     Raises: PhaseError, on all ranks alike.
@@ -148,13 +199,6 @@ def _require_own_reduction(inputs: Sequence[Any], *, create_graph: bool) -> None
             "GradientEdges in one call. Ask for them in two."
         )
     name = next(_name(each) for each in inputs if find_leaf(each) or find_flat(each))
-    if create_graph:
-        raise PhaseError(
-            f"torch.autograd.grad(create_graph=True) was asked for the gradient of "
-            f"sharded parameter {name}, which is reduced over ranks and has no graph. "
-            "Ask for gradients of inputs or activations, which have; or take second "
-            "derivatives with respect to parameters of the model before fully_shard."
-        )
     for handle in _units(inputs):
         if handle.reduce_due or handle.held is not None:
             raise PhaseError(

@@ -80,6 +80,7 @@ class RuntimeContext:
     __slots__ = (
         "__weakref__",
         "backward_logs",
+        "captures",
         "dead",
         "filling",
         "forward_logs",
@@ -110,6 +111,8 @@ class RuntimeContext:
         self.backward_logs: tuple[OrderLog, ...] = ()
         self.prefetched: list[FlatParamHandle] = []
         """Units gathered ahead of their use in this forward."""
+        self.captures = False
+        """Whether the backward that runs captures gradients, so that none arrives."""
         self.offload = False
         """Whether any unit keeps its shards on the host."""
         self.precisions: tuple[_FSDPState, ...] = ()
