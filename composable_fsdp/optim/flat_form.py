@@ -17,7 +17,9 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handed_out import Flat, find_flat
+from composable_fsdp.optim.guard import flat_name
 from composable_fsdp.optim.per_original import has_flats, parts_of, spread
+from composable_fsdp.optim.sharded import mark_unasked
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.torch_asks import asked_by_torch
 
@@ -59,6 +61,7 @@ def give_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
             found = find_flat(parameter)
             if found is not None and key in state:
                 state[key] = {k: _shown(found[1], v) for k, v in state[key].items()}
+                mark_unasked(found[0], state[key], flat_name(*found))
         groups.append({**saved, _MARK: _marks(own)})
     return {**state_dict, "state": state, "param_groups": groups}
 

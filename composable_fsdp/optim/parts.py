@@ -72,7 +72,8 @@ def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
         f"{type(optim).__name__}'s state {name!r} is a {type(value).__name__}, which "
         "wraps other tensors; expected plain tensors, or a subclass whose dequantize() "
         "gives one of the same shape. Save it by torch.save(optim.state_dict()) on "
-        "each rank, or use an optimizer with plain state."
+        "each rank, under StateDictType.SHARDED_STATE_DICT, or use an optimizer with "
+        "plain state."
     )
 
 

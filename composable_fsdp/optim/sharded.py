@@ -6,12 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.sharded import ShardedValue, sharded_value, unfit
+from composable_fsdp.tree.state import _get_module_fsdp_state
 
 
 def as_sharded(named: Named, value: Any) -> Any:
@@ -23,6 +26,23 @@ def as_sharded(named: Named, value: Any) -> Any:
     if value.shape != named.parameter.shape:
         return value  # not element-wise, of a parameter that is whole here
     return sharded_value(named.handle, named.region, named.slot, value)
+
+
+def mark_unasked(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
+    """Have parts of the state of ``name`` not be pickled, unless the type says parts.
+
+    ``optimizer.state_dict()`` shows parts whatever type is set, and frameworks write
+    what the first rank's returns.
+    """
+    unit = _get_module_fsdp_state(handle.owners[0])
+    if unit is None or unit.state_dict_settings.state_dict_type is not _FULL:
+        return
+    for key, value in values.items():
+        if isinstance(value, ShardedValue) and value.world_size > 1:
+            value.not_alone = f"state {key!r} of {name}"
+
+
+_FULL = StateDictType.FULL_STATE_DICT
 
 
 def require_own_parts(

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handed_out import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.naming import join
+from composable_fsdp.naming import join, shown
 from composable_fsdp.optim.flat_form import (
     flat_part,
     give_flat,
@@ -31,7 +31,7 @@ from composable_fsdp.optim.names import Named, place_of
 from composable_fsdp.optim.parts import unwrapped, wants_parts
 from composable_fsdp.optim.per_original import has_flats
 from composable_fsdp.optim.save import full_state
-from composable_fsdp.optim.sharded import as_sharded, part_for
+from composable_fsdp.optim.sharded import as_sharded, mark_unasked, part_for
 from composable_fsdp.state_dict.in_force import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.torch_asks import Asked, asked_by_torch
@@ -108,6 +108,8 @@ def _give(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
             state[key] = {
                 name: _shown(named, name, value) for name, value in state[key].items()
             }
+            if asked is None and named.handle is not None:
+                mark_unasked(named.handle, state[key], shown(named.fqn))
     return {**state_dict, "state": state}
 
 

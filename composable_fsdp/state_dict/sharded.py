@@ -79,6 +79,9 @@ class ShardedValue(Tensor):
     world_size: int
     home: Home | None
     """None once it was pickled."""
+    not_alone: str = ""
+    """Of what ``optimizer.state_dict()`` shows unasked: what it is, for the message
+    that refuses to pickle it. A file of one rank would lose the parts of others."""
 
     def __new__(
         cls,
@@ -214,6 +217,17 @@ class ShardedValue(Tensor):
         )
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        if self.not_alone:
+            raise CheckpointError(
+                f"optimizer.state_dict() holds this rank's part of {self.not_alone}, "
+                f"{describe(self)}, and is pickled (torch.save, accelerate's "
+                "save_state, Fabric's save); expected a whole tensor, because a file "
+                "that one rank writes would lose the parts of the others. Pickle what "
+                "optim_state_dict(model, optimizer) returns, called on all ranks; or "
+                "use composable_fsdp.save, or torch.distributed.checkpoint, which take "
+                "each rank's part. For a file of each rank, call "
+                "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before."
+            )
         return (
             ShardedValue,
             (

@@ -258,7 +258,8 @@ def check_own_dict(world: World, path: str) -> None:
     model, optimizer = trained(world, path)
     before = copy.deepcopy(local_state_dict(optimizer))
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        torch.save(optimizer.state_dict(), file)
     file.seek(0)
     read = torch.load(file)  # weights only
     new = [adamw(model.parameters()) for _ in range(3)]

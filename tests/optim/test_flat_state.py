@@ -439,10 +439,11 @@ def test_a_native_checkpoint_with_other_steps_in_a_region_is_refused_before_a_wr
     assert differences(other.state_dict(), before) == {}
 
 
-def pickled(optimizer: torch.optim.Optimizer) -> State:
-    """Its state dict, through a file."""
+def pickled(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Its state dict, through a file of this rank."""
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        torch.save(optimizer.state_dict(), file)
     file.seek(0)
     state: State = torch.load(file, weights_only=True)
     return state
@@ -450,7 +451,7 @@ def pickled(optimizer: torch.optim.Optimizer) -> State:
 
 def check_own_state_dict(world: World) -> None:
     model, optimizer = trained(world, "flat")
-    state = pickled(optimizer)
+    state = pickled(model, optimizer)
     values = [v for s in state["state"].values() for v in s.values()]
     other, unmet = trained(world, "flat", steps=0)
     met = adamw(flat_parameters(other))
