@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,8 +39,12 @@ from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.runtime.materialize import reset_parameters
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
-from composable_fsdp.tree.state import OWNERS, _FSDPState
-from composable_fsdp.tree.traversal import inside_wrappers, walk_states
+from composable_fsdp.tree.state import OWNERS, _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import (
+    _get_fsdp_states,
+    inside_wrappers,
+    walk_states,
+)
 
 
 class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
@@ -262,7 +266,12 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """``unshard_params`` under its FSDP1 name."""
+        """``unshard_params`` under its FSDP1 name.
+
+        A block around a module that no unit holds a part of does nothing.
+        """
+        if _get_module_fsdp_state(module) is None and not _get_fsdp_states(module):
+            return nullcontext()
         return unshard_params(
             module,
             recurse=recurse,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, TypeVar, overload
 
 import torch
@@ -32,6 +33,7 @@ from composable_fsdp.optim.names import (
     Group,
     Named,
     Optimizers,
+    given_names,
     name_parameters,
     require_pairs,
 )
@@ -130,6 +132,7 @@ def optim_state_dict_to_load(
         local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
         from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         group=group,
+        given={key: name for o in optims for key, name in given_names(o).items()},
     )
     if load_directly:
         for each, result in zip(optims, results, strict=True):
@@ -148,11 +151,13 @@ def state_to_load(
     local: bool = False,
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
+    given: Mapping[int, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``.
 
     ``param_groups`` gives those of each optimizer, or raises: for all ranks, if they
-    would wait. ``elementwise`` is about each. ``units`` are those of ``model``.
+    would wait. ``elementwise`` is about each. ``units`` are those of ``model``;
+    ``given`` are names of parameters by ``id``, for those it does not hold.
     """
     senders = hops(units, group) if from_first else ()
     shared = share_structure(saved, senders)
@@ -163,7 +168,7 @@ def state_to_load(
         for state in units:
             settle(state, "optim_state_dict_to_load")
         own = [each for mine in groups_of for each in originals(mine)]
-        groups = name_parameters(model, own)
+        groups = name_parameters(model, own, given)
         sizes = [len(mine) for mine in groups_of]
         saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
         if local:
@@ -177,9 +182,10 @@ def state_to_load(
             name: local_part(member, name, value)
             if local
             else _part(member, name, value, senders)
-            for name, value in saved["state"][member.fqn].items()
+            for name, value in sorted(saved["state"][member.fqn].items())
         }
-        for member in chain(*groups)
+        # By name: the first rank may have sent them, and orders may differ.
+        for member in sorted(chain(*groups), key=attrgetter("fqn"))
         if member.fqn in saved["state"]
     }
     options = _split(aligned_groups(groups, saved, own), sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -113,29 +113,53 @@ def groups_of(
     return [{**group, "params": list(group["params"])} for group in given]
 
 
+def given_names(optim: object) -> dict[int, str]:
+    """The names that ``optim`` itself keeps for parameters, by ``id``.
+
+    Groups have them if it was made of ``named_parameters()``; torch's
+    ``_NamedOptimizer`` and TorchRec's optimizers have a mapping.
+    """
+    names: dict[int, str] = {}
+    for attribute in ("named_parameters", "params"):
+        table = getattr(optim, attribute, None)
+        if isinstance(table, Mapping):
+            names.update((id(parameter), str(key)) for key, parameter in table.items())
+    for group in getattr(optim, "param_groups", ()):
+        pairs = zip(group["params"], group.get("param_names", ()), strict=False)
+        names.update((id(parameter), name) for parameter, name in pairs)
+    return names
+
+
 def name_parameters(
-    model: nn.Module, param_groups: Iterable[Group]
+    model: nn.Module,
+    param_groups: Iterable[Group],
+    given: Mapping[int, str] | None = None,
 ) -> list[list[Named]]:
     """Name the parameters of each of the optimizer's groups, as ``model`` calls them.
 
-    In the place of a flat parameter are its originals. Units must be sharded. Only
-    reads.
+    In the place of a flat parameter are its originals. Those that ``model`` does not
+    hold have the name that is ``given``, and every rank holds them whole. Units must be
+    sharded. Only reads.
 
-    Raises: CheckpointError, for a parameter that is not in ``model``.
+    Raises: CheckpointError, for a parameter that is not in ``model`` and has no name,
+    or one that ``model`` uses.
     Warns: if ``model`` calls a parameter otherwise than its modules do.
     """
     names = names_of(model)
+    taken = set(names.values())
     groups = []
     for g, group in enumerate(originals(list(param_groups))):
         members = []
         for i, parameter in enumerate(group["params"]):
-            fqn = names.get(id(parameter))
-            if fqn is None:
+            fqn = names.get(id(parameter)) or (given or {}).get(id(parameter))
+            if fqn is None or (id(parameter) not in names and fqn in taken):
                 raise CheckpointError(
                     f"Parameter {i} of the optimizer's group {g}, of shape "
                     f"{tuple(parameter.shape)}, is not a parameter of the "
                     f"{type(model).__name__} it was asked about. Pass the model that "
-                    "the optimizer trains."
+                    "the optimizer trains. For a parameter of no model, make the "
+                    "optimizer of (name, parameter) pairs, with names that the model "
+                    "does not use."
                 )
             members.append(_named(fqn, parameter))
         groups.append(members)

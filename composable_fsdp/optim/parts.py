@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.flat_form import per_original
 from composable_fsdp.optim.keys import state_by_name
-from composable_fsdp.optim.names import Group, Named, name_parameters
+from composable_fsdp.optim.names import Group, Named, given_names, name_parameters
 from composable_fsdp.optim.per_original import originals, spread
 from composable_fsdp.planning.checks import is_dtensor
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -111,7 +111,7 @@ def joined_state(
     options: list[Group] = []
     for optim, saved in zip(optims, given, strict=True):
         groups = originals(optim.param_groups)
-        names = name_parameters(model, groups)
+        names = name_parameters(model, groups, given_names(optim))
         saved = per_original(optim, saved)
         saved = unwrapped(state_by_name(saved, model, names, groups, what))
         members += names

@@ -164,9 +164,10 @@ def _agreed(
     members = [named for group_members in groups for named in group_members]
     states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
-    for i, named in enumerate(members):
-        if named.is_cut:
-            by_handle.setdefault(id(named.handle), []).append(i)
+    # By name and not as the optimizer has them: what is sent follows this order.
+    for i in sorted(range(len(members)), key=lambda i: members[i].fqn):
+        if members[i].is_cut:
+            by_handle.setdefault(id(members[i].handle), []).append(i)
     require_same_state(members, states, by_handle, units)
     options = aligned_groups(groups, joined, own)
     return members, options, states, by_handle
@@ -230,6 +231,8 @@ def require_same_state(
             keys = sorted(k for k, v in states[i].items() if not _is_scalar(v))
             entry = (members[i].fqn, keys)
             by_group.setdefault(handle.groups.shard, []).append(entry)
+    for entries in by_group.values():
+        entries.sort()
     # All exchanges before any error, so that nobody is missed in the next one.
     told = [
         (mine, collectives.all_gather_object((mine, problem), group))
@@ -254,8 +257,7 @@ def _difference(mine: list[Entry], theirs: list[Entry], rank: int) -> str:
     return (
         f"Optimizer state differs over ranks: here {shown(here[0])} has {here[1]}, on "
         f"rank {rank} of the shard group {shown(there[0])} has {there[1]}. Build the "
-        "optimizer with the same parameters in the same order on every rank, and step "
-        "all of them."
+        "optimizer with the same parameters on every rank, and step all of them."
     )
 
 

@@ -41,6 +41,8 @@ def meet(optim: object) -> None:
     """Give ``optim`` its hooks, if it is torch's and holds parts of parameters."""
     if not isinstance(optim, torch.optim.Optimizer):
         return
+    if not hasattr(optim, "_optimizer_state_dict_post_hooks"):
+        return  # made without Optimizer.__init__, around one that is met by itself
     parameters = [p for group in optim.param_groups for p in group["params"]]
     if _give in optim._optimizer_state_dict_post_hooks.values():
         return

@@ -283,6 +283,11 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
 
 
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = isinstance(to, ShardedValue) and type(source) is Tensor
+    if plain and source.shape == to.local.shape:
+        # This rank's part, as optimizers that load in place give it.
+        func(to.local, source, *args, **kwargs)
+        return to
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         given = to if isinstance(to, ShardedValue) else source
         text = _refusal(func, given)

@@ -459,7 +459,7 @@ def test_ranks_with_other_state_are_told_so(ranks: RankCount, how: str) -> None:
         assert text.startswith(
             "DesyncError: Optimizer state differs over ranks: here '"
         )
-        assert "Build the optimizer with the same parameters in the same order" in text
+        assert "Build the optimizer with the same parameters on every rank" in text
 
 
 class Scalars(nn.Module):
