@@ -26,13 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.compose.registry import REGISTRY_KEY
 from composable_fsdp.runtime.casting import tensors_in
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread gets."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {REGISTRY_KEY}
+"""The registry leads to the states, and they to the whole tree: no walk per unit."""
 _HOLDERS = frozenset({Tensor, list, tuple, dict})
 
 
