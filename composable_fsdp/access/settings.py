@@ -104,7 +104,9 @@ def set_reduce_scatter_unused_params(
     trainable parameter then gets the average as ``.grad`` on every rank, and a unit
     that ran forward and got no gradient here is gathered and reduced in its turn, so
     that all ranks send the same collectives. Without it ``.grad`` stays None where
-    nothing arrived, and ranks have to agree. Takes effect with the next forward.
+    nothing arrived, and ranks have to agree. ``torch.autograd.grad`` with respect to
+    inputs gives parameters none; all ranks run the same kind of backward. Takes effect
+    with the next forward.
 
     Raises: CompositionError, if there is no unit to set it on; TypeError, if the
     setting is neither True nor False.

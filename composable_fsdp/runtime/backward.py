@@ -17,14 +17,10 @@ until the next one is complete.
 The engine runs nodes by their age, youngest first, and the alias is the oldest node of
 its unit: what the unit computed has run when the alias does. What never came is done at
 the end of the graph task (``graph_task``).
-
-``torch._C._will_engine_execute_node`` is private; used only here, checked on torch 2.13
-and 2.11.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +32,7 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.arrivals import reshard_after_backward, use_form
-from composable_fsdp.runtime.fill import catch_up
+from composable_fsdp.runtime.fill import catch_up, will_run
 from composable_fsdp.runtime.graph_task import current_task, join_task
 from composable_fsdp.runtime.prefetch import (
     prefetch_backward,
@@ -47,8 +43,6 @@ from composable_fsdp.runtime.reduce import reduce_gradients
 from composable_fsdp.runtime.unshard import wait_unsharded
 from composable_fsdp.tree.agree import depart_in_backward
 from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
-
-_will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 KEEP = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
@@ -142,7 +136,7 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         return
     call.task = task
     # One alias needs no count. Of several, some may not lead to this loss.
-    call.waiting = sum(map(_will_run, aliases)) if len(aliases) > 1 else 1
+    call.waiting = sum(map(will_run, aliases)) if len(aliases) > 1 else 1
     state = call.state
     handle, context = state.handle, state.context
     assert context is not None
@@ -233,7 +227,7 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = 0
     if not context.captures:  # of captured leaves torch does not answer
-        handle.pending = sum(map(_will_run, handle.accumulators))
+        handle.pending = sum(map(will_run, handle.accumulators))
     handle.tapes = ()
     handle.expected_calls = 0
     # create_graph: the graph of this backward needs the weights again.

@@ -29,6 +29,7 @@ from composable_fsdp.flat.handed_out import FLATS, find_flat
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.versions import find_unreadable
 from composable_fsdp.naming import join, shown
+from composable_fsdp.runtime.asked import for_others
 from composable_fsdp.runtime.second_order import capture, reduced
 
 _GRAPH: Any = torch.autograd.graph
@@ -52,8 +53,11 @@ def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     whose gradient cannot be had by itself.
     """
     try:
-        if len(args) > 3 and args[3] and _holds_ours(args[3]):
-            return _for_parameters(outputs, *args, **kwargs)
+        if len(args) > 3 and args[3]:
+            if _holds_ours(args[3]):
+                return _for_parameters(outputs, *args, **kwargs)
+            with for_others():
+                return _torch_run(outputs, *args, **kwargs)
         return _torch_run(outputs, *args, **kwargs)
     except RuntimeError as error:
         name = find_unreadable(str(error))
@@ -90,6 +94,7 @@ def _for_parameters(
     """
     allow_unused = kwargs.pop("allow_unreachable", allow_unused)
     accumulate_grad = kwargs.pop("accumulate_grad", accumulate_grad)
+    _require_no_fill(inputs)
     full = [_in_graph(each) for each in inputs]
     if not accumulate_grad:
         _require_own_reduction(inputs)
@@ -188,6 +193,24 @@ def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
     return list(dict.fromkeys(each[0] for each in found if each is not None))
 
 
+def _require_no_fill(inputs: Sequence[Any]) -> None:
+    """Refuse to give zeros to parameters that were not asked for.
+
+    Raises: PhaseError, on all ranks alike.
+    """
+    for handle in _units(inputs):
+        owner = handle.trainable[0].owner() if handle.trainable else None
+        context = None if owner is None else owner.context
+        if context is not None and any(each.rule.fill for each in context.handles):
+            name = _first_name(inputs)
+            raise PhaseError(
+                f"A backward was asked for the gradient of sharded parameter {name} "
+                "by inputs=..., while set_reduce_scatter_unused_params gives every "
+                "parameter one. Call backward without inputs, or turn the setting off "
+                "before the forward."
+            )
+
+
 def _require_own_reduction(inputs: Sequence[Any]) -> None:
     """Refuse what ``torch.autograd.grad`` cannot give of parameters, before it runs.
 
@@ -198,7 +221,7 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
             "torch.autograd.grad was asked for gradients of sharded parameters and of "
             "GradientEdges in one call. Ask for them in two."
         )
-    name = next(_name(each) for each in inputs if find_leaf(each) or find_flat(each))
+    name = _first_name(inputs)
     for handle in _units(inputs):
         if handle.reduce_due or handle.held is not None:
             raise PhaseError(
@@ -213,6 +236,10 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
                 f"{name} inside no_sync, where gradients are not reduced. Call it "
                 "outside."
             )
+
+
+def _first_name(inputs: Sequence[Any]) -> str:
+    return next(_name(each) for each in inputs if find_leaf(each) or find_flat(each))
 
 
 def _name(each: Any) -> str:

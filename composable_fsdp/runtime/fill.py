@@ -13,12 +13,24 @@ first does, for the uses that were passed over, what the other ranks do there::
 A unit is reduced when backward reaches a use before its own forward began. The engine
 runs younger nodes first, so its gradients are complete by then or will never come.
 BACKWARD_POST has no moment that ranks share, so nothing is prefetched with it.
+
+A backward that was asked for gradients of inputs alone (``autograd.grad``) reduces
+nothing: zeros would be gradients that nobody asked for. So all ranks run the same kind.
+
+``torch._C._will_engine_execute_node`` is private; used only here, checked on torch
+2.13 and 2.11.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.runtime.asked import is_for_others
 from composable_fsdp.runtime.prefetch import (
     prefetch_backward,
     prefetch_listed,
@@ -27,7 +39,10 @@ from composable_fsdp.runtime.prefetch import (
 from composable_fsdp.runtime.reduce import reduce_gradients
 from composable_fsdp.runtime.unshard import keep_full, reshard, wait_unsharded
 from composable_fsdp.tree.agree import depart_in_backward
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
+
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether this backward will run a node of the graph."""
 
 
 def catch_up(context: RuntimeContext, tape: Tape, index: int) -> None:
@@ -46,12 +61,15 @@ def catch_up(context: RuntimeContext, tape: Tape, index: int) -> None:
         context.filling.append(tape)
         schedule.next = len(schedule.uses)
         schedule.waiting = dict(schedule.begins)
+        schedule.accumulates = not is_for_others() or any(
+            will_run(node) for each in context.handles for node in each.accumulators
+        )
     while schedule.next > index:
         schedule.next -= 1
         at = schedule.next
         for state in [s for s, begin in schedule.waiting.items() if begin > at]:
             del schedule.waiting[state]
-            _reduce_in_turn(context, state)
+            _reduce_in_turn(context, schedule, state)
         handle = schedule.uses[at].handle
         log = handle.backward_log
         if log is not None:
@@ -100,9 +118,11 @@ def _gather_in_turn(context: RuntimeContext, tape: Tape, at: int) -> None:
         prefetch_backward(context, tape, at)
 
 
-def _reduce_in_turn(context: RuntimeContext, state: _FSDPState) -> None:
+def _reduce_in_turn(
+    context: RuntimeContext, schedule: Schedule, state: _FSDPState
+) -> None:
     handle = state.handle
-    expected = handle.rule.fill and handle.trainable
+    expected = handle.rule.fill and handle.trainable and schedule.accumulates
     if state.sync_gradients and (expected or has_arrived(handle)):
         reduce_gradients(context, handle)
     if handle.task == NO_TASK:

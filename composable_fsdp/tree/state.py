@@ -36,15 +36,17 @@ class Schedule:
 
     ``uses``: the unit of each use. ``begins``: per unit, how many uses had been
     recorded when its first forward began. ``next``: the use that backward reached last.
-    ``waiting``: of ``begins``, the units not reduced yet.
+    ``waiting``: of ``begins``, the units not reduced yet. ``accumulates``: whether this
+    backward gives any parameter a gradient.
     """
 
-    __slots__ = ("begins", "next", "uses", "waiting")
+    __slots__ = ("accumulates", "begins", "next", "uses", "waiting")
 
     def __init__(self) -> None:
         self.uses: list[_FSDPState] = []
         self.begins: dict[_FSDPState, int] = {}
         self.next = 0
+        self.accumulates = False
         self.waiting: dict[_FSDPState, int] = {}
 
     def record(self, state: _FSDPState, begin: int) -> None:

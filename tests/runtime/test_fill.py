@@ -17,6 +17,7 @@ from composable_fsdp import (
     set_reduce_scatter_unused_params,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.access.sharded import RankCount, own_parts
@@ -288,3 +289,45 @@ def break_backward(module: nn.Module, args: object, output: Tensor) -> None:
 def test_after_a_raise_the_next_backward_is_filled(ranks: RankCount) -> None:
     """All ranks raise at one place, and nothing of that backward is left."""
     ranks(3).run(check_raise)
+
+
+def check_gradient_of_inputs(world: World) -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    plain = copy.deepcopy(model)
+    for expert in model.experts:
+        fully_shard(expert)
+    fully_shard(model)
+    set_reduce_scatter_unused_params(model, True)
+    chosen = [world.rank]  # not the same on all ranks
+    for keep in (False, True, False):
+        x = torch.full((2, WIDTH), 0.5, requires_grad=True)
+        loss = model(x, chosen)
+        with record() as calls:
+            (ours,) = torch.autograd.grad(loss, x, retain_graph=keep)
+        assert all(p.grad is None for p in model.parameters())
+        assert {call.op for call in calls} <= {"all_gather"}
+        (theirs,) = torch.autograd.grad(plain(x, chosen), x)
+        assert torch.allclose(ours, theirs, atol=1e-6)
+        assert world.all_equal([call.op for call in calls])
+        if keep:
+            backward(loss)
+            assert all(p.grad is not None for p in model.parameters())
+            model.zero_grad()
+
+
+def test_a_gradient_of_inputs_alone_gives_parameters_none(ranks: RankCount) -> None:
+    """``autograd.grad(loss, x)`` reduces nothing, and the next backward is filled."""
+    ranks(2).run(check_gradient_of_inputs)
+
+
+def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:
+    """The others would get zeros that nobody asked for."""
+    model = fully_shard(Pair())
+    set_reduce_scatter_unused_params(model, True)
+    loss = model(torch.ones(2, WIDTH)).sum()
+
+    with pytest.raises(
+        PhaseError, match=r"'first.weight' by inputs=.*turn the setting off"
+    ):
+        loss.backward(inputs=[model.first.weight])
