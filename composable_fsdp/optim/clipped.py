@@ -134,11 +134,14 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
         handle, gradient = note.handle(), note.gradient()
         if handle is None or gradient is None or gradient is not region.grad_shard:
             continue
-        group = handle.groups.shard
-        if group is None or gradient._version == note.version:
+        if gradient._version == note.version:
             continue
         mine = {id(region.flat)} | set(map(id, region.leaves))
-        if not mine.isdisjoint(held):
+        if mine.isdisjoint(held):
+            continue
+        # Asked last: the group of a model that nobody steps any more may be gone.
+        group = handle.groups.shard
+        if group is not None:
             write = _Write(handle, region, note, gradient)
             writes.setdefault(group, []).append(write)
     watched.writes = bool(writes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as torchs
 from torch.nn.utils import clip_grad_value_
@@ -17,6 +19,7 @@ from torch.nn.utils import clip_grad_value_
 from composable_fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
+    PhaseError,
     ShardedGradScaler,
     ShardingStrategy,
     clip_grad_norm_,
@@ -27,6 +30,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.noted import NOTES
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.access.sharded import RankCount, gpt, message_of
 from tests.runtime.reference import PATHS, backward, gpt_input, loss_of, wide_input
 
@@ -251,3 +255,28 @@ def test_notes_are_taken_in_a_few_steps_and_send_nothing(ranks: RankCount) -> No
             *(1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33)
         ]
         assert ops.count("all_reduce") == 40
+
+
+def check_group_gone(world: World) -> None:
+    group = dist.new_group([0, 1])
+    earlier = fully_shard(TinyGPT(), process_group=group)
+    backward(loss_of(earlier, gpt_input(0, world.rank)))
+    assert NOTES
+    for parameter in earlier.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(2)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    with pytest.raises(PhaseError, match="was destroyed"):
+        _ = _get_fsdp_handles(earlier)[0].groups.shard
+
+    steps, text = run(gpt("composable"), late, world)
+
+    assert steps == 3
+    assert "on rank 0 and by" in text
+
+
+def test_models_whose_group_is_gone_are_left_alone(ranks: RankCount) -> None:
+    """Notes of their gradients outlive it; the steps of other models pass them by."""
+    ranks(2).run(check_group_gone)
