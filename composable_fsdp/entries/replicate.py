@@ -23,6 +23,7 @@ from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat import guards
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import shown
@@ -93,13 +94,17 @@ def replicate(
     )
     group = application.ranks.shard
     joining = [
-        each.handle
+        each
         for _, _, each in walk_states(module)
         if each is not state and _joins(each.handle, group)
     ]
     apply([module], state, application)
-    for handle in joining:
+    for each in joining:
+        handle = each.handle
         handle.groups = Groups(handle.groups.shard, group)
+        # One rank that had it all has its gradients averaged from now on.
+        handle.guards = guards.find_guards(handle, each.modules)
+        guards.close(handle)
         set_divisions(handle)
         for region in handle.regions:
             if init_sync and region.shard.numel():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -19,6 +21,7 @@ from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
     register_forward_method,
+    replicate,
     reshard,
     unshard,
     unshard_params,
@@ -33,6 +36,7 @@ from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from property_tests.live import batches, examples
 from tests.runtime.reference import (
     PATHS,
+    STRATEGIES,
     apply_units,
     assert_same_training,
     gpt_input,
@@ -71,7 +75,12 @@ class Causal(nn.Module):
         return self.encode(tokens)
 
 
-def refused(world: World, act: Callable[[], object], *names: str) -> None:
+ROWS, GRADIENT = "this rank's rows", "this rank's alone"
+
+
+def refused(
+    world: World, act: Callable[[], object], *names: str, reason: str = ROWS
+) -> None:
     """``act`` raises one text on all ranks, with ``names``, and sends nothing."""
     with record() as calls, pytest.raises(PhaseError) as caught:
         act()
@@ -79,7 +88,7 @@ def refused(world: World, act: Callable[[], object], *names: str) -> None:
     text = caught.value.args[0]
     assert world.all_equal(text)
     assert not calls
-    for name in (*names, "this rank's rows", "register_forward_method"):
+    for name in (*names, reason, "register_forward_method"):
         assert name in text, text
 
 
@@ -203,8 +212,8 @@ def test_parts_that_see_whole_values_may_be_called(ranks: RankCount) -> None:
     ranks(2).run(check_legal)
 
 
-def test_nothing_is_refused_where_nothing_is_cut(one_rank: World) -> None:
-    """With one rank, and with NO_SHARD, a part's parameters are whole."""
+def test_nothing_is_refused_where_one_rank_has_it_all(one_rank: World) -> None:
+    """Parameters are whole, and the gradient of the rank is the mean."""
     for options in (
         {"strategy": ShardingStrategy.NO_SHARD},
         {"cpu_offload": CPUOffload(offload_params=True)},
@@ -216,16 +225,113 @@ def test_nothing_is_refused_where_nothing_is_cut(one_rank: World) -> None:
         assert REFUSE not in model[0]._forward_pre_hooks
 
 
-def check_no_shard(world: World) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model, strategy=ShardingStrategy.NO_SHARD)
+def uncut(how: str) -> Any:
+    """``Causal`` whose weights are whole on both ranks; blocks are units."""
+    model, strategy = Causal(), ShardingStrategy.NO_SHARD
+    units = [f"model.{name}" for name in gpt_units(model.model)]
+    if how in PATHS:
+        applied = apply_units(model, units, path=how, strategy=strategy)
+        return getattr(applied, "module", applied)
+    if how == "replicas of one rank":
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        for name in units:
+            fully_shard(model.get_submodule(name), process_group=alone)
+    replicate(model)
+    return model
 
-    assert model[0](torch.ones(1, 4)).shape == (1, 4)
+
+def check_uncut(world: World, how: str) -> None:
+    tokens, hidden = gpt_input(0, world.rank), torch.randn(2, 5, 17)
+    model = uncut(how)
+    no = partial(refused, world, reason=GRADIENT)
+
+    for _ in range(2):  # before a first forward, and after a step
+        no(lambda: model.lm_head(hidden), "Linear 'lm_head'", "'lm_head.w", "2 ranks")
+        no(lambda: model.encode(tokens), "'model.tokens'", "torch.no_grad()")
+        no(lambda: model.model.blocks[1].up(hidden), "Linear", "up'", "up.weight'")
+        reference = plain_of(model)
+        with torch.no_grad():
+            assert torch.equal(model.encode(tokens), reference.encode(tokens))
+        expected = train_reference(reference, world.world_size, gpt_input, sgd)
+        losses = train(model, world.rank, gpt_input, sgd)
+        mine = [each[world.rank] for each in expected]
+        assert_same_training(model, reference, losses, mine)
+    model.lm_head.requires_grad_(False)
+    model.lm_head(hidden)
+    register_forward_method(model, "encode")
+    assert torch.equal(model.encode(tokens), plain_of(model).encode(tokens))
 
 
-def test_parts_of_units_that_are_not_cut_may_be_called(ranks: RankCount) -> None:
-    """A NO_SHARD unit shows whole parameters always."""
-    ranks(2).run(check_no_shard)
+@pytest.mark.req("P-12")
+@pytest.mark.parametrize("how", [*PATHS, "replicate", "replicas of one rank"])
+def test_parts_of_units_that_are_not_cut_would_train_on_one_rank(
+    ranks: RankCount, how: str
+) -> None:
+    """Their weights are whole, but gradients would pass by the average over ranks."""
+    ranks(2).run(check_uncut, how)
+
+
+class Holder(nn.Module):
+    """Holds a parameter, and computes nothing."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(sizes, 0.5))
+
+
+class Mix(nn.Module):
+    """Reads parameters of containers, of which none is ever called."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        # Two elements over two ranks: a rank's one would be broadcast.
+        values = [torch.tensor([0.4, 0.5]), torch.tensor([0.6, 0.7])]
+        made: dict[str, Callable[[], nn.Module]] = {
+            "list": lambda: nn.ParameterList(values),
+            "dict": lambda: nn.ParameterDict({"a": values[0], "b": values[1]}),
+            "module": lambda: Holder(2),
+            "nested": lambda: nn.ModuleList([nn.ModuleList([Holder(2)])]),
+        }
+        self.kind, self.inner = kind, made[kind]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.inner.parameters():
+            x = x * parameter
+        return x
+
+
+KINDS = {"list": "0", "dict": "a", "module": "scale", "nested": "0.0.scale"}
+
+
+def check_containers(world: World, path: str) -> None:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        reason = ROWS if strategy is ShardingStrategy.FULL_SHARD else GRADIENT
+        for kind, key in KINDS.items():
+            plain = nn.Sequential(nn.Sequential(Mix(kind)), Mix(kind))
+            made = copy.deepcopy(plain)
+            model: Any = apply_units(made, ["1"], path=path, strategy=strategy)
+            core = getattr(model, "module", model)
+            x, part = torch.ones(3, 2), core[0][0]
+            given = {name: torch.ones(2) for name, _ in part.named_parameters()}
+            for _ in range(2):
+                named = "Mix '0.0' was called", f" of '0.0.inner.{key}'"
+                refused(world, partial(part, x), *named, reason=reason)
+                functional_call(part, given, (x,))
+                expected = train_reference(plain, 2, wide_input(2), sgd)
+                losses = train(model, world.rank, wide_input(2), sgd)
+                mine = [each[world.rank] for each in expected]
+                assert_same_training(model, plain, losses, mine)
+            # The unit's own module gathers, whatever it reads.
+            assert REFUSE not in getattr(core[1], "module", core[1])._forward_pre_hooks
+
+
+@pytest.mark.req("P-12")
+@pytest.mark.parametrize("path", PATHS)
+def test_the_module_that_reads_a_container_is_the_part(
+    ranks: RankCount, path: str
+) -> None:
+    """Lists and dicts of parameters, and modules without a forward, also nested."""
+    ranks(2).run(check_containers, path)
 
 
 def check_fast_path(world: World, path: str) -> None:
@@ -330,19 +436,30 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def check_programs(world: World, recipes: list[ModelRecipe]) -> None:
-    for recipe in recipes:
+    for recipe, strategy in zip(recipes, cycle(STRATEGIES)):
         make_input = wide_input(recipe.width)
         plain, model = build(recipe), build(recipe)
-        model = apply_units(model, legal_units(model, recipe.sharded))
-        for part in parts_of(model):
-            refused(world, partial(part, make_input(0, 0)), type(part).__name__)
+        units = legal_units(model, recipe.sharded)
+        model = apply_units(model, units, strategy=strategy)
+        whole = strategy is ShardingStrategy.NO_SHARD
+        no = partial(refused, world, reason=GRADIENT if whole else ROWS)
+        parts = parts_of(model)
+        if whole:
+            parts = [p for p in parts if any(x.requires_grad for x in own(p))]
+        for part in parts:
+            no(partial(part, make_input(0, 0)), type(part).__name__)
         expected = train_reference(plain, world.world_size, make_input, sgd)
         losses = train(model, world.rank, make_input, sgd)
-        for part in parts_of(model):
-            refused(world, partial(part, make_input(0, 0)), type(part).__name__)
+        for part in parts:
+            no(partial(part, make_input(0, 0)), type(part).__name__)
 
         mine = [each[world.rank] for each in expected]
         assert_same_training(model, plain, losses, mine)
+
+
+def own(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The module's parameters without those of modules below."""
+    return module.parameters(recurse=False)
 
 
 @pytest.mark.req("P-12")
