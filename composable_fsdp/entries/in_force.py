@@ -4,14 +4,13 @@ What is in force is compared and not how it was spelled: the call is planned as 
 units of the earlier one were not there, and the two plans must give the same units the
 same parameters, options and ranks. While it is planned, the tree is shown as it was ::
 
-    wrapper(block)      ->  block
     block.weight (k, 4) ->  a meta tensor (8, 4)      so that policies count elements
     registry of block   ->  without fully_shard       units of other calls stay
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -22,12 +21,11 @@ from torch import nn
 
 from composable_fsdp.comm.groups import HYBRID, RankLayout, resolve_device
 from composable_fsdp.comm.nodes import node_size
-from composable_fsdp.compose.registry import get_state, remove_state, set_state
+from composable_fsdp.compose.registry import get_state, has_api, remove_state, set_state
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import Application
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, shown
-from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import PER_MODULE, UnitOptions
@@ -71,7 +69,7 @@ def _difference(
         for _, _, each in walk_states(module)
         if each.application == state.application
     ]
-    with _as_before(modules, made) as stand_ins:
+    with _as_before(made) as stand_ins:
         request = application.request
         ignored = frozenset(
             id(stand_ins[i]) if i in stand_ins else i
@@ -79,7 +77,7 @@ def _difference(
         )
         _, targets = plan_modules(modules, request._replace(ignored_parameters=ignored))
     own = {id(each.module): each for each in made}
-    wanted = {id(target.modules[0]): target for target in targets}
+    wanted = _by_unit(targets, own)
     for key, target in wanted.items():
         if key not in own:
             return f"this call makes a unit of {shown(target.plan.fqn)}, which is none"
@@ -93,10 +91,29 @@ def _difference(
     return ""
 
 
+def _by_unit(
+    targets: Sequence[Target], own: Mapping[int, _FSDPState]
+) -> dict[int, Target]:
+    """The targets by their module's identity; that of a wrapper is what it holds.
+
+    A policy may choose a wrapper, what it holds, or both: then one has no parameters.
+    """
+    found: dict[int, Target] = {}
+    for target in targets:
+        module = target.modules[0]
+        inner = module._modules.get(WRAPPED_MODULE)
+        key = id(module) if inner is None or id(module) in own else id(inner)
+        is_empty = not any(target.parameters)
+        if key in found and is_empty:
+            continue
+        if inner is not None and is_empty and key not in own and has_api(inner, API):
+            continue  # a unit of another call, which stays as it is
+        found[key] = target
+    return found
+
+
 @contextmanager
-def _as_before(
-    modules: Sequence[nn.Module], made: Sequence[_FSDPState]
-) -> Iterator[dict[int, nn.Parameter]]:
+def _as_before(made: Sequence[_FSDPState]) -> Iterator[dict[int, nn.Parameter]]:
     """Show the tree as it was before ``made``; stand-ins by the leaves' identity."""
     undo: list[Any] = []
     stand_ins: dict[int, nn.Parameter] = {}
@@ -106,13 +123,6 @@ def _as_before(
                 remove_state(module, API)
                 undo.append((set_state, module, API, state))
             _show_whole(state, stand_ins, undo)
-        for module in modules:
-            for parent in list(walk.modules(module)):
-                for _, name, child in list(walk.edges(parent)):
-                    inner = child._modules.get(WRAPPED_MODULE)
-                    if inner is not None:
-                        parent._modules[name] = inner
-                        undo.append((parent._modules.__setitem__, name, child))
         yield stand_ins
     finally:
         for act, *args in reversed(undo):
