@@ -22,7 +22,6 @@ from torch import nn
 from composable_fsdp import (
     CPUOffload,
     MixedPrecision,
-    clip_grad_norm_,
     flat_parameters,
     get_full_optim_state,
     optim_state_dict,
@@ -37,6 +36,7 @@ from tests.runtime.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
+    clip_any,
     differences,
     sgd,
     train,
@@ -95,7 +95,7 @@ def check_one(
             world.rank,
             wide_input(recipe.width),
             lambda _, o=optimizer: o,  # type: ignore[misc]  # a default of its own
-            clip=partial(clip_grad_norm_, max_norm=0.3) if clip else None,
+            clip=partial(clip_any, max_norm=0.3) if clip else None,
         )
         for model, optimizer in zip(models, made, strict=True)
     ]

@@ -18,6 +18,7 @@ from composable_fsdp.access.summon_grads import ShownGrads, show_grads
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import guards, views
+from composable_fsdp.flat.build import written
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.integrity import is_at, reattach_full
 from composable_fsdp.flat.parameter import full_leaf, full_views
@@ -57,15 +58,20 @@ class Shown:
         """
         now = tuple(map(version_of, self.leaves))
         if now != self.versions and self.versions:
+            handle, before = self.handle, written(self.handle)
             torch.autograd.graph.increment_version(
                 [
                     leaf
-                    for leaf, version, before in zip(
-                        self.handle.leaves, now, self.versions, strict=True
+                    for leaf, version, earlier in zip(
+                        handle.leaves, now, self.versions, strict=True
                     )
-                    if version != before
+                    if version != earlier
                 ]
             )
+            if handle.written_at_build == before:
+                # Whole values, of which each rank has its own part: nobody drew them
+                # for a shard.
+                handle.written_at_build = written(handle)
 
     @torch.no_grad()
     def take_assigned(self) -> None:

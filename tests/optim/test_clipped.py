@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -197,15 +196,12 @@ ALLOWED = [ours, scaled, by_layer, noisy, by_value, cleared, on_one_rank, assign
 
 
 def check_allowed(world: World, path: str) -> list[tuple[int, str]]:
-    started = time.monotonic()
     found = [run(gpt(path), change, world) for change in ALLOWED]
     found.append(run(gpt(path), unchanged, world))
     plain = gpt(path, strategy=ShardingStrategy.NO_SHARD)
     found.append(run(plain, clip, world))
     found.append(run(one_unit(torch.bfloat16), scaled, world, of=_half_input))
     found.append(run(gpt(path), _scaler(), world))
-    # Nobody waited for a rank that does not come.
-    assert time.monotonic() - started < 4
     return found
 
 

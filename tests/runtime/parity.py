@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy, clip_grad_norm_
+from composable_fsdp import ShardingStrategy
 from composable_fsdp.testing.models import build, legal_units
 from composable_fsdp.testing.recipes import ModelRecipe
 from composable_fsdp.testing.world import World
@@ -20,6 +20,7 @@ from tests.runtime.reference import (
     adamw,
     apply_units,
     assert_same_training,
+    clip_any,
     sgd,
     tolerance_at,
     train,
@@ -95,7 +96,7 @@ def train_clipped(world: World, recipe: ModelRecipe, norm_type: float) -> None:
         theirs.append(norm.cpu())
 
     def clip(m: nn.Module) -> None:
-        ours.append(clip_grad_norm_(m, 0.1, norm_type).cpu())
+        ours.append(clip_any(m, 0.1, norm_type).cpu())
 
     train_reference(plain, world.world_size, make, sgd, clip=clip_plain)
     train(model, world.rank, make, sgd, clip=clip)

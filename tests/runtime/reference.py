@@ -7,6 +7,7 @@ model with this rank's input only, so losses and state dicts can be compared bit
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from composable_fsdp import (
     CustomPolicy,
     FullyShardedDataParallel,
     ShardingStrategy,
+    clip_grad_norm_,
     fully_shard,
 )
 from composable_fsdp.planning.wrapping import post_order_apply
@@ -117,6 +119,13 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     of the keys' bias is.
     """
     return torch.optim.AdamW([{"params": list(parameters)}], lr=0.05, eps=1e-3)
+
+
+def clip_any(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip a model that may have no gradient at all, which is warned of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "clip_grad_norm_ found no gradient")
+        return clip_grad_norm_(model, max_norm, norm_type)
 
 
 def averaged_gradients(
