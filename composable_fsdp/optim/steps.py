@@ -11,12 +11,13 @@ import weakref
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.replaced import times_replaced
 from composable_fsdp.flat.stepped import is_watching, note_step
 from composable_fsdp.optim.clipped import expect_gradients, require_common_factor
@@ -27,7 +28,12 @@ from composable_fsdp.optim.guard import (
     require_own_state,
 )
 from composable_fsdp.optim.scaling import require_common_decision
-from composable_fsdp.optim.shown import handles_of, holds_shown, require_no_block
+from composable_fsdp.optim.shown import (
+    handles_of,
+    holds_shown,
+    parameters_of,
+    require_no_block,
+)
 from composable_fsdp.optim.strangers import look_for_strangers
 from composable_fsdp.optim.trial import STAND_IN
 from composable_fsdp.optim.unknown import require_tried
@@ -40,13 +46,20 @@ _LOOKED_AT = 2
 class _Met:
     """What is known of an optimizer, as long as nothing of ``at`` changes."""
 
-    __slots__ = ("at", "handles", "looks")
+    __slots__ = ("absent", "at", "handles", "looks")
 
-    def __init__(self, at: object, handles: list[FlatParamHandle]) -> None:
+    def __init__(
+        self,
+        at: object,
+        handles: list[FlatParamHandle],
+        absent: tuple[torch.Tensor, ...],
+    ) -> None:
         self.at = at
         """How many applications and replaced parameters there had been, and the lists
         of parameters of its groups."""
         self.handles = tuple([weakref.ref(handle) for handle in handles])
+        self.absent = absent
+        """See ``_absent_leaves``."""
         self.looks = 0
 
 
@@ -54,6 +67,8 @@ _met: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Met] = (
     weakref.WeakKeyDictionary()
 )
 _applications = 0
+_any_absent = False
+"""Whether an optimizer holds leaves without elements; else no step looks for them."""
 
 
 def look_at_optimizers() -> None:
@@ -84,7 +99,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if holds_shown(optim):
             return  # as long as the block shows them; looked at again each time
         meet(optim)  # first, because it turns what was loaded into parts
-        met = _Met(at, handles_of(optim))
+        met = _Met(at, handles_of(optim), _absent_leaves(optim))
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
@@ -100,7 +115,57 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # After and not before: a closure may run the backward after which units are kept.
-    if is_watching() and not torch.compiler.is_compiling():
+    if (is_watching() or _any_absent) and not torch.compiler.is_compiling():
         met = _met.get(optim)
-        if met is not None:
+        if met is None:
+            return
+        if is_watching():
             note_step(met.handles)
+        if met.absent:
+            _step_absent(optim, met.absent)
+
+
+def _absent_leaves(optim: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
+    """Leaves of which other ranks alone hold elements, and whose versions steps move.
+
+    Fused kernels move none.
+    """
+    global _any_absent
+    absent = tuple(
+        [
+            leaf
+            for group in optim.param_groups
+            if not group.get("fused")
+            for leaf in group["params"]
+            if not leaf.numel() and find_leaf(leaf) is not None
+        ]
+    )
+    _any_absent = _any_absent or bool(absent)
+    return absent
+
+
+def _step_absent(
+    optim: torch.optim.Optimizer, absent: tuple[torch.Tensor, ...]
+) -> None:
+    """Move the versions of ``absent`` leaves whose elements were stepped elsewhere.
+
+    Without a gradient here the optimizer passed them by; a backward through weights of
+    before the step would raise on the other ranks, which then are waited for.
+    """
+    passed = []
+    for leaf in absent:
+        found = find_leaf(leaf)
+        if found is None or leaf.grad is not None:
+            continue
+        handle, index = found
+        for region in handle.regions:
+            if index < len(region.leaves):
+                # What the last reduction left; here nobody can have cleared it.
+                if region.shown[index]:
+                    passed.append(leaf)
+                break
+            index -= len(region.leaves)
+    # Where a rank's own gradients were cleared, those of the others were, too.
+    mine = [p for p in parameters_of(optim) if p.numel()]
+    if passed and (not mine or any(p.grad is not None for p in mine)):
+        increment_version(passed)

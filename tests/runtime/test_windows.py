@@ -377,6 +377,49 @@ def test_a_change_of_weights_between_forward_and_backward_raises_as_in_plain_tor
         assert all("modified by an inplace operation" in text for text in errors)
 
 
+def step_of_rows(world: World) -> list[str]:
+    """What each rank is told where some hold nothing of some parameters."""
+    told = []
+    for kept in (True, False):
+        kinds: list[dict[str, Any]] = [{"foreach": True}, {"foreach": False}]
+        for kind in (*kinds, {"fused": True}):
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1), nn.Linear(1, 3))
+            model = apply_units(plain, ["0", "1", "2"])
+            optim = torch.optim.AdamW(model.parameters(), **kind)
+            x = torch.ones(2, 3)
+            backward(model(x).sum())
+            loss = model(x).sum()
+            if not kept:
+                for parameter in model.parameters():
+                    if not parameter.numel():
+                        parameter.grad = None
+            optim.step()
+            try:
+                backward(loss)
+            except RuntimeError as error:
+                told.append(f"{kind} {error}".partition(" [")[0])
+            else:
+                told.append(f"{kind} nothing")
+            # Cleared gradients step on no rank.
+            optim.zero_grad()
+            loss = model(x).sum()
+            optim.step()
+            backward(loss)
+    return told
+
+
+@pytest.mark.req("P-11")
+def test_ranks_that_hold_nothing_of_a_weight_raise_with_the_others(
+    ranks: RankCount,
+) -> None:
+    """With an empty gradient or none, which optimizers pass by."""
+    first, *others = ranks(2).run(step_of_rows)
+
+    assert all(each == first for each in others)
+    assert sum("modified by an inplace operation" in text for text in first) == 4
+
+
 def backward_after(world: World) -> None:
     """Two graphs and repeated backwards with no write between stay good."""
     torch.manual_seed(0)
