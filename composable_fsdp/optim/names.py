@@ -138,17 +138,19 @@ def name_parameters(
     """Name the parameters of each of the optimizer's groups, as ``model`` calls them.
 
     In the place of a flat parameter are its originals. Those that ``model`` does not
-    hold have the name that is ``given``, and every rank holds them whole. Units must be
-    sharded. Only reads.
+    hold have the name that is ``given``, and every rank holds them whole. Units may
+    show their full leaves. Only reads.
 
     Raises: CheckpointError, for a parameter that is not in ``model`` and has no name,
     or one that ``model`` uses.
     Warns: if ``model`` calls a parameter otherwise than its modules do.
     """
+    members_of = originals(list(param_groups))
     names = names_of(model)
+    names |= _names_behind(names, members_of)
     taken = set(names.values())
     groups = []
-    for g, group in enumerate(originals(list(param_groups))):
+    for g, group in enumerate(members_of):
         members = []
         for i, parameter in enumerate(group["params"]):
             fqn = names.get(id(parameter)) or (given or {}).get(id(parameter))
@@ -164,6 +166,19 @@ def name_parameters(
             members.append(_named(fqn, parameter))
         groups.append(members)
     return groups
+
+
+def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int, str]:
+    """Names of sharded leaves in whose places full ones are shown, by ``id``."""
+    found = (find_leaf(each) for group in groups for each in group["params"])
+    handles = {id(place[0]): place[0] for place in found if place is not None}
+    behind: dict[int, str] = {}
+    for handle in handles.values():
+        for table, key, sharded, _ in handle.swaps:
+            name = names.get(id(table.get(key)))
+            if name is not None and id(sharded) not in names:
+                behind.setdefault(id(sharded), name)
+    return behind
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

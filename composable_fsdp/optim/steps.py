@@ -8,7 +8,7 @@ parameters, one at its groups and one into a dictionary.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -52,14 +52,14 @@ class _Met:
         self,
         at: object,
         handles: list[FlatParamHandle],
-        absent: tuple[torch.Tensor, ...],
+        absent: tuple[_Absent, ...],
     ) -> None:
         self.at = at
         """How many applications and replaced parameters there had been, and the lists
         of parameters of its groups."""
         self.handles = tuple([weakref.ref(handle) for handle in handles])
         self.absent = absent
-        """See ``_absent_leaves``."""
+        """Leaves without elements on this rank."""
         self.looks = 0
 
 
@@ -125,47 +125,53 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             _step_absent(optim, met.absent)
 
 
-def _absent_leaves(optim: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
-    """Leaves of which other ranks alone hold elements, and whose versions steps move.
+class _Absent(NamedTuple):
+    """Leaves of a unit of which other ranks alone hold elements."""
 
-    Fused kernels move none.
-    """
+    handle: weakref.ref[FlatParamHandle]
+    leaves: list[tuple[torch.Tensor, int, int]]
+    """Each with the numbers of its region, and in that."""
+
+
+def _absent_leaves(optim: torch.optim.Optimizer) -> tuple[_Absent, ...]:
+    """Unit by unit, those whose versions steps move: fused kernels move none."""
     global _any_absent
-    absent = tuple(
-        [
-            leaf
-            for group in optim.param_groups
-            if not group.get("fused")
-            for leaf in group["params"]
-            if not leaf.numel() and find_leaf(leaf) is not None
-        ]
-    )
-    _any_absent = _any_absent or bool(absent)
-    return absent
+    found: dict[int, _Absent] = {}
+    groups = (group for group in optim.param_groups if not group.get("fused"))
+    for leaf in (leaf for group in groups for leaf in group["params"]):
+        place = None if leaf.numel() else find_leaf(leaf)
+        if place is not None:
+            handle, index = place
+            each = found.setdefault(id(handle), _Absent(weakref.ref(handle), []))
+            number = 0
+            while index >= len(handle.regions[number].leaves):
+                index -= len(handle.regions[number].leaves)
+                number += 1
+            each.leaves.append((leaf, number, index))
+    _any_absent = _any_absent or bool(found)
+    return tuple(found.values())
 
 
-def _step_absent(
-    optim: torch.optim.Optimizer, absent: tuple[torch.Tensor, ...]
-) -> None:
-    """Move the versions of ``absent`` leaves whose elements were stepped elsewhere.
+def _step_absent(optim: torch.optim.Optimizer, absent: tuple[_Absent, ...]) -> None:
+    """Move the versions of leaves whose elements were stepped on other ranks alone.
 
     Without a gradient here the optimizer passed them by; a backward through weights of
     before the step would raise on the other ranks, which then are waited for.
     """
-    passed = []
-    for leaf in absent:
-        found = find_leaf(leaf)
-        if found is None or leaf.grad is not None:
-            continue
-        handle, index = found
-        for region in handle.regions:
-            if index < len(region.leaves):
-                # What the last reduction left; here nobody can have cleared it.
-                if region.shown[index]:
-                    passed.append(leaf)
-                break
-            index -= len(region.leaves)
-    # Where a rank's own gradients were cleared, those of the others were, too.
+    passed: list[torch.Tensor] = []
+    # Many units have such leaves on each rank of many, so with one call a unit.
+    for link, leaves in absent:
+        handle = link()
+        if handle is not None:
+            # ``shown``: as the last reduction left it, as nobody clears it here.
+            passed += [
+                leaf
+                for leaf, region, index in leaves
+                if leaf.grad is None and handle.regions[region].shown[index]
+            ]
+    if not passed:
+        return
     mine = [p for p in parameters_of(optim) if p.numel()]
-    if passed and (not mine or any(p.grad is not None for p in mine)):
+    # Where a rank's own gradients were cleared, those of the others were, too.
+    if not mine or any(p.grad is not None for p in mine):
         increment_version(passed)

@@ -15,13 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import (
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
+    PhaseError,
     ShardingStrategy,
     StateDictType,
+    flat_parameters,
     fully_shard,
     get_full_optim_state,
     optim_state_dict,
     optim_state_dict_to_load,
+    reshard,
     state_dict_type,
+    unshard,
+    unshard_params,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.parts import local_state_dict
@@ -41,10 +46,13 @@ from tests.optim.models import by_name
 from tests.runtime.reference import (
     PATHS,
     STRATEGIES,
+    adamw,
     apply_units,
     averaged_gradients,
+    backward,
     differences,
     gpt_input,
+    loss_of,
     tolerance_at,
 )
 
@@ -656,3 +664,43 @@ def check_empty_group(world: World) -> None:
 def test_a_group_without_parameters_keeps_its_options(ranks: RankCount) -> None:
     """A group that will be filled later survives saving and loading."""
     ranks(2).run(check_empty_group)
+
+
+def check_state(model: nn.Module, optim: Any, expected: Any) -> None:
+    assert _same(optim_state_dict(model, optim), expected)
+    optim.load_state_dict(optim_state_dict_to_load(model, optim, expected))
+    assert _same(optim_state_dict(model, optim), expected)
+
+
+def check_while_full(world: World, path: str) -> None:
+    kept = ShardingStrategy.SHARD_GRAD_OP
+    overs: list[Callable[[nn.Module], Any]] = [nn.Module.parameters, flat_parameters]
+    for over in overs:
+        model = apply_units(TinyGPT(), UNITS, path=path, strategy=kept)
+        optim = adamw(over(model))
+        step(model, optim, world.rank, 0)
+        core: nn.Module = getattr(model, "module", model)
+        unit = core.get_submodule(UNITS[-1])
+        expected = optim_state_dict(model, optim)
+
+        holds = partial(check_state, model, optim, expected)
+        for each in (model, unit):
+            unshard(each)
+            holds()
+            reshard(model)
+        loss = loss_of(model, gpt_input(0, world.rank))
+        holds()
+        backward(loss)
+        with (
+            unshard_params(model),
+            pytest.raises(PhaseError, match="inside unshard_params of"),
+        ):
+            holds()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_state_is_the_same_while_parameters_are_full(
+    ranks: RankCount, path: str
+) -> None:
+    """Optimizers hold the sharded leaves, in whose places full ones are shown."""
+    ranks(2).run(check_while_full, path)
