@@ -91,6 +91,13 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     """
     if leaves_are_home(handle):
         return False
+    for parameters, name, leaf, full in handle.swaps:
+        if parameters.get(name) is full:
+            # torch.func.functional_call was called in a forward of the unit, and put
+            # back what it had found when the unit was sharded again.
+            parameters[name] = leaf
+    if leaves_are_home(handle):
+        return False
     names: dict[int, str] = {}
     current = _current(handle, names)
     _require_fit(handle, current, names)

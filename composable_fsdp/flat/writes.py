@@ -17,6 +17,8 @@ from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.flat.versions import set_versions, version_of
 from composable_fsdp.naming import join, shown
 
+_AT_ONCE = 1 << 20
+"""Elements whose checksum is taken in one operation, which needs memory for them."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,9 +82,13 @@ def checksums(handle: FlatParamHandle) -> list[Tensor] | None:
 
 def _checksum(full: Tensor) -> Tensor:
     if full.is_complex():
-        full = torch.view_as_real(full)
+        full = torch.view_as_real(full).flatten()
     # Of integers, so that neither the order of sums nor a NaN counts.
-    return full.view(_WORDS[full.element_size()]).sum(dtype=torch.int64)
+    words = full.view(_WORDS[full.element_size()])
+    # With weights, so that a permutation counts.
+    weights = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=full.device)
+    parts = torch.split(words, _AT_ONCE)
+    return torch.stack([(part * weights[: len(part)]).sum() for part in parts])
 
 
 @torch.no_grad()

@@ -41,9 +41,13 @@ _OF_ONE_TREE = (
     "ahead_in_forward",
     "context",
     "handle",
+    # Where its own modules keep tensors, it has to find.
+    "kept_at",
     "modules",
     "precision",
     "remaining",
+    "scans",
+    "sums",
 )
 """What a copy must not share; the other fields are settings and never change."""
 

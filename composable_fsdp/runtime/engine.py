@@ -11,7 +11,8 @@ can be seen nowhere else:
 * a read of weights outside their window (``flat.versions``): torch's message knows a
   shape and two numbers, ours names the parameter.
 
-A backward that has nothing of both pays one call. Checked on torch 2.13 and 2.11.
+A backward that has nothing of both pays one call. ``torch._C._vmapmode_*_nesting`` are
+private; used only here. Checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -25,28 +26,44 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handed_out import FLATS, find_flat
-from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.flat.handed_out import (
+    FLATS,
+    find_flat,
+    leaf_gradients,
+    take_gradients_in,
+)
+from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, find_leaf
+from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.flat.versions import find_unreadable
 from composable_fsdp.naming import join, shown
 from composable_fsdp.runtime.asked import for_others
+from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.offload import land
+from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.second_order import capture, reduced
+from composable_fsdp.tree.root import root_of
+from composable_fsdp.tree.state import RuntimeContext
 
 _GRAPH: Any = torch.autograd.graph
 _AUTOGRAD: Any = torch.autograd
-_torch_run: Callable[..., Any] = _GRAPH._engine_run_backward
 
 
 def install() -> None:
-    """Put ``run_backward`` in front of torch's way into the engine, once."""
-    global _torch_run
-    if _AUTOGRAD._engine_run_backward is not run_backward:
-        _torch_run = _AUTOGRAD._engine_run_backward
-        _AUTOGRAD._engine_run_backward = _GRAPH._engine_run_backward = run_backward
+    """Put ``run_backward`` in front of torch's way into the engine, once.
+
+    Again, if somebody else has put a function in front meanwhile; theirs may lead to an
+    earlier one of ours, so each of ours knows what it is in front of.
+    """
+    found = _AUTOGRAD._engine_run_backward
+    if not (isinstance(found, partial) and found.func is run_backward):
+        ours = partial(run_backward, found)
+        _AUTOGRAD._engine_run_backward = _GRAPH._engine_run_backward = ours
 
 
-def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the engine; gradients of sharded parameters are those of their unit.
+def run_backward(
+    run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run the engine by ``run``; gradients of sharded parameters are their unit's.
 
     Collective: as the backward; the reductions of units whose parameters are asked for.
     Raises: PhaseError, naming a parameter that the graph reads while it is sharded, or
@@ -55,10 +72,10 @@ def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     try:
         if len(args) > 3 and args[3]:
             if _holds_ours(args[3]):
-                return _for_parameters(outputs, *args, **kwargs)
+                return _for_parameters(run, outputs, *args, **kwargs)
             with for_others():
-                return _torch_run(outputs, *args, **kwargs)
-        return _torch_run(outputs, *args, **kwargs)
+                return run(outputs, *args, **kwargs)
+        return run(outputs, *args, **kwargs)
     except RuntimeError as error:
         name = find_unreadable(str(error))
         if name is None:
@@ -78,6 +95,7 @@ def _holds_ours(inputs: Sequence[Any]) -> bool:
 
 
 def _for_parameters(
+    run: Callable[..., Any],
     outputs: Sequence[Any],
     grad_outputs: Any,
     retain_graph: bool,
@@ -95,35 +113,46 @@ def _for_parameters(
     allow_unused = kwargs.pop("allow_unreachable", allow_unused)
     accumulate_grad = kwargs.pop("accumulate_grad", accumulate_grad)
     _require_no_fill(inputs)
-    full = [_in_graph(each) for each in inputs]
-    if not accumulate_grad:
-        _require_own_reduction(inputs)
-    run = (grad_outputs, retain_graph, create_graph, tuple(chain.from_iterable(full)))
-    if create_graph and not accumulate_grad:
-        return _with_graph(outputs, run, inputs, full, allow_unused=allow_unused)
+    in_graph = [_in_graph(each) for each in inputs]
+    engine = partial(
+        run,
+        outputs,
+        grad_outputs,
+        retain_graph,
+        create_graph,
+        tuple(chain.from_iterable(in_graph)),
+        allow_unreachable=True,
+        **kwargs,
+    )
     if accumulate_grad:
-        return _torch_run(
-            outputs, *run, allow_unreachable=True, accumulate_grad=True, **kwargs
-        )
-    with _SetAside(inputs) as aside, _Reached(full) as reached:
-        _torch_run(outputs, *run, allow_unreachable=True, accumulate_grad=True)
+        return engine(accumulate_grad=True)
+    _require_own_reduction(inputs)
+    if create_graph:
+        return _with_graph(engine, inputs, in_graph, allow_unused=allow_unused)
+    with (
+        _Finishing(_units(inputs)),
+        _SetAside(inputs) as aside,
+        _Reached(in_graph) as reached,
+    ):
+        engine(accumulate_grad=True)
         found = aside.gradients()
     if not allow_unused:
         _require_all(inputs, [i in reached.indices for i in range(len(inputs))])
     # A parameter of which this rank holds nothing has no gradient here.
     return tuple(
-        torch.zeros_like(each)
-        if gradient is None and index in reached.indices
+        None
+        if index not in reached.indices
+        else torch.zeros_like(each)
+        if gradient is None
         else gradient
         for index, (each, gradient) in enumerate(zip(inputs, found, strict=True))
     )
 
 
 def _with_graph(
-    outputs: Sequence[Any],
-    run: tuple[Any, ...],
+    engine: Callable[..., Any],
     inputs: Sequence[Any],
-    full: Sequence[tuple[Any, ...]],
+    in_graph: Sequence[tuple[Any, ...]],
     *,
     allow_unused: bool,
 ) -> tuple[Tensor | None, ...]:
@@ -134,31 +163,27 @@ def _with_graph(
             "torch.autograd.grad(create_graph=True) was asked for the gradient of "
             f"{_name(flat)}. Ask for those of module.parameters()."
         )
-    handles = _units(inputs)
-    captured: tuple[Tensor | None, ...] = capture(
-        handles,
-        partial(
-            _torch_run, outputs, *run, allow_unreachable=True, accumulate_grad=False
-        ),
-    )
-    # Of the two forms of a leaf the graph holds one.
-    rest = iter(captured)
-    found = [
-        next((g for g in [next(rest) for _ in group] if g is not None), None)
-        for group in full
-    ]
-    if not allow_unused:
-        _require_all(inputs, [each is not None for each in found])
+    handles = [handle for handle in _units(inputs) if handle.trainable]
+    captured = iter(capture(handles, partial(engine, accumulate_grad=False)))
+    found: list[Tensor | None] = []
     by_unit: dict[FlatParamHandle, dict[int, Tensor]] = {each: {} for each in handles}
     places = [find_leaf(each) for each in inputs]
-    for place, gradient in zip(places, found, strict=True):
-        if place is not None and gradient is not None:
-            by_unit[place[0]][place[1]] = gradient
+    for place, (_, *forms) in zip(places, in_graph, strict=True):
+        found.append(next(captured))
+        # Of the two forms of a leaf the graph holds one.
+        for full in [next(captured) for _ in forms]:
+            if place is not None and full is not None:
+                by_unit[place[0]][place[1]] = full
     shards = {handle: reduced(handle, by_unit[handle]) for handle in handles}
-    return tuple(
-        gradient if place is None or gradient is None else shards[place[0]][place[1]]
-        for place, gradient in zip(places, found, strict=True)
-    )
+    for index, place in enumerate(places):
+        if place is not None and place[0] in shards:
+            own, shard = found[index], shards[place[0]].get(place[1])
+            # Of what the loss makes of the sharded parameter itself.
+            if shard is not None:
+                found[index] = shard if own is None else own + shard
+    if not allow_unused:
+        _require_all(inputs, [each is not None for each in found])
+    return tuple(found)
 
 
 def _require_all(inputs: Sequence[Any], reached: Sequence[bool]) -> None:
@@ -172,12 +197,15 @@ def _require_all(inputs: Sequence[Any], reached: Sequence[bool]) -> None:
 
 
 def _in_graph(given: Any) -> tuple[Any, ...]:
-    """The tensors that stand for ``given`` in the graphs of forwards."""
+    """The tensors that stand for ``given`` in graphs: of forwards, and its own.
+
+    A penalty on weights uses the sharded parameter itself.
+    """
     flat = find_flat(given)
     if flat is not None:
         region = flat[1].region
         leaves = () if region is None else region.leaves
-        return tuple(chain.from_iterable(map(_in_graph, leaves)))
+        return (given, *chain.from_iterable(map(_in_graph, leaves)))
     found = find_leaf(given)
     if found is None or not given.requires_grad:
         return (given,)  # of a frozen parameter torch says what it says of any
@@ -185,7 +213,20 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     forms = [[r.full_leaves for r in handle.regions]]
     if handle.other_form is not None:
         forms.append([each[3] for each in handle.other_form.regions])
-    return tuple([list(chain.from_iterable(form))[index] for form in forms])
+    return (given, *(list(chain.from_iterable(form))[index] for form in forms))
+
+
+def _region_of(leaf: Any) -> tuple[FlatParamHandle, FlatParameter, int] | None:
+    """The unit and region of a sharded leaf, and its index there; ``None`` if none."""
+    found = find_leaf(leaf)
+    if found is None:
+        return None
+    handle, index = found
+    for region in handle.regions:
+        if index < len(region.leaves):
+            return handle, region, index
+        index -= len(region.leaves)
+    return None
 
 
 def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
@@ -222,7 +263,25 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
             "GradientEdges in one call. Ask for them in two."
         )
     name = _first_name(inputs)
+    if _is_batched():
+        raise PhaseError(
+            f"torch.autograd.grad was asked for gradients of sharded parameter {name} "
+            "under vmap (is_grads_batched=True), where they cannot be reduced over "
+            "ranks. Ask for one row at a time."
+        )
+    if current_task() != NO_TASK:
+        raise PhaseError(
+            f"torch.autograd.grad was asked for the gradient of sharded parameter "
+            f"{name} inside another backward, whose end reduces. Call it after the "
+            "backward has returned."
+        )
     for handle in _units(inputs):
+        if not handle.rule.all_reduce and handle.groups.replicas > 1:
+            raise PhaseError(
+                f"torch.autograd.grad was asked for the gradient of sharded parameter "
+                f"{name} while replicas do not reduce "
+                "(set_requires_all_reduce(module, False)). Set it to True before."
+            )
         if handle.reduce_due or handle.held is not None:
             raise PhaseError(
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
@@ -242,6 +301,13 @@ def _first_name(inputs: Sequence[Any]) -> str:
     return next(_name(each) for each in inputs if find_leaf(each) or find_flat(each))
 
 
+def _is_batched() -> bool:
+    """Whether this runs inside the vmap of ``is_grads_batched=True``."""
+    depth: int = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return depth > 1
+
+
 def _name(each: Any) -> str:
     found = find_leaf(each)
     if found is None:
@@ -250,11 +316,41 @@ def _name(each: Any) -> str:
     return shown(join(found[0].full_fqn, found[0]._fqns[found[1]]))
 
 
+class _Finishing:
+    """Reductions end with their backward, whatever ``set_is_last_backward`` says."""
+
+    def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
+        owners = [h.trainable[0].owner() for h in handles if h.trainable]
+        contexts = [owner.context for owner in owners if owner is not None]
+        self.contexts: list[RuntimeContext] = [
+            *dict.fromkeys(each for each in contexts if each is not None)
+        ]
+
+    def __enter__(self) -> None:
+        self.before = [root_of(each).is_last_backward for each in self.contexts]
+        for context in self.contexts:
+            # Of an earlier backward: its gradients are not among those asked for.
+            finish_reduction(context)
+            land(context)
+            take_gradients_in(context.handles)
+            root_of(context).is_last_backward = True
+
+    def __exit__(self, *_: object) -> None:
+        for context, before in zip(self.contexts, self.before, strict=True):
+            root_of(context).is_last_backward = before
+
+
 class _SetAside:
     """``.grad`` of some tensors, and their hooks on it, set aside for one backward."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tuple(tensors)
+    def __init__(self, asked: Sequence[Tensor]) -> None:
+        self.asked = asked
+        # Where a flat parameter was handed out, it holds its leaves' gradients.
+        flats = [
+            region[1].flat for region in map(_region_of, asked) if region is not None
+        ]
+        held = {id(each): each for each in (*asked, *flats) if each is not None}
+        self.tensors = tuple(held.values())
 
     def __enter__(self) -> _SetAside:
         self.before = [(_gradient(t), _hooks(t)) for t in self.tensors]
@@ -266,14 +362,22 @@ class _SetAside:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """What came meanwhile, in memory of its own."""
-        found = [_gradient(tensor) for tensor in self.tensors]
-        return tuple(each if each is None else each.clone() for each in found)
+        return tuple(None if g is None else g.clone() for g in map(_came, self.asked))
 
     def __exit__(self, *_: object) -> None:
         for tensor, (gradient, hooks) in zip(self.tensors, self.before, strict=True):
             tensor.grad = gradient
             if tensor.is_leaf:
                 _set_hooks(tensor, hooks)
+
+
+def _came(asked: Tensor) -> Tensor | None:
+    """The gradient of ``asked``, or its part of that of a flat parameter."""
+    found = _region_of(asked)
+    if found is not None and found[1].flat is not None:
+        handle, region, index = found
+        return leaf_gradients(region, handle)[index]
+    return _gradient(asked)
 
 
 class _Reached:

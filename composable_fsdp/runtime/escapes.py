@@ -7,9 +7,9 @@ Backward may reach the unit through any of them, and has to find it gathered:
 * the tensor that an output views: a caller that changes the view in place drops the
   view's own node and keeps that one;
 * a tensor that the unit put into a list, a dict or an object that it was given;
-* a tensor kept on an attribute of a module of the unit (an auxiliary loss). Looking
-  through attributes takes longer than a step may, so the first forwards look, and the
-  attributes that they find are looked at in every forward after.
+* a tensor kept on an attribute or buffer of a module of the unit (an auxiliary loss).
+  Looking through them takes longer than a step may, so the first forwards look, and
+  those that they find are looked at in every forward after.
 
 A tensor that leaves by yet another way (a closure, a global list) is refused when
 backward reads the weights outside their window (``flat.versions``).
@@ -102,13 +102,13 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        table = vars(module)
-        for key in table.keys() - _OF_EVERY_MODULE:
-            if type(table[key]) in _HOLDERS:
-                for tensor in tensors_in(table[key]):
-                    yield table, key, tensor
-                    if tensor.grad_fn is not None:
-                        break
+        for table in (vars(module), module._buffers):
+            for key in table.keys() - _OF_EVERY_MODULE:
+                if type(table[key]) in _HOLDERS:
+                    for tensor in tensors_in(table[key]):
+                        yield table, key, tensor
+                        if tensor.grad_fn is not None:
+                            break
         stack += [
             below
             for below in module._modules.values()

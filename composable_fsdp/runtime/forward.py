@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
+from composable_fsdp.flat.foreign import keep_foreign
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.versions import version_of
 from composable_fsdp.flat.writes import (
@@ -30,7 +31,7 @@ from composable_fsdp.flat.writes import (
     was_written,
 )
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.arrivals import use_form
+from composable_fsdp.runtime.arrivals import OURS, use_form
 from composable_fsdp.runtime.backward import Call, pre_backward
 from composable_fsdp.runtime.casting import map_tensors, tensors_in, to_device
 from composable_fsdp.runtime.copied import Copied, give_back, lend
@@ -112,6 +113,9 @@ def pre_forward(
         prefetch_forward(context, state)
     if not handle.is_full or handle.ready is not None:
         wait_unsharded(handle)
+    elif not recomputing and not handle.calls:
+        # Unsharded by hand, or for another module of a list.
+        keep_foreign(handle)
     if not recomputing:
         if state.looks and not handle.calls:
             state.looks -= 1
@@ -227,6 +231,9 @@ def post_forward(
     ):
         _take_writes(state)
     call = handle.calls.pop() if handle.calls else None
+    if handle.foreign and not handle.calls:
+        # Before who gave them takes them away.
+        views.use_sharded(handle)
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if handle.lent and handle.lent[-1].depth > len(handle.calls):
         # After the outputs were hooked, among which are aliases.
@@ -345,6 +352,13 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     hook = partial(pre_backward, call, aliases if len(aliases) > 1 else ())
     for node in nodes:
         node.register_prehook(hook)
+    for tensor in tensors:
+        if tensor._backward_hooks:
+            # Of the user, on a tensor that is an output: they run before those of its
+            # node, in the order they came, and may read weights.
+            hooks = dict(tensor._backward_hooks)
+            tensor._backward_hooks.clear()
+            tensor._backward_hooks.update({OURS: hook, **hooks})
     handle = state.handle
     if record:
         call.index = call.tape.order.record(handle)

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import PhaseError, ShardingStrategy, flat_parameters, no_sync
+from composable_fsdp import (
+    PhaseError,
+    ShardingStrategy,
+    flat_parameters,
+    no_sync,
+    set_is_last_backward,
+    set_requires_all_reduce,
+)
 from composable_fsdp.testing.models import module_at
 from composable_fsdp.testing.world import RankPool, World
 from tests.runtime.reference import PATHS, STRATEGIES, apply_units, backward
@@ -147,7 +154,59 @@ def penalty_of_parameters(model: nn.Module) -> Tensor | None:
     return x.grad
 
 
-FIRST: tuple[Program, ...] = (with_inputs, with_inputs_of_both_kinds, asked_gradients)
+def penalty_on_weights(model: nn.Module) -> Tensor:
+    """All weights, as a loss beside the units sees them."""
+    return sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+
+def with_penalty(model: nn.Module) -> None:
+    """Parameters in the loss itself, and parameters that nothing else uses."""
+    loss = scalar(model, points()) + penalty_on_weights(model)
+    torch.autograd.backward(loss, inputs=list(model.parameters()))
+
+
+def asked_with_penalty(model: nn.Module) -> None:
+    """The same by ``autograd.grad``; and of the penalty alone."""
+    parameters = list(model.parameters())
+    loss = scalar(model, points()) + penalty_on_weights(model)
+    found = torch.autograd.grad(loss, parameters)
+    again = torch.autograd.grad(penalty_on_weights(model), parameters)
+    for parameter, first, second in zip(parameters, found, again, strict=True):
+        parameter.grad = first + second
+
+
+def asked_in_forward(model: nn.Module) -> None:
+    """Between a forward and its backward, of another one."""
+    loss = scalar(model, points())
+    parameters = chosen(model)
+    found = torch.autograd.grad(scalar(model, 2 * points()), parameters)
+    backward(loss)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient)
+
+
+def asked_with_penalty_and_graph(model: nn.Module) -> None:
+    """Products with the Hessian of the loss and its penalty."""
+    parameters = list(model.parameters())
+    loss = scalar(model, points()) + penalty_on_weights(model)
+    found = torch.autograd.grad(loss, parameters, create_graph=True)
+    dot = torch.stack([g.sum() for g in found]).sum()
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(dot, parameters), strict=True
+    ):
+        parameter.grad = gradient
+
+
+FIRST: tuple[Program, ...] = (
+    with_inputs,
+    with_inputs_of_both_kinds,
+    asked_gradients,
+    with_penalty,
+    asked_with_penalty,
+    asked_in_forward,
+    asked_with_penalty_and_graph,
+)
 SECOND: tuple[Program, ...] = (
     hessian,
     hessian_vector_products,
@@ -241,6 +300,21 @@ def refusals(world: World) -> list[str]:
     errors = []
     plain, model = pair("composable", ShardingStrategy.FULL_SHARD)
     parameters = chosen(model)
+    rows = model(points())
+    with pytest.raises(PhaseError, match="under vmap"):
+        torch.autograd.grad(
+            rows, parameters, torch.eye(2)[..., None], is_grads_batched=True
+        )
+    hooked = model(points())
+    hooked.register_hook(
+        lambda _: torch.autograd.grad(scalar(model, points()), parameters)
+    )
+    with pytest.raises(PhaseError, match="inside another backward"):
+        backward(hooked.sum())
+    _, uncut = pair("composable", ShardingStrategy.NO_SHARD)
+    set_requires_all_reduce(uncut, False)
+    with pytest.raises(PhaseError, match="replicas do not reduce"):
+        torch.autograd.grad(scalar(uncut, points()), chosen(uncut))
     for graph in (True, False):
         inner = scalar(module_at(model, "0"), points())
         with pytest.raises(PhaseError) as caught:
@@ -276,6 +350,69 @@ def of_flat(world: World) -> None:
     backward(scalar(model, points()))
     for flat, gradient in zip(flats, found, strict=True):
         torch.testing.assert_close(gradient, flat.grad)
+    # Of the leaves: the same, in parts, and the flat gradients stay.
+    before = [flat.grad.clone() for flat in flats]  # type: ignore[union-attr]  # set above
+    parts = torch.autograd.grad(scalar(model, points()), list(model.parameters()))
+    assert all(
+        torch.equal(flat.grad, values)  # type: ignore[arg-type]  # set above
+        for flat, values in zip(flats, before, strict=True)
+    )
+    torch.testing.assert_close(
+        sum(part.square().sum() for part in parts),
+        sum(flat.square().sum() for flat in found),
+    )
+
+
+def not_last(world: World) -> None:
+    """Gradients asked for are reduced to the end, and others stay what they are."""
+    plain, model = pair("composable", ShardingStrategy.FULL_SHARD)
+    set_is_last_backward(model, False)
+    for each in (plain, model):
+        backward(scalar(each, points()))
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(scalar(model, points()), parameters)
+    set_is_last_backward(model, True)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient.numel():  # this rank holds some of it
+            torch.testing.assert_close(gradient, parameter.grad)
+    for each in (plain, model):
+        step(each)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.req("P-09")
+def test_gradients_asked_for_do_not_wait_for_the_last_backward(
+    ranks: RankCount,
+) -> None:
+    """Under ``set_is_last_backward(False)``, where reductions may be in flight."""
+    ranks(2).run(not_last)
+
+
+def in_front(world: World) -> None:
+    """Somebody else stands in front of the engine between two applications."""
+    _, model = pair("composable", ShardingStrategy.FULL_SHARD)
+    found: Any = torch.autograd
+    before, calls = found._engine_run_backward, []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return before(*args, **kwargs)
+
+    found._engine_run_backward = theirs
+    try:
+        _, later = pair("composable", ShardingStrategy.FULL_SHARD)
+        for each in (model, later):
+            torch.autograd.grad(scalar(each, points()), chosen(each))
+        assert len(calls) == 2
+    finally:
+        found._engine_run_backward = before
+
+
+@pytest.mark.req("P-09")
+def test_functions_in_front_of_the_engine_can_be_stacked(ranks: RankCount) -> None:
+    """Ours, theirs, ours again: each calls the one that it found."""
+    ranks(2).run(in_front)
 
 
 @pytest.mark.req("P-09")

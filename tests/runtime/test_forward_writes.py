@@ -8,12 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import (
     CompositionError,
     MixedPrecision,
     PhaseError,
     ShardingStrategy,
+    fully_shard,
+    unshard,
 )
 from composable_fsdp.testing.world import RankPool, World
 from tests.runtime.reference import (
@@ -21,6 +24,7 @@ from tests.runtime.reference import (
     STRATEGIES,
     apply_units,
     assert_same_training,
+    backward,
     sgd,
     train,
     train_reference,
@@ -75,7 +79,15 @@ class Both(Writes):
             self.layer.bias.clamp_(-0.1, 0.1)
 
 
-KINDS = (Normalises, Clamps, Both)
+class Sorts(Writes):
+    """Changes the order of weights, and neither their sum nor their bits."""
+
+    def write(self) -> None:
+        """Sort each column."""
+        self.layer.weight.data.copy_(self.layer.weight.data.sort(dim=0).values)
+
+
+KINDS = (Normalises, Clamps, Both, Sorts)
 
 
 def build(kind: type[nn.Module]) -> nn.Sequential:
@@ -180,6 +192,66 @@ def test_functional_call_on_a_unit_uses_the_parameters_that_it_is_given(
 ) -> None:
     """Its gradients flow to what they were made of."""
     ranks(2).run(train_generators, path, strategy)
+
+
+class Doubles(nn.Module):
+    """Calls a part of it with other parameters, in some way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.unit = Writes(), Writes()
+
+    def forward(self, x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """Under a reentrant checkpoint the unit is gathered by its recomputation."""
+
+        def call(x: Tensor) -> Tensor:
+            out: Tensor = torch.func.functional_call(self.unit, given, (x,))
+            return out
+
+        x = self.first(x)
+        if self.how != "checkpoint" or not torch.is_grad_enabled():
+            return call(x)
+        recomputed: Tensor = checkpoint(call, x, use_reentrant=True)
+        return recomputed
+
+
+def call_doubles(world: World, how: str) -> None:
+    """What is given is used, gets gradients, and leaves no trace in the unit."""
+    torch.manual_seed(0)
+    plain = Doubles(how)
+    model = copy.deepcopy(plain)
+    if how == "list":
+        fully_shard([model.first, model.unit])
+        fully_shard(model)
+    else:
+        apply_units(model, ["first", "unit"])
+    values = {name: 2 * p.detach() for name, p in plain.unit.named_parameters()}
+    for _ in range(2):
+        if how == "by hand":
+            unshard(model.unit)
+        found = []
+        for each in (plain, model):
+            given = {name: v.clone().requires_grad_() for name, v in values.items()}
+            before = dict(given)
+            backward(each(torch.ones(2, WIDTH), given).square().sum())
+            assert all(given[name] is before[name] for name in given)
+            found.append([v.grad for v in given.values()])
+            sgd(each.parameters()).step()
+            each.zero_grad()
+            with torch.no_grad():
+                each(torch.ones(2, WIDTH), given)
+        torch.testing.assert_close(*found)
+        assert_same_training(model, plain, [], [], tolerance=1e-6)
+
+
+@pytest.mark.req("P-07")
+@pytest.mark.parametrize("how", ["checkpoint", "list", "by hand"])
+def test_functional_call_finds_a_unit_that_is_full_for_something_else(
+    how: str, ranks: RankCount
+) -> None:
+    """Its tensors do not become the unit's, nor the unit's leaves the caller's."""
+    ranks(2).run(call_doubles, how)
 
 
 def call_with_shards(world: World) -> str:

@@ -92,6 +92,40 @@ class AuxiliaryList(Block):
         return out, sum(unit.losses.kept)  # type: ignore[union-attr, arg-type]
 
 
+class AuxiliaryBuffer(Block):
+    """Keeps a loss in the place of a buffer."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``Block``."""
+        out = self.run(x)
+        self.kept = (out * self.gain).square().mean()
+        return out
+
+    @staticmethod
+    def use(unit: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The buffer has a graph now."""
+        out = unit(x)
+        kept: Any = unit.kept
+        return out, 0.1 * kept
+
+
+class HookReads(Block):
+    """A hook on its output reads a weight, in a way that autograd does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hooks of a tensor run before those of its node."""
+        gain, out = self.gain, self.run(x)
+        hook: Any = out.register_hook  # untyped in torch
+        hook(lambda gradient: gradient * gain.detach())
+        return out
+
+
 class ReturnsView(Block):
     """Its parent changes the view that it returns in place."""
 
@@ -180,6 +214,8 @@ class Buffered(Block):
 KINDS = (
     AuxiliaryLoss,
     AuxiliaryList,
+    AuxiliaryBuffer,
+    HookReads,
     ReturnsView,
     InPlace,
     InPlaceOfView,
@@ -254,6 +290,30 @@ def test_tensors_that_leave_by_another_way_than_the_output_train_as_the_plain_mo
 ) -> None:
     """Attributes, views changed in place, and units called for an in-place effect."""
     ranks(2).run(train_every_kind, path, options)
+
+
+def train_copies(world: World) -> None:
+    """A copy of a model that has run looks at its own modules."""
+    plain = build(AuxiliaryLoss)
+    model = apply_units(copy.deepcopy(plain), UNITS)
+    make = wide_input(WIDTH)
+    train(model, world.rank, make, sgd, loss_of=whole_loss)
+    train_reference(plain, world.world_size, make, sgd, loss_of=whole_loss)
+    for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        block.aux = None
+    copied = copy.deepcopy(model)
+    losses = train(copied, world.rank, make, sgd, loss_of=whole_loss)
+    expected = train_reference(plain, world.world_size, make, sgd, loss_of=whole_loss)
+    mine = [step[world.rank] for step in expected]
+    assert_same_training(copied, plain, losses, mine, tolerance=1e-6)
+
+
+@pytest.mark.req("P-01")
+def test_a_copy_finds_the_attributes_on_which_it_keeps_tensors(
+    ranks: RankCount,
+) -> None:
+    """Not those of the model it was copied from."""
+    ranks(2).run(train_copies)
 
 
 class Escapes(Block):
