@@ -6,7 +6,8 @@ waited for where CUDA waits for an event. The CPU waits for the GPU only where s
 are offloaded: once a step in ``synchronize``, and in front of an optimizer that comes
 when no backward has waited.
 
-Checked on torch 2.13 (CPU); the CUDA calls are the public ``torch.cuda`` ones.
+Checked on torch 2.13 (CPU); the CUDA calls are the public ``torch.cuda`` ones. Private:
+``torch._C._functorch.peek_interpreter_stack`` and ``torch._C._DisableFuncTorch``.
 """
 
 from __future__ import annotations
@@ -137,7 +138,15 @@ def copy_async(target: Tensor, source: Tensor) -> None:
     Between pinned host memory and a device it is done when the stream gets there, and
     ``source`` must stay as it is until then. A change of dtype happens on the device.
     """
-    target.copy_(source, non_blocking=True)
+    try:
+        target.copy_(source, non_blocking=True)
+    except RuntimeError:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            raise
+        # A transform of torch.func refuses writes to tensors that it did not make. Ours
+        # are constants to it, as weights are that a gather alone writes to.
+        with torch._C._DisableFuncTorch():
+            target.copy_(source, non_blocking=True)
 
 
 def synchronize(streams: Streams | None) -> None:

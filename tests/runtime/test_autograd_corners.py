@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import BackwardPrefetch, ShardingStrategy
+from composable_fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from composable_fsdp.naming import join
 from composable_fsdp.phases import Phase
 from composable_fsdp.state_dict.full import part_of
+from composable_fsdp.testing.models import tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.corners import CORNERS, UNITS, WIDTH, Chain, Corner
@@ -167,3 +177,45 @@ def test_weights_that_stay_full_make_no_difference(
 ) -> None:
     """SHARD_GRAD_OP keeps weights between forward and backward, NO_SHARD always."""
     ranks(2).run(turn, PATHS[0], strategy, corner, FROZEN["all train"])
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones(()))[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+}
+
+
+def check_transforms(world: World) -> None:
+    with warnings.catch_warnings():
+        # Torch's first jvp compiles by a function that is deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(world.rank))
+    half = MixedPrecision(param_dtype=torch.bfloat16)
+    kinds: list[tuple[dict[str, Any], float]] = [
+        ({}, 1e-6),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, 1e-6),
+        ({"mixed_precision": half}, 0.05),
+    ]
+    for options, tolerance in kinds:
+        plain = tiny_mlp()
+        model = apply_units(copy.deepcopy(plain), ["0", "2"], **options)
+        for name, transform in TRANSFORMS.items():
+
+            def value(z: Tensor, model: nn.Module = model) -> Tensor:
+                total: Tensor = model(z).float().square().sum()
+                return total
+
+            ours, theirs = (
+                transform(value, x),
+                transform(partial(value, model=plain), x),
+            )
+            assert torch.allclose(ours.float(), theirs, atol=tolerance), name
+
+
+def test_transforms_of_inputs_are_those_of_the_plain_model(ranks: RankCount) -> None:
+    """Where shards are gathered, and where they are cast or copied before."""
+    ranks(2).run(check_transforms)
