@@ -177,20 +177,22 @@ def state_to_load(
             for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
                 _require_shapes(chain(*mine), saved, elementwise=each)
             require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
-    state_of = {
-        member.fqn: {
-            name: local_part(member, name, value)
-            if local
-            else _part(member, name, value, senders)
-            for name, value in sorted(saved["state"][member.fqn].items())
-        }
-        # By name: the first rank may have sent them, and orders may differ.
-        for member in sorted(chain(*groups), key=attrgetter("fqn"))
-        if member.fqn in saved["state"]
-    }
+    state_of = {}
+    # By name: the first rank may have sent them, and orders may differ.
+    for member in sorted(chain(*groups), key=attrgetter("fqn")):
+        values = saved["state"].get(member.fqn)
+        if values is not None:
+            parts = {
+                name: local_part(member, name, values[name])
+                if local
+                else _part(member, name, values[name], senders)
+                for name in sorted(values)
+            }
+            # In the order in which they were saved, as a plain optimizer loads them.
+            state_of[member.fqn] = {name: parts[name] for name in values}
     options = _split(aligned_groups(groups, saved, own), sizes)
-    parts = [_chosen(state_of, each, named=named) for each in options]
-    return parts if named else list(map(join, groups_of, parts))
+    chosen = [_chosen(state_of, each, named=named) for each in options]
+    return chosen if named else list(map(join, groups_of, chosen))
 
 
 def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
