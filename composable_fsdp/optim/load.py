@@ -38,7 +38,7 @@ from composable_fsdp.optim.names import (
     require_pairs,
 )
 from composable_fsdp.optim.per_original import join, originals
-from composable_fsdp.optim.sharded import is_number, require_own_parts
+from composable_fsdp.optim.sharded import is_number, own_part, require_own_parts
 from composable_fsdp.optim.telling import agreed, units_known
 from composable_fsdp.optim.watch import meet
 from composable_fsdp.runtime.recover import settle
@@ -244,7 +244,7 @@ def _part(
 ) -> Any:
     """This rank's part of one state value; scalars are the same on every rank."""
     if isinstance(value, ShardedValue):
-        return value.local.clone()
+        return own_part(named, value).clone()
     if not isinstance(value, (Tensor, Described)):
         return value
     if senders and value.shape:

@@ -48,7 +48,7 @@ _FULL = StateDictType.FULL_STATE_DICT
 def require_own_parts(
     members: list[Named], saved: dict[str, Any], *, from_first: bool
 ) -> None:
-    """Refuse sharded values of another plan, and of the first rank for all.
+    """Refuse sharded values that ranks cannot gather, and of the first rank for all.
 
     Raises: CheckpointError, naming one; on all ranks alike.
     """
@@ -56,7 +56,7 @@ def require_own_parts(
         for key, value in saved["state"].get(named.fqn, {}).items():
             if isinstance(value, ShardedValue) or getattr(value, "part", False):
                 problem = _FROM_FIRST if from_first else _unfit(named, value)
-                if problem:
+                if problem and (from_first or not _is_gathered(named, value)):
                     raise CheckpointError(
                         f"Optimizer state {key!r} of {shown(named.fqn)}: {problem}"
                     )
@@ -66,6 +66,26 @@ _FROM_FIRST = (
     "expected a whole tensor on the first rank, which gives it to all, got a "
     "ShardedValue. Load sharded values on every rank, with rank0_only=False."
 )
+
+
+def _is_gathered(named: Named, value: ShardedValue) -> bool:
+    """Whether a value of another plan is of this run, so that ranks can gather it."""
+    known = value.home is not None and value.home.group is not None
+    return tuple(value.shape) == named.shape and (known or value.world_size == 1)
+
+
+def own_part(named: Named, value: ShardedValue) -> Tensor:
+    """This rank's part of a value that ``require_own_parts`` let pass; no copy.
+
+    Collective: ``ShardedValue.full_tensor`` if it is of another plan, which is so on
+    all ranks or on none.
+    """
+    if not _unfit(named, value):
+        return value.local
+    whole = value.full_tensor()
+    if named.region is None or named.slot is None:
+        return whole
+    return part_of(named.region, named.slot, whole, like=named.parameter)
 
 
 def _unfit(named: Named, value: ShardedValue) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import types
 from collections.abc import Callable
 from functools import partial
@@ -298,8 +299,9 @@ def misfits(world: World, path: str) -> list[str]:
     new = adamw(other.parameters())
     step(other, new, world.rank, 0)
     before = copy.deepcopy(local_state_dict(new))
+    forgotten = pickle.loads(pickle.dumps(state))  # as from another run
     texts = [
-        message_of(lambda: optim_state_dict_to_load(other, new, state)),
+        message_of(lambda: optim_state_dict_to_load(other, new, forgotten)),
         message_of(lambda: new.load_state_dict(raw)),
     ]
     on_first = FullOptimStateDictConfig(rank0_only=True)
@@ -327,6 +329,29 @@ def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(
             assert "load that into this model's own state_dict()" in text
         assert "expected a whole tensor on the first rank, which gives it" in on_first
         assert "optim.state_dict() was called with state 'odd' of 'tokens.we" in odd
+
+
+def rewrap(world: World, path: str) -> None:
+    model, optimizer = trained(world, path)
+    expected = optim_state_dict(model, optimizer)
+    for units in ([], ["blocks.0"], ["blocks.0", "blocks.1", "head"]):
+        other = apply_units(TinyGPT(), units, path=path)
+        new = adamw(other.parameters())
+        with state_dict_type(model, SHARDED):
+            state = optim_state_dict(model, optimizer)
+        with state_dict_type(other, SHARDED):
+            new.load_state_dict(optim_state_dict_to_load(other, new, state))
+        assert _same(optim_state_dict(other, new)["state"], expected["state"])
+        step(other, new, world.rank, 0)
+
+
+@several_ranks
+@both_paths
+def test_sharded_state_goes_into_another_wrapping(
+    ranks: RankCount, path: str, world_size: int
+) -> None:
+    """Each value is gathered and cut anew, as FSDP1 does."""
+    ranks(world_size).run(rewrap, path)
 
 
 def newer_torchs(act: Callable[[], object]) -> Callable[[], object]:
