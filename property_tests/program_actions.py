@@ -1,0 +1,534 @@
+"""What a script may do, to the sharded and to the plain model alike.
+
+A recipe names one of these functions, and the arguments after the side. Each returns
+what a script could look at, which is compared. ``side.sharded`` is asked only where the
+package has a call of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    clip_grad_norm_,
+    no_sync,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    reshard,
+    set_reduce_scatter_unused_params,
+    set_requires_gradient_sync,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
+    unshard,
+    unshard_params,
+)
+from property_tests.casting import named
+from property_tests.program_cores import on_grad
+from property_tests.program_model import DTYPES, Piece, loss_of, output_of
+from property_tests.program_side import Broken, Side, Slot, optimizer_of
+
+Seen = Any
+"""Tensors, numbers, None, and lists and dicts of them."""
+
+
+def pieces(side: Side) -> list[Piece]:
+    return [m for m in side.model.modules() if isinstance(m, Piece)]
+
+
+def piece(side: Side, index: int) -> Piece:
+    found = pieces(side)
+    return found[index % len(found)]
+
+
+def pick(side: Side, index: int) -> tuple[str, nn.Parameter] | None:
+    """One of the parameters, by name, so that both sides take the same one."""
+    found = sorted(named(side.model).items())
+    return found[index % len(found)] if found else None
+
+
+# ---- the step ----------------------------------------------------------------
+
+
+def forward(side: Side, batch: int, how: str = "train") -> Seen:
+    """One forward; its loss waits for a backward."""
+    x = side.inputs(batch)
+    side.model.train(how != "evaluation")
+    if how == "input_grad":
+        x.requires_grad_()
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "no_grad": torch.no_grad,
+        "inference": torch.inference_mode,
+        "on_cpu": torch.autograd.graph.save_on_cpu,
+        "anomaly": torch.autograd.detect_anomaly,
+    }
+    torch.manual_seed(batch)
+    with contexts.get(how, nullcontext)():
+        y = output_of(side.model, x)
+        loss = loss_of(side.model, y)
+    if loss.requires_grad:
+        side.slots.append(Slot(x, y, loss))
+    return y.detach().clone(), loss.detach().clone()
+
+
+def backward(side: Side, which: int = -1, how: str = "plain") -> Seen:
+    """A backward of one of the losses that wait."""
+    if not side.slots:
+        return None
+    slot = side.slots[which % len(side.slots)]
+    if how == "all":
+        total = torch.stack([s.loss for s in side.slots]).sum()
+        side.slots.clear()
+        torch.autograd.backward(total)
+        return None
+    if how != "retain":
+        side.slots.remove(slot)
+    if how == "no_sync":
+        with no_sync(side.model) if side.sharded else nullcontext():
+            torch.autograd.backward(slot.loss)
+    elif how == "output":
+        if slot.y.requires_grad:
+            torch.autograd.backward(slot.y, torch.ones_like(slot.y))
+    elif how == "create_graph":
+        torch.autograd.backward(slot.loss, create_graph=True)
+        if slot.x.grad is not None and slot.x.grad.requires_grad:
+            grad, slot.x.grad = slot.x.grad, None
+            torch.autograd.backward(grad.square().sum())
+    elif how == "inputs":
+        names = [p for _, p in sorted(named(side.model).items()) if p.requires_grad]
+        torch.autograd.backward(slot.loss, inputs=names)
+    elif how == "input_alone":
+        if slot.x.requires_grad:
+            torch.autograd.backward(slot.loss, inputs=[slot.x])
+    elif how == "scaled":
+        torch.autograd.backward(side.scaler.scale(slot.loss))
+    elif how == "half":
+        torch.autograd.backward(slot.loss, torch.tensor(0.5))
+    else:
+        torch.autograd.backward(slot.loss, retain_graph=how == "retain")
+    return None if slot.x.grad is None else slot.x.grad.clone()
+
+
+def input_gradient(side: Side, which: int, then: str) -> Seen:
+    """``autograd.grad`` with respect to the input, and what a script makes of it."""
+    chosen = [s for s in side.slots if s.x.requires_grad]
+    if not chosen:
+        return None
+    slot = chosen[which % len(chosen)]
+    if then != "retain":
+        side.slots.remove(slot)
+    twice = then in ("penalty", "products", "product_and_backward")
+    (grad,) = torch.autograd.grad(
+        slot.loss, slot.x, create_graph=twice, retain_graph=twice or then == "retain"
+    )
+    found = [grad.detach().clone()]
+    if then == "penalty" and grad.requires_grad:
+        torch.autograd.backward(slot.loss + grad.square().sum())
+    if then in ("products", "product_and_backward") and grad.requires_grad:
+        for scale in (1.0, 2.0, 3.0):
+            v = torch.linspace(0, scale, slot.x.numel()).view_as(slot.x)
+            (product,) = torch.autograd.grad(
+                grad, slot.x, v, retain_graph=True, allow_unused=True
+            )
+            found.append(product)
+    if then == "product_and_backward":
+        torch.autograd.backward(slot.loss)
+    return found
+
+
+def parameter_gradients(side: Side, which: int, how: str) -> Seen:
+    """``autograd.grad`` with respect to parameters; compared as gradients are."""
+    if not side.slots:
+        return
+    slot = side.slots.pop(which % len(side.slots))
+    chosen = {n: p for n, p in sorted(named(side.model).items()) if p.requires_grad}
+    if not chosen:
+        return
+    grads = torch.autograd.grad(
+        slot.loss,
+        list(chosen.values()),
+        allow_unused=how == "unused" or None,
+        materialize_grads=how == "zeros",
+    )
+    side.asked = dict(zip(chosen, grads, strict=True))
+
+
+def step(side: Side) -> Seen:
+    if side.optimizer.defaults.get("fused"):
+        side.slots.clear()  # as a write through ``.data``
+    side.optimizer.step()
+
+
+def zero(side: Side, how: str = "optimizer") -> Seen:
+    """The ways to get rid of gradients."""
+    if how == "optimizer":
+        side.optimizer.zero_grad()
+    elif how == "optimizer_zeros":
+        side.optimizer.zero_grad(set_to_none=False)
+    elif how == "model":
+        side.model.zero_grad()
+    elif how == "model_zeros":
+        side.model.zero_grad(set_to_none=False)
+    else:
+        for index, (_, p) in enumerate(sorted(named(side.model).items())):
+            if how == "all" or index % 2 == (how == "odd"):
+                p.grad = None
+
+
+def clip(side: Side, limit: float, norm: float = 2.0) -> Seen:
+    if all(p.grad is None for p in side.model.parameters()):
+        return None
+    if side.sharded:
+        return clip_grad_norm_(side.model, limit, norm).double()
+    return torch.nn.utils.clip_grad_norm_(
+        [p for p in side.model.parameters() if p.numel()], limit, norm
+    ).double()
+
+
+def clip_as_plain(side: Side) -> Seen:
+    """torch's own clipping, by mistake, and the step after it."""
+    torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
+    side.optimizer.step()
+
+
+def scaled(side: Side) -> Seen:
+    """torch's own scaler, by mistake: it unscales, steps and updates."""
+    side.scaler.step(side.optimizer)
+    side.scaler.update()
+    return side.scaler.get_scale()
+
+
+# ---- gradients in the user's hands -------------------------------------------
+
+
+def keep(side: Side, then: str) -> Seen:
+    """Keep gradients, and clear all, some or none; what was kept is looked at later."""
+    side.kept = {n: p.grad for n, p in named(side.model).items() if p.grad is not None}
+    if then != "none":
+        zero(side, then)
+
+
+def change_gradients(side: Side, how: str) -> Seen:
+    """Scale them, in place or by others; or give one parameter that of another."""
+    for _, p in sorted(named(side.model).items()):
+        if p.grad is None:
+            continue
+        if how == "mul_":
+            p.grad.mul_(2)
+        elif how == "assign":
+            p.grad = p.grad * 2
+        elif how == "clone":
+            p.grad = p.grad.clone()
+        elif how == "zero":
+            p.grad.zero_()
+
+
+def swap(side: Side, first: int, second: int) -> Seen:
+    """Two parameters of equal parts on every rank exchange their gradients."""
+    pairs = side.swappable
+    if not pairs:
+        return
+    a, b = pairs[(first + second) % len(pairs)]
+    table = named(side.model)
+    table[a].grad, table[b].grad = table[b].grad, table[a].grad
+
+
+# ---- parameters ---------------------------------------------------------------
+
+
+def freeze(side: Side, index: int) -> Seen:
+    """Flip ``requires_grad`` of one parameter, whose gradient stays."""
+    if (found := pick(side, index)) is not None:
+        found[1].requires_grad_(not found[1].requires_grad)
+
+
+def freeze_piece(side: Side, index: int, on: bool) -> Seen:
+    for name in sorted(named(piece(side, index).core)):
+        p = named(piece(side, index).core)[name]
+        p.requires_grad_(on)
+
+
+def write(side: Side, index: int, how: str) -> Seen:
+    """A write to one parameter, on the shards or to the whole."""
+    if (found := pick(side, index)) is None:
+        return
+    p = found[1]
+    if how in ("data", "assign"):
+        # Autograd does not see them, and a graph may have kept the old values or not.
+        side.slots.clear()
+    if how == "no_grad":
+        with torch.no_grad():
+            p.mul_(0.9)
+    elif how == "data":
+        p.data.mul_(0.9)
+    elif how == "assign":
+        p.data = p.data * 0.9
+    elif how == "copy":
+        with torch.no_grad():
+            p.copy_(p * 0.9)
+    elif how == "foreach":
+        with torch.no_grad():
+            torch._foreach_mul_(list(side.model.parameters()), 0.9)
+
+
+def average(side: Side) -> Seen:
+    """An EMA over the local values, kept and put in later."""
+    for name, p in named(side.model).items():
+        before = side.average.get(name)
+        value = p.detach()
+        if before is None or before.dtype is not value.dtype:
+            side.average[name] = value.clone()
+        else:
+            before.lerp_(value, 0.5)
+
+
+def use_average(side: Side) -> Seen:
+    with torch.no_grad():
+        for name, p in named(side.model).items():
+            if name in side.average and side.average[name].dtype is p.dtype:
+                p.copy_(side.average[name])
+
+
+def cast(side: Side, dtype: str, back: bool) -> Seen:
+    """``model.to``, and back."""
+    side.slots.clear()
+    side.average.clear()
+    side.model.to(DTYPES[dtype])
+    if back:
+        side.model.to(torch.float64)
+    side.optimizer.zero_grad()
+    side.renew_optimizer()
+
+
+def copy_model(side: Side, keep_optimizer_state: bool) -> Seen:
+    """Go on with a deep copy."""
+    side.slots.clear()
+    state = side.optimizer.state_dict()
+    side.optimizer.zero_grad()
+    side.model = copy.deepcopy(side.model)
+    side.renew_optimizer()
+    if keep_optimizer_state:
+        side.optimizer.load_state_dict(copy.deepcopy(state))
+
+
+def copy_aside(side: Side, batch: int) -> Seen:
+    """A deep copy is trained, and thrown away."""
+    other = copy.deepcopy(side.model)
+    torch.autograd.backward(loss_of(other, output_of(other, side.inputs(batch))))
+    optimizer_of("sgd", other).step()
+    return None
+
+
+def new_optimizer(side: Side, kind: str) -> Seen:
+    side.optimizer = optimizer_of(kind, side.model)
+
+
+def learning_rate(side: Side, factor: float) -> Seen:
+    for group in side.optimizer.param_groups:
+        group["lr"] *= factor
+
+
+def scheduler(side: Side) -> Seen:
+    made = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
+    return made.get_last_lr()
+
+
+# ---- states ------------------------------------------------------------------
+
+
+def save(side: Side) -> Seen:
+    saved = side.model.state_dict()
+    side.saved = {name: value.clone() for name, value in saved.items()}
+    return dict(side.saved)
+
+
+def load(side: Side) -> Seen:
+    """What was saved last, into the parameters of now."""
+    if side.saved:
+        side.model.load_state_dict(side.saved)
+
+
+def optimizer_round_trip(side: Side) -> Seen:
+    """Through names, which a plain optimizer does not have; compared as found."""
+    names = {id(p): name for name, p in named(side.model).items()}
+    if side.sharded:
+        saved = optim_state_dict(side.model, side.optimizer)
+        state = saved["state"]
+        loaded = optim_state_dict_to_load(side.model, side.optimizer, saved)
+        side.optimizer.load_state_dict(loaded)
+    else:
+        state = {names[id(p)]: dict(s) for p, s in side.optimizer.state.items()}
+        side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
+    return {
+        f"{name}.{key}": value.detach().clone()
+        for name, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+# ---- full parameters ----------------------------------------------------------
+
+
+def summon(side: Side, index: int, write_back: bool, grads: bool = False) -> Seen:
+    """Full parameters of a unit and of those below it, looked at and changed."""
+    name = side.units[index % len(side.units)]
+    module = side.model.get_submodule(name)
+    show: AbstractContextManager[Any] = nullcontext()
+    if side.sharded:
+        show = unshard_params(module, writeback=write_back, with_grads=grads)
+    with show:
+        seen: dict[str, Tensor | None] = {}
+        for n, p in named(module).items():
+            seen[n] = p.detach().clone()
+        if grads:
+            for n, p in named(module).items():
+                seen[f"{n}.grad"] = None if p.grad is None else p.grad.clone()
+        if write_back:
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.mul_(0.9)
+    return seen if side.comparable(name) else None
+
+
+def inside_summon(side: Side, what: str) -> Seen:
+    """An optimizer is made, or steps, while parameters are full."""
+    show: AbstractContextManager[Any] = nullcontext()
+    if side.sharded:
+        show = unshard_params(side.model)
+    with show:
+        if what == "make":
+            side.renew_optimizer()
+        else:
+            side.optimizer.step()
+    if what == "make":
+        side.optimizer.step()
+
+
+def unshard_unit(side: Side, index: int, async_op: bool) -> Seen:
+    """And leave it so."""
+    if side.sharded:
+        name = side.units[index % len(side.units)]
+        unshard(side.model.get_submodule(name), async_op=async_op)
+
+
+def reshard_unit(side: Side, index: int) -> Seen:
+    if side.sharded:
+        name = side.units[index % len(side.units)]
+        reshard(side.model.get_submodule(name))
+
+
+def setting(side: Side, which: str, index: int, on: bool) -> Seen:
+    """Switches that change when something is sent, and no number."""
+    if not side.sharded:
+        return
+    calls: dict[str, Callable[..., None]] = {
+        "after_backward": set_reshard_after_backward,
+        "after_forward": set_reshard_after_forward,
+    }
+    name = side.units[index % len(side.units)]
+    calls[which](side.model.get_submodule(name), on, recurse=False)
+
+
+# ---- what goes wrong -----------------------------------------------------------
+
+
+def raise_in_forward(side: Side, index: int, batch: int, after: bool) -> Seen:
+    """A module raises, and the script goes on."""
+
+    def fail(*_: object) -> None:
+        raise Broken
+
+    module = piece(side, index)
+    register = (
+        module.register_forward_hook if after else module.core.register_forward_pre_hook
+    )
+    hook = register(fail)
+    try:
+        output_of(side.model, side.inputs(batch))
+    except Broken:
+        return "raised"
+    finally:
+        hook.remove()
+        for each in pieces(side):
+            each.aux = each.kept = None
+    return "nothing"
+
+
+def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
+    """A hook in backward raises; the script clears all gradients and goes on."""
+
+    def fail(grad: Tensor) -> Tensor:
+        raise Broken
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            on_grad(output, fail)
+
+    handle = piece(side, index).core.register_forward_hook(hook)
+    y = output_of(side.model, side.inputs(batch))
+    loss = loss_of(side.model, y)
+    handle.remove()
+    raised = "nothing"
+    try:
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+    except Broken:
+        raised = "raised"
+    # A .grad of an earlier backward is gone on both sides, or on neither.
+    zero(side, cleared)
+    return raised
+
+
+def collect(side: Side) -> Seen:
+    gc.collect()
+
+
+def drop(side: Side) -> Seen:
+    """Forget every graph."""
+    side.slots.clear()
+
+
+def call_core(side: Side, index: int, batch: int) -> Seen:
+    """A part of a unit, or a unit, called by itself."""
+    torch.manual_seed(batch)
+    with torch.no_grad():
+        return piece(side, index).compute(side.inputs(batch))
+
+
+def sync(side: Side, on: bool) -> Seen:
+    """The switch of ``no_sync``; the plain side's averages follow it."""
+    side.synced = on
+    if side.sharded:
+        set_requires_gradient_sync(side.model, on)
+
+
+def fill(side: Side, on: bool) -> Seen:
+    side.filled = on
+    if side.sharded:
+        set_reduce_scatter_unused_params(side.model, on)
+
+
+def leaf_hook(side: Side, index: int, kind: str) -> Seen:
+    """A hook of a user on a parameter."""
+    if (found := pick(side, index)) is None:
+        return
+    p = found[1]
+    if not p.requires_grad:
+        return
+    if kind == "tensor":
+        on_grad(p, lambda grad: grad * 2)
+    else:
+        untyped: Any = p
+        untyped.register_post_accumulate_grad_hook(_keep_as_it_is)
+
+
+def _keep_as_it_is(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(1.0)

@@ -1,0 +1,214 @@
+"""Programs that gave wrong numbers, crashed or hung once, by what was wrong."""
+
+from __future__ import annotations
+
+from property_tests.program_recipes import Action, Options, Part, Program
+
+STEPS: tuple[Action, ...] = (("train", 0), ("train", 1), ("train", 2))
+
+
+def below(
+    *parts: Part, actions: tuple[Action, ...] = STEPS, **options: object
+) -> Program:
+    """A root of its own parameters, and units below it."""
+    made = Options(**options)  # type: ignore[arg-type]  # whatever the example says
+    return Program(Part(children=(Part(), *parts)), options=made, actions=actions)
+
+
+EXAMPLES: dict[str, list[Program]] = {
+    "an auxiliary loss on an attribute": [
+        below(Part(form="aux_for_loss")),
+        below(Part(form="aux_for_parent"), Part()),
+        below(Part(form="aux_only")),
+        below(Part(core="mul", form="aux_of_weights")),
+        below(Part(form="attribute"), prefetch=None),
+    ],
+    "a returned view changed in place": [
+        below(Part(form=form, use=use), prefetch=prefetch)
+        for form, use in [
+            ("view_as", "mul_"),
+            ("transpose", "iadd"),
+            ("slice", "set"),
+            ("chunk", "mul_view"),
+            ("view_as", "relu_"),
+            ("view", "iadd"),
+        ]
+        for prefetch in ("BACKWARD_PRE", None)
+    ],
+    "a unit called for its in-place effect": [
+        below(Part(core="mul", form="in_place")),
+        below(Part(form="in_place"), prefetch=None),
+        below(Part(core="rms", form="copied_in"), strategy="SHARD_GRAD_OP"),
+        below(Part(core="div", form="in_place_returned")),
+    ],
+    "weights kept full and a fused optimizer": [
+        below(Part(), keep_full=True, optimizer=optimizer)
+        for optimizer in ("adamw_fused", "momentum_fused", "adamw_single", "sgd")
+    ],
+    "a container that is filled": [
+        below(Part(form=form))
+        for form in (
+            "append_to_trained",
+            "set_item_of_trained",
+            "set_field",
+            "into_nested",
+            "removed",
+            "cleared",
+            "append",
+            "set_item",
+        )
+    ],
+    "a backward that raised": [
+        below(
+            Part(),
+            actions=(
+                ("forward", 0),
+                ("backward",),
+                ("raise_in_backward", index, 1, cleared),
+                *STEPS,
+            ),
+        )
+        for index in (0, 1, 2)
+        for cleared in ("model", "all", "optimizer")
+    ],
+    "writes to weights in forward": [
+        below(Part(core=core)) for core in ("clamp", "dataclamp", "normalized")
+    ],
+    "functional_call on a unit": [
+        below(Part(call="functional")),
+        below(Part(core="mul", call="functional"), strategy="SHARD_GRAD_OP"),
+    ],
+    "gradients of chosen parameters": [
+        below(Part(), actions=(("forward", 0), ("backward", 0, "inputs"), ("step",))),
+        *(
+            below(Part(), actions=(("forward", 0), ("parameter_gradients", 0, how)))
+            for how in ("strict", "unused", "zeros")
+        ),
+    ],
+    "a write between forward and backward": [
+        below(
+            Part(core=core),
+            actions=(("train", 0, "keep"), ("forward", 1), write, ("backward",)),
+            strategy=strategy,
+            optimizer=optimizer,
+        )
+        for core in ("linear", "mul")
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+        for write, optimizer in [
+            (("step",), "sgd"),
+            (("step",), "adamw"),
+            (("write", 5, "no_grad"), "sgd"),
+        ]
+    ],
+    "gradients that are kept": [
+        below(
+            Part(core="mul"),
+            actions=(
+                ("train", 0, "keep"),
+                ("keep", cleared),
+                ("forward", 1),
+                ("backward",),
+                ("swap", 0, 0),
+                ("forward", 2),
+                ("backward",),
+                ("step",),
+            ),
+        )
+        for cleared in ("none", "odd", "even", "all")
+    ],
+    "a part of a unit called apart": [
+        below(Part(call="core")),
+        below(Part(call="method")),
+        below(Part(call="forward")),
+        below(Part(form="generator")),
+        below(Part(form="late_thunk")),
+        below(Part(), actions=(("call_core", 1, 0),)),
+    ],
+    "a frozen parameter with a gradient": [
+        below(
+            Part(),
+            actions=(
+                ("forward", 0),
+                ("backward",),
+                ("freeze_piece", 1, False),
+                ("clip", 0.1),
+                ("step",),
+            ),
+        )
+    ],
+    "unused parameters and the gradient of the input": [
+        below(
+            Part(),
+            actions=(
+                ("train", 0),
+                ("forward", 1, "input_grad"),
+                ("input_gradient", 0, "once"),
+                ("step",),
+                *STEPS,
+            ),
+            fill=True,
+            optimizer="adamw",
+        )
+    ],
+    "torch's own clipping": [
+        below(
+            Part(),
+            actions=(("forward", 0), ("backward",), ("clip_as_plain",), ("step",)),
+        )
+    ],
+    "a result that nobody sees": [
+        below(Part(core=core, form=form), prefetch=prefetch, actions=(("train", 0),))
+        for core in ("mul", "div", "pow", "prelu", "rms", "linear")
+        for form, prefetch in (("set_thing", "BACKWARD_PRE"), ("thunk", None))
+    ],
+    "a cast where a rank holds nothing": [
+        below(
+            Part(core=core),
+            actions=(("train", 0), ("cast", dtype, back), *STEPS),
+        )
+        for core in ("tiny", "scalar", "zero")
+        for dtype, back in (("bfloat16", False), ("float32", True))
+    ],
+    "other data where a rank holds nothing": [
+        below(
+            Part(core=core),
+            actions=(
+                ("train", 0),
+                *((("write", i, "assign")) for i in range(5)),
+                *STEPS,
+            ),
+            **options,
+        )
+        for core in ("tiny", "scalar", "zero")
+        for options in (
+            {"keep_full": True},
+            {"strategy": "SHARD_GRAD_OP", "keep_full": True},
+            {},
+        )
+    ],
+    "several backwards through one graph": [
+        below(
+            Part(core=core),
+            actions=(("forward", 0, "input_grad"), ("input_gradient", 0, then), *STEPS),
+            prefetch=prefetch,
+        )
+        for core in ("linear", "mul", "layer_norm")
+        for then in ("products", "product_and_backward", "penalty")
+        for prefetch in ("BACKWARD_PRE", None)
+    ],
+    "a hook on an output that reads weights": [
+        below(Part(core="tensor_hook", form=form, use=use), prefetch=prefetch)
+        for form, use, prefetch in [
+            ("tensor", "take", "BACKWARD_PRE"),
+            ("pair", "residual", None),
+            ("view_as", "mul_", None),
+        ]
+    ],
+    "a whole unit's part called apart": [
+        below(Part(call=call), strategy="NO_SHARD")
+        for call in ("core", "method", "forward")
+    ],
+    "optimizers and full parameters": [
+        below(Part(), actions=(("inside_summon", what),)) for what in ("make", "step")
+    ],
+}

@@ -1,0 +1,96 @@
+"""Recipes of programs: odd modules, how they are sharded, and what a script does.
+
+Everything here is frozen and printable, so a failure can be pasted into an example. The
+words are keys of tables: ``program_cores.CORES``, ``program_forms.FORMS`` and its
+neighbours, and functions of ``program_actions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from composable_fsdp.testing.recipes import _Short
+
+Action = tuple[Any, ...]
+"""Name of a function of ``program_actions``, and its arguments."""
+Dtype = Literal["float64", "float32", "bfloat16"]
+Unit = Literal["", "piece", "core", "both"]
+
+
+@dataclass(frozen=True, repr=False)
+class Part(_Short):
+    """One module of the tree.
+
+    ``core``: what it computes with parameters of its own. ``form``: how its result
+    leaves it. ``call`` and ``use``: how its parent calls it, and what it does to the
+    result. ``unit``: what becomes a unit, the module, its core, or both. ``frozen``:
+    how many of the core's parameters need no gradient. ``again``: the module is
+    one that was built before (counted round).
+    """
+
+    core: str = "linear"
+    form: str = "tensor"
+    call: str = "plain"
+    use: str = "take"
+    children: tuple[Part, ...] = ()
+    unit: Unit = "piece"
+    dtype: Dtype = "float64"
+    frozen: int = 0
+    again: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Options(_Short):
+    """How units are sharded; ``skip`` shards a second time, by ``if_sharded``."""
+
+    strategy: str = "FULL_SHARD"
+    door: Literal["composable", "wrapper"] = "composable"
+    style: Literal["manual", "auto"] = "manual"
+    prefetch: str | None = "BACKWARD_PRE"
+    forward_prefetch: bool = False
+    offload: bool = False
+    limit: bool = True
+    block: Literal["ROW", "ELEMENT"] = "ROW"
+    optimizer: str = "sgd"
+    early: bool = False
+    """The optimizer is made before the model is sharded."""
+    keep_full: bool = False
+    """Units stay full between steps (``set_reshard_after_backward``)."""
+    fill: bool = False
+    """Unused parameters take part with zeros (``set_reduce_scatter_unused_params``)."""
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Short):
+    """A model, sharded in one way, in one script."""
+
+    root: Part = Part()
+    width: int = 4
+    seed: int = 0
+    options: Options = field(default_factory=Options)
+    actions: tuple[Action, ...] = (("train", 0),)
+
+    def parts(self) -> Iterator[Part]:
+        """Yield every part, each before its children."""
+        stack = [self.root]
+        while stack:
+            part = stack.pop()
+            yield part
+            stack.extend(part.children)
+
+    def words(self) -> set[str]:
+        """Every word of the recipe, as ``kind:word``."""
+        found = {f"action:{name}" for name, *_ in self.actions}
+        for _, *arguments in self.actions:
+            found |= {f"argument:{a}" for a in arguments if isinstance(a, str)}
+        for part in self.parts():
+            found |= {f"core:{part.core}", f"form:{part.form}", f"dtype:{part.dtype}"}
+            if part is not self.root:
+                found |= {f"call:{part.call}", f"use:{part.use}"}
+        found |= {
+            f"option:{v}" for v in vars(self.options).values() if isinstance(v, str)
+        }
+        found |= {f"option:{k}" for k, v in vars(self.options).items() if v is True}
+        return found

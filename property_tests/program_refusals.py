@@ -1,0 +1,50 @@
+"""What the package refuses by name where the plain model goes on, and why it may."""
+
+from __future__ import annotations
+
+REFUSALS: list[tuple[set[str], str]] = [
+    # Parts of a unit, called where nobody gathers its parameters.
+    (
+        {
+            "call:forward",
+            "call:method",
+            "call:core",
+            "action:call_core",
+            "form:late_thunk",
+        },
+        "was called (while fully sharded module|outside the forward of)",
+    ),
+    # Tensors that leave a unit unseen.
+    (
+        {
+            "form:set_thing",
+            "form:thunk",
+            "form:late_thunk",
+            "call:jvp",
+            "call:vjp",
+            "call:vmap",
+        },
+        "Backward (needs|reached a) parameter .* sharded",
+    ),
+    # Full parameters that somebody keeps are older than the shards.
+    (
+        {
+            "option:keep_full",
+            "action:setting",
+            "action:unshard_unit",
+            "action:sync",
+            "argument:no_sync",
+        },
+        "were written to while its full parameters were kept",
+    ),
+    ({"form:generator"}, "returned a generator, which computes when"),
+    ({"core:maxnorm"}, "it renormalises rows inside forward"),
+    # What only the sharded parameters can serve.
+    ({"action:unshard_unit"}, "is not a parameter of"),
+    ({"action:inside_summon"}, "called inside unshard_params, which shows"),
+    ({"action:inside_summon"}, "holds the full parameters of"),
+    ({"action:clip_as_plain"}, "scaled after they were averaged"),
+    # An optimizer that made state of the plain model's shapes.
+    ({"option:early"}, "made before fully_shard"),
+]
+"""Words of a program (any of them), and what the error says."""

@@ -1,0 +1,131 @@
+"""One script with its model: the sharded one of this rank, or the plain one of any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    ShardingStrategy,
+    set_reduce_scatter_unused_params,
+    set_reshard_after_backward,
+)
+from composable_fsdp.testing.models import legal_units
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from property_tests.program_model import build, unit_paths
+from property_tests.program_recipes import Options, Program
+from tests.runtime.reference import apply_units
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "foreach": False}),
+    "momentum_fused": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-3}),
+    "adamw_single": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-3, "foreach": False}),
+    "adamw_foreach": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-3, "foreach": True}),
+    "adamw_fused": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-3, "fused": True}),
+    "adam_amsgrad": (torch.optim.Adam, {"lr": 0.02, "eps": 1e-3, "amsgrad": True}),
+    "adagrad_fused": (torch.optim.Adagrad, {"lr": 0.02, "fused": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-3, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.02, "eps": 1e-3}),
+}
+
+
+class Broken(RuntimeError):
+    """What a user's code raises."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A forward that waits for its backward."""
+
+    x: Tensor
+    y: Tensor
+    loss: Tensor
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """In a group, because a model may have no parameters at all."""
+    made, arguments = OPTIMIZERS[kind]
+    return made([{"params": list(model.parameters())}], **arguments)
+
+
+class Side:
+    """What a script holds: model, optimizer, graphs, gradients and states it kept."""
+
+    model: nn.Module
+
+    def __init__(self, program: Program, rank: int, world: World | None = None) -> None:
+        self.program, self.rank, self.sharded = program, rank, world is not None
+        model = build(program)
+        self.units = ["", *legal_units(model, unit_paths(model))]
+        kind = program.options.optimizer
+        optimizer = optimizer_of(kind, model) if program.options.early else None
+        self.model = shard(model, self.units[1:], program.options) if world else model
+        self.optimizer = optimizer or optimizer_of(kind, self.model)
+        self.slots: list[Slot] = []
+        self.kept: dict[str, Tensor] = {}
+        self.asked: dict[str, Tensor | None] = {}
+        self.average: dict[str, Tensor] = {}
+        self.saved: dict[str, Tensor] = {}
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        self.swappable: list[tuple[str, str]] = []
+        self.synced, self.filled = True, program.options.fill
+
+    def inputs(self, batch: int) -> Tensor:
+        """The input of this side's rank."""
+        generator = torch.Generator().manual_seed(100 * batch + self.rank)
+        return torch.randn(3, self.program.width, generator=generator)
+
+    def renew_optimizer(self) -> None:
+        """A new one of the kind that the program names."""
+        self.optimizer = optimizer_of(self.program.options.optimizer, self.model)
+
+    def comparable(self, unit: str) -> bool:
+        """Whether the unit owns all that is below it: no place of a shared module."""
+        return all(part.again is None for part in self.program.parts())
+
+
+def shard(model: nn.Module, units: list[str], options: Options) -> nn.Module:
+    """Apply either door."""
+    model = apply_units(
+        model,
+        units,
+        path=options.door,
+        style=options.style,
+        strategy=ShardingStrategy[options.strategy],
+        backward_prefetch=options.prefetch and BackwardPrefetch[options.prefetch],
+        forward_prefetch=options.forward_prefetch,
+        cpu_offload=CPUOffload(offload_params=True) if options.offload else None,
+        limit_all_gathers=options.limit,
+        **({"block": Block[options.block]} if options.door == "composable" else {}),
+    )
+    if options.keep_full:
+        set_reshard_after_backward(model, False)
+    if options.fill:
+        set_reduce_scatter_unused_params(model, True)
+    return model
+
+
+def equal_parts(model: nn.Module, world_size: int) -> list[tuple[str, str]]:
+    """Pairs of parameters of which every rank holds the same part."""
+    parts: dict[Any, list[str]] = {}
+    for state in _get_fsdp_states(model):
+        for region in state.handle.regions:
+            for slot in region.layout.parameters:
+                spans = [
+                    region.layout.interval(slot, rank) for rank in range(world_size)
+                ]
+                if not region.is_cut:
+                    spans = []
+                shape = (slot.shape, region.shard.dtype, tuple(spans))
+                name = f"{state.handle.full_fqn}.{slot.fqn}".lstrip(".")
+                parts.setdefault(shape, []).append(name)
+    return [(a, b) for names in parts.values() for a in names for b in names if a < b]

@@ -1,0 +1,198 @@
+"""Drawing programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from property_tests.program_cores import CORES
+from property_tests.program_forms import FORMS
+from property_tests.program_model import CALLS, USES
+from property_tests.program_recipes import Action, Options, Part, Program
+from property_tests.program_side import OPTIMIZERS
+
+INDEX = st.integers(0, 7)
+BATCH = st.integers(0, 3)
+ON = st.booleans()
+
+
+def often(first: str, words: list[str]) -> st.SearchStrategy[str]:
+    """Draw ``first`` half of the time; shrinks to it."""
+    return st.one_of(st.just(first), st.sampled_from(words))
+
+
+def parts(below: st.SearchStrategy[tuple[Part, ...]]) -> st.SearchStrategy[Part]:
+    """Draw one part with children from ``below``."""
+    return st.builds(
+        Part,
+        core=often("linear", list(CORES)),
+        form=often("tensor", list(FORMS)),
+        call=often("plain", list(CALLS)),
+        use=often("take", list(USES)),
+        children=below,
+        unit=st.sampled_from(["piece", "piece", "", "core", "both"]),
+        dtype=st.sampled_from(["float64"] * 12 + ["float32", "bfloat16"]),
+        frozen=st.sampled_from([0, 0, 0, 1, 2]),
+        again=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 3)),
+    )
+
+
+def roots() -> st.SearchStrategy[Part]:
+    """Draw a tree of at most three levels."""
+    leaves = parts(st.just(()))
+    middle = parts(st.lists(leaves, max_size=2).map(tuple))
+    top = st.lists(st.one_of(leaves, middle), min_size=1, max_size=3).map(tuple)
+    return parts(top)
+
+
+def options() -> st.SearchStrategy[Options]:
+    """Draw how units are sharded."""
+    return st.builds(
+        Options,
+        strategy=st.sampled_from(
+            ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+        ),
+        door=st.sampled_from(["composable", "wrapper"]),
+        style=st.sampled_from(["manual", "auto"]),
+        prefetch=st.sampled_from(["BACKWARD_PRE", None, "BACKWARD_POST"]),
+        forward_prefetch=ON,
+        offload=st.sampled_from([False, False, False, True]),
+        limit=ON,
+        block=st.sampled_from(["ROW", "ELEMENT"]),
+        optimizer=st.sampled_from(list(OPTIMIZERS)),
+        early=st.sampled_from([False, False, True]),
+        keep_full=st.sampled_from([False, False, False, True]),
+        fill=st.sampled_from([False, False, False, True]),
+    )
+
+
+def _action(name: str, *arguments: object) -> st.SearchStrategy[Action]:
+    return st.tuples(
+        st.just(name),
+        *(
+            a if isinstance(a, st.SearchStrategy) else st.sampled_from(list(a))  # type: ignore[call-overload]  # lists of words
+            for a in arguments
+        ),
+    )
+
+
+BACKWARDS = [
+    *["plain"] * 4,
+    "retain",
+    "all",
+    "no_sync",
+    "output",
+    "create_graph",
+    "inputs",
+    "input_alone",
+    "half",
+]
+
+
+def actions() -> st.SearchStrategy[list[Action]]:
+    """Draw what a script does; often whole steps, so that it gets somewhere."""
+    forwards = ["train", "train", "input_grad", "input_grad"]
+    forwards += ["no_grad", "inference", "evaluation", "on_cpu", "anomaly"]
+    clears = ["optimizer", "model", "all"]
+    train = st.one_of(
+        _action("train", BATCH),
+        _action("train", BATCH, ["clip"]),
+        _action("train", BATCH, ["keep"]),
+    )
+    step = [
+        _action("forward", BATCH, forwards),
+        _action("forward", BATCH, forwards),
+        _action("backward", st.integers(-1, 2), BACKWARDS),
+        _action("backward", st.integers(-1, 2), BACKWARDS),
+        _action("step"),
+        _action("zero", [*clears, "optimizer_zeros", "model_zeros", "odd", "even"]),
+    ]
+    graph = [
+        _action(
+            "input_gradient",
+            INDEX,
+            ["once", "retain", "penalty", "products", "product_and_backward"],
+        ),
+        _action("parameter_gradients", INDEX, ["strict", "unused", "zeros"]),
+        _action("raise_in_forward", INDEX, BATCH, ON),
+        _action("raise_in_backward", INDEX, BATCH, clears),
+        _action("drop"),
+        _action("collect"),
+        _action("clip_as_plain"),
+    ]
+    gradients = [
+        _action("clip", [0.3, 1e3], [2.0, 1.0, float("inf")]),
+        _action("keep", ["none", "all", "odd", "even"]),
+        _action("change_gradients", ["mul_", "assign", "clone", "zero"]),
+        _action("swap", INDEX, INDEX),
+        _action("leaf_hook", INDEX, ["tensor", "post"]),
+    ]
+    parameters = [
+        _action("freeze", INDEX),
+        _action("freeze_piece", INDEX, ON),
+        _action("write", INDEX, ["no_grad", "data", "assign", "copy", "foreach"]),
+        _action("average"),
+        _action("use_average"),
+        _action("cast", ["float32", "bfloat16", "float64"], ON),
+        _action("copy_model", ON),
+        _action("copy_aside", BATCH),
+        _action("new_optimizer", list(OPTIMIZERS)),
+        _action("learning_rate", [0.5, 2.0]),
+        _action("scheduler"),
+    ]
+    states = [
+        _action("save"),
+        _action("load"),
+        _action("optimizer_round_trip"),
+        _action("summon", INDEX, ON, ON),
+        _action("inside_summon", ["make", "step"]),
+        _action("unshard_unit", INDEX, ON),
+        _action("reshard_unit", INDEX),
+        _action("setting", ["after_backward", "after_forward"], INDEX, ON),
+        _action("sync", ON),
+        _action("fill", ON),
+        _action("call_core", INDEX, BATCH),
+    ]
+    kinds = [st.one_of(g) for g in (step, graph, gradients, parameters, states)]
+    return st.lists(st.one_of(train, *kinds), min_size=1, max_size=10)
+
+
+READING = ("weight_too", "aux_of_weights")
+"""Forms that read parameters of the core."""
+
+
+def legal(part: Part) -> Part:
+    """The nearest part in which nobody reads the parameters of a unit below.
+
+    Sharded parameters are plain tensors; what reads them outside their unit sees this
+    rank's part, and nothing can notice it.
+    """
+    children = []
+    for child in map(legal, part.children):
+        made = child
+        if child.use in ("weight", "penalty") and (child.again or _has_unit(child)):
+            made = replace(child, use="take")
+        children.append(made)
+    unit = part.unit
+    if part.form in READING and unit in ("core", "both"):
+        unit = "piece"
+    return replace(part, children=tuple(children), unit=unit)
+
+
+def _has_unit(part: Part) -> bool:
+    return (
+        part.unit != "" or part.again is not None or any(map(_has_unit, part.children))
+    )
+
+
+def programs() -> st.SearchStrategy[Program]:
+    """Draw a program; shrinks to one step of a linear layer."""
+    return st.builds(
+        Program,
+        root=roots().map(legal),
+        width=st.sampled_from([4, 2, 3, 5]),
+        seed=st.integers(0, 3),
+        options=options(),
+        actions=actions().map(tuple),
+    )

@@ -1,0 +1,306 @@
+"""Carrying out a program on one rank, beside the plain model of every rank.
+
+The plain side is data parallelism by hand: one plain script per rank, all in this
+process, whose gradients are averaged after each backward that reduces. So a rank needs
+no other one to know what is right, also when ours raises or hangs.
+
+An action ends alike on both sides: with equal numbers, or with an error on both. Ours
+may refuse by name what ``REFUSALS`` lists. A program ends with the first error.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.errors import FSDPError
+from composable_fsdp.testing.world import World
+from composable_fsdp.tree.traversal import _get_fsdp_states
+from property_tests import program_actions
+from property_tests.casting import named
+from property_tests.program_recipes import Action, Program
+from property_tests.program_refusals import REFUSALS
+from property_tests.program_side import Side, equal_parts
+from tests.access.sharded import own_parts
+
+REDUCING = (
+    "backward",
+    "input_gradient",
+    "parameter_gradients",
+    "raise_in_backward",
+)
+WHILE_LOCAL = ("forward", "backward", "collect", "setting", "sync", "unshard_unit")
+"""Actions that a script may take while gradients are not reduced yet."""
+LOSSES = ("plain", "retain", "all", "half", "no_sync")
+"""Backwards that reach every unit that one of the others reached."""
+
+
+class Verdict(NamedTuple):
+    """How each action ended, and what is wrong."""
+
+    outcomes: list[str]
+    failure: str = ""
+
+
+def run_programs(world: World, programs: Sequence[Program]) -> list[Verdict]:
+    """Carry them out one after the other, up to the first failure."""
+    verdicts: list[Verdict] = []
+    for program in programs:
+        verdicts.append(run_program(world, program))
+        if verdicts[-1].failure:
+            break
+    return verdicts
+
+
+def run_program(world: World, program: Program) -> Verdict:
+    """Carry it out, with every check after every action."""
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    run = Run(world, program)
+    for index, action in enumerate(expanded(program.actions)):
+        try:
+            going_on = run.act(action)
+        except Exception as error:  # a check failed: told with its place
+            text = f"action {index} {action}: {type(error).__name__}: {error}"
+            return Verdict(run.outcomes, text)
+        if not going_on:
+            break
+    return Verdict(run.outcomes)
+
+
+def expanded(actions: Sequence[Action]) -> list[Action]:
+    """A program in single actions; ``train`` is a step as most scripts have it."""
+    found: list[Action] = []
+    for name, *arguments in actions:
+        if name != "train":
+            found.append((name, *arguments))
+            continue
+        batch, *options = arguments
+        found += [("forward", batch), ("backward",)]
+        found += [("clip", 0.3)] if "clip" in options else []
+        found += [("step",)]
+        found += [] if "keep" in options else [("zero",)]
+    return found
+
+
+class Run:
+    """Both sides on this rank, and how far they are."""
+
+    def __init__(self, world: World, program: Program) -> None:
+        self.world, self.program = world, program
+        self.outcomes: list[str] = []
+        self.plain = [Side(program, rank) for rank in range(world.world_size)]
+        self.ours: Side | None = None
+        self.local = False
+        words = program.words()
+        self.tolerance = 1e-7
+        if {"dtype:float32", "argument:float32"} & words:
+            self.tolerance = 1e-3
+        if {"dtype:bfloat16", "argument:bfloat16"} & words:
+            self.tolerance = 5e-2
+
+    def act(self, action: Action) -> bool:
+        """Take one action on both sides and compare; whether the program goes on."""
+        if self.ours is None:
+            self.ours, error = attempt(Side, self.program, self.world.rank, self.world)
+            if error is not None:
+                return self.ended("shard", error, None)
+        if not self.allows(action):
+            return True
+        name, *arguments = action
+        function = getattr(program_actions, name)
+        plain_error = None
+        seen = []
+        for side in self.plain:
+            shown, error = attempt(function, side, *arguments)
+            plain_error = plain_error or error
+            seen.append(shown)
+        if plain_error is None and name in REDUCING:
+            self.average(action)
+        grads = [p.grad for p in self.plain[0].model.parameters()]
+        if not finite((seen, grads)):  # on any rank
+            return self.ended("blown up", None, None)
+        found, error = attempt(function, self.ours, *arguments)
+        if error is not None or plain_error is not None:
+            return self.ended(name, error, plain_error)
+        equal(found, seen[self.world.rank], self.tolerance, "seen")
+        self.outcomes.append(name)
+        if name == "backward" and self.plain[0].filled and not self.local:
+            self.fill()
+        self.check()
+        return True
+
+    def allows(self, action: Action) -> bool:
+        """Whether a script may do it now: gradients that wait are not to be seen."""
+        name, *arguments = action
+        if name in REDUCING[:3] and not self.plain[0].slots:
+            return False
+        if name in ("backward", "forward", "sync") and self.local:
+            how = arguments[1] if len(arguments) > 1 else "plain"
+            return name != "backward" or how in LOSSES
+        return not self.local or name in WHILE_LOCAL
+
+    def average(self, action: Action) -> None:
+        """Average gradients over the plain sides, if this backward reduces."""
+        self.local = not self.plain[0].synced or "no_sync" in action
+        if self.local:
+            return
+        asked = [side.asked for side in self.plain]
+        for name, first in asked[0].items():
+            if action[0] == "parameter_gradients" and first is not None:
+                mean = torch.stack([t for a in asked if (t := a[name]) is not None])
+                for each in asked:
+                    each[name] = mean.mean(0)
+        tables = [named(side.model) for side in self.plain]
+        for name in tables[0]:
+            grads = [table[name].grad for table in tables]
+            if any(grad is None for grad in grads):
+                continue
+            for table in tables:
+                grad = table[name].grad
+                assert grad is not None
+                if grad.requires_grad:  # after create_graph
+                    table[name].grad = grad.detach().clone()
+            own = [table[name].grad for table in tables]
+            mean = torch.stack([g.detach() for g in own if g is not None]).mean(0)
+            for grad in own:
+                if grad is not None:
+                    grad.copy_(mean)
+
+    def fill(self) -> None:
+        """Zeros in the place of no gradient, where ours took part with them.
+
+        Which units do is theirs to say: those that ran, and what is trainable there.
+        """
+        assert self.ours is not None
+        table = named(self.ours.model)
+        for side in self.plain:
+            for name, p in named(side.model).items():
+                if p.grad is None and p.requires_grad and table[name].grad is not None:
+                    p.grad = torch.zeros_like(p)
+
+    def ended(
+        self, name: str, error: Exception | None, plain_error: Exception | None
+    ) -> bool:
+        """The program is at its end: note how, and fail if ours was not to raise."""
+        if error is None and plain_error is not None:
+            raise AssertionError(
+                f"nothing was raised, the plain model: {tell(plain_error)}"
+            )
+        # Texts may tell a rank's own shapes.
+        self.outcomes.append(f"{name}: {type(error).__name__}")
+        if error is None or plain_error is not None:
+            if isinstance(error, (SystemError, AssertionError)):
+                raise error
+            return False
+        text, words = tell(error), self.program.words()
+        if isinstance(error, FSDPError) and any(
+            causes & words and re.search(pattern, text) for causes, pattern in REFUSALS
+        ):
+            return False
+        raise error
+
+    def check(self) -> None:
+        """Parameters, gradients, buffers and what was kept equal the plain ones."""
+        assert self.ours is not None
+        ours, plain = self.ours.model, self.plain[self.world.rank]
+        states = _get_fsdp_states(ours)
+        if states[0]._is_root is None or states[0].context is None:
+            return
+        expected = named(plain.model)
+        full = any(state.handle.is_full for state in states)
+        shown = set(map(id, ours.parameters()))
+        parts = own_parts(ours, {name: p.data for name, p in expected.items()})
+        assert parts.keys() == expected.keys(), "names"
+        for name, (leaf, part) in parts.items():
+            like = expected[name]
+            equal(leaf.detach(), part, self.tolerance, f"parameter {name}")
+            assert full or id(leaf) in shown, f"{name} is not the sharded parameter"
+            assert leaf.requires_grad is like.requires_grad or full, name
+        if not self.local:
+            self.check_gradients()
+        buffers = dict(plain.model.named_buffers())
+        for name, buffer in ours.named_buffers():
+            short = name.replace("_fsdp_wrapped_module.", "")
+            equal(buffer, buffers[short], self.tolerance, f"buffer {name}")
+
+    def check_gradients(self) -> None:
+        """Those of the parameters, and those that somebody kept."""
+        assert self.ours is not None
+        plain, sides = self.plain[self.world.rank], (self.ours, *self.plain)
+        names = named(plain.model)
+        tables: dict[str, dict[str, Tensor | None]] = {
+            "grad": {n: p.grad for n, p in names.items()},
+            "kept": {n: plain.kept.get(n) for n in names},
+            "asked": {n: plain.asked.get(n) for n in names},
+        }
+        held: dict[str, Any] = {"kept": self.ours.kept, "asked": self.ours.asked}
+        for what, table in tables.items():
+            whole = {
+                n: torch.zeros_like(names[n]) if g is None else g
+                for n, g in table.items()
+            }
+            for name, (leaf, part) in own_parts(self.ours.model, whole).items():
+                found = held[what].get(name) if what in held else leaf.grad
+                if leaf.numel() == 0:
+                    continue
+                assert (found is None) is (table[name] is None), (
+                    f"{what} of {name}: {found} and {table[name]}"
+                )
+                if found is not None:
+                    equal(found, part, self.tolerance, f"{what} of {name}")
+        pairs = equal_parts(self.ours.model, self.world.world_size)
+        for side in sides:
+            side.swappable = pairs
+
+
+def attempt(function: Any, *arguments: Any) -> tuple[Any, Exception | None]:
+    """What it returns, and what it raises."""
+    try:
+        return function(*arguments), None
+    except Exception as error:
+        return None, error
+
+
+def tell(error: Exception | None) -> str:
+    """An error in one line, without the rank at its end."""
+    text = f"{type(error).__name__}: {error}" if error is not None else "nothing"
+    return re.sub(r" \[rank \d+\]$", "", text)
+
+
+def finite(seen: Any) -> bool:
+    """Whether no number is too large to compare the next ones."""
+    if isinstance(seen, Tensor):
+        return bool((seen.detach().abs() < 1e4).all())
+    if isinstance(seen, dict):
+        return all(map(finite, seen.values()))
+    if isinstance(seen, (list, tuple)):
+        return all(map(finite, seen))
+    return True
+
+
+def equal(found: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Compare what a script sees."""
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor), (what, found)
+        assert found.dtype is expected.dtype, (what, found.dtype, expected.dtype)
+        found, expected = found.detach(), expected.detach()
+        near = found.shape == expected.shape and torch.allclose(
+            found, expected, rtol=tolerance, atol=tolerance
+        )
+        assert near, f"{what}: {found.tolist()} and not {expected.tolist()}"
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), (what, list(found), list(expected))
+        for key, value in expected.items():
+            equal(found[key], value, tolerance, f"{what} {key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), (what, found, expected)
+        for index, value in enumerate(expected):
+            equal(found[index], value, tolerance, f"{what} {index}")
+    else:
+        assert found == expected, f"{what}: {found} and not {expected}"
