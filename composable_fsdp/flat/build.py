@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +23,18 @@ from composable_fsdp.planning.planner import Target
 
 
 def build_handle(
-    target: Target, *, groups: Groups, device: torch.device, sharded: bool = False
+    target: Target,
+    *,
+    groups: Groups,
+    device: torch.device,
+    sharded: bool = False,
+    guarded: tuple[dict[int, Any], ...] | None = None,
 ) -> FlatParamHandle:
     """Turn a planned unit into buffers and leaves; its parameters are sharded then.
 
     One unit at a time, so the memory above the shards is that of one unit. With
-    ``sharded`` the parameters are this rank's parts already. Sends nothing.
+    ``sharded`` the parameters are this rank's parts already. ``guarded``: the guards,
+    where the modules are not whole enough to look for them. Sends nothing.
     """
     options = target.plan.options
     handle = FlatParamHandle()
@@ -59,7 +66,9 @@ def build_handle(
     set_divisions(handle)
     reset_handle(handle)
     remember_leaves(handle)
-    handle.guards = guards.find_guards(handle, target.modules)
+    if guarded is None:
+        guarded = guards.find_guards(handle, target.modules)
+    handle.guards = guarded
     guards.close(handle)
     handle.written_at_build = written(handle)
     return handle

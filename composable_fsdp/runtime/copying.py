@@ -111,7 +111,12 @@ def _copy_handle(
         units_below=(),
     )
     made = build_handle(
-        target, groups=handle.groups, device=handle.device, sharded=True
+        target,
+        groups=handle.groups,
+        device=handle.device,
+        sharded=True,
+        # Modules between may be half copied, and have no children yet.
+        guarded=tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards),
     )
     if handle.is_full:
         # Unsharded by hand: the copied modules show copies of the full leaves.

@@ -7,7 +7,7 @@ Backward may reach the unit through any of them, and has to find it gathered:
 * the tensor that an output views: a caller that changes the view in place drops the
   view's own node and keeps that one;
 * a tensor that the unit put into a list, a dict or an object that it was given;
-* a tensor kept on an attribute or buffer of a module of the unit (an auxiliary loss).
+* a tensor kept on an attribute or buffer of a module in the unit (an auxiliary loss).
   Looking through them takes longer than a step may, so the first forwards look, and
   those that they find are looked at in every forward after.
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.compose.registry import REGISTRY_KEY
 from composable_fsdp.runtime.casting import tensors_in
-from composable_fsdp.tree.state import OWNERS, _FSDPState
+from composable_fsdp.tree.state import _FSDPState
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread gets."""
@@ -94,7 +94,11 @@ def _is_since(tensor: Tensor, since: int) -> bool:
 
 
 def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Every tensor on an attribute of a module of this unit: table, key, tensor."""
+    """Every tensor on attributes of this unit and those below: table, key, tensor.
+
+    What a unit below keeps was computed from what this one gave it, and may be all that
+    leads back to this one.
+    """
     stack: list[nn.Module | None] = list(state.modules)
     seen = set()
     while stack:
@@ -109,8 +113,4 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
                         yield table, key, tensor
                         if tensor.grad_fn is not None:
                             break
-        stack += [
-            below
-            for below in module._modules.values()
-            if below is not None and OWNERS.get(below) in (None, state)
-        ]
+        stack += module._modules.values()

@@ -353,12 +353,15 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     for node in nodes:
         node.register_prehook(hook)
     for tensor in tensors:
-        if tensor._backward_hooks:
-            # Of the user, on a tensor that is an output: they run before those of its
-            # node, in the order they came, and may read weights.
-            hooks = dict(tensor._backward_hooks)
-            tensor._backward_hooks.clear()
-            tensor._backward_hooks.update({OURS: hook, **hooks})
+        base = tensor._base
+        for each in (tensor,) if base is None else (tensor, base):
+            if each._backward_hooks:
+                # Of the user, on a tensor that is an output or that one views: they
+                # run before those of its node, in the order they came, and may read
+                # weights.
+                hooks = dict(each._backward_hooks)
+                each._backward_hooks.clear()
+                each._backward_hooks.update({OURS: hook, **hooks})
     handle = state.handle
     if record:
         call.index = call.tape.order.record(handle)

@@ -415,6 +415,12 @@ def check_copies(world: World) -> None:
         with pytest.raises(PhaseError, match="Linear '1' was called"):
             each[1](x)
     assert torch.equal(twin(x), model(x))
+    # The part that reads the list is copied later than the list.
+    pair = nn.Sequential(nn.Sequential(Mix("list")), Mix("list"))
+    fully_shard(pair[0])
+    reader: Any = fully_shard(pair)
+    with pytest.raises(PhaseError, match="Mix '1' was called"):
+        copy.deepcopy(reader)[1](torch.ones(1, 2))
     unshard(model)
     opened = copy.deepcopy(model)
     with pytest.raises(PhaseError, match="Linear '1' was called"):
