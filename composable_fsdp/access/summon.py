@@ -240,5 +240,5 @@ def _show_copies(unit: Shown, *, rank0_only: bool, to_cpu: bool) -> None:
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}
     for parameters, name, sharded, _ in handle.swaps:
         parameters[name] = made[id(sharded)]
-    guards.open_(handle)
+    guards.open_parts(handle)
     handle.is_full = True

@@ -104,7 +104,7 @@ def replicate(
         handle.groups = Groups(handle.groups.shard, group)
         # One rank that had it all has its gradients averaged from now on.
         handle.guards = guards.find_guards(handle, each.modules)
-        guards.close(handle)
+        guards.close_parts(handle)
         set_divisions(handle)
         for region in handle.regions:
             if init_sync and region.shard.numel():

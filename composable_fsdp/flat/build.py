@@ -69,7 +69,7 @@ def build_handle(
     if guarded is None:
         guarded = guards.find_guards(handle, target.modules)
     handle.guards = guarded
-    guards.close(handle)
+    guards.close_parts(handle)
     handle.written_at_build = written(handle)
     return handle
 

@@ -11,7 +11,7 @@ While the unit is sharded, each part has a pre-hook that refuses the call; while
 full, none has, so that a step pays a table entry per part and no call::
 
     use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards
-    use_full       del hooks[REFUSE]
+    pre_forward    del hooks[REFUSE]
 
 So torch sees no hook on a part inside its unit's forward, where a hook would keep
 ``nn.TransformerEncoderLayer`` from its fast path.
@@ -79,22 +79,23 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
     return found
 
 
-def close(handle: FlatParamHandle) -> None:
-    """Have the unit's parts refuse calls. Its sharded leaves are shown. Sends nothing.
-
-    ``views.use_sharded`` does the same without this call.
-    """
+def close_parts(handle: FlatParamHandle) -> None:
+    """Have the unit's parts refuse calls while sharded leaves are shown."""
     for hooks in handle.guards:
         hooks[REFUSE] = refuse_part
+    handle.parts_open = False
 
 
-def open_(handle: FlatParamHandle) -> None:
-    """Let the unit's parts be called. Its full leaves are shown. Sends nothing.
+def open_parts(handle: FlatParamHandle) -> None:
+    """Take the refusal from the unit's parts, for a forward. Sends nothing.
 
-    ``views.use_full`` does the same without this call.
+    A refusal that stays lets pass what reads full leaves: no part is called in most
+    backwards, so those leave it.
     """
     for hooks in handle.guards:
-        hooks.pop(REFUSE, None)
+        if REFUSE in hooks:  # users clear hooks
+            del hooks[REFUSE]
+    handle.parts_open = True
 
 
 def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -77,6 +77,7 @@ class FlatParamHandle:
         "other_form",
         "owners",
         "pending",
+        "parts_open",
         "phase",
         "places",
         "plan",
@@ -129,6 +130,8 @@ class FlatParamHandle:
     keys: tuple[str, ...]
     sharded_placed: tuple[nn.Parameter, ...]
     full_placed: tuple[nn.Parameter, ...]
+    parts_open: bool
+    """Whether the parts have no refusal, as inside the unit's forward."""
     guards: tuple[dict[int, Any], ...]
     """Pre-hooks of modules that refuse calls while the unit is sharded."""
     phase: Phase

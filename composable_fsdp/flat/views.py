@@ -32,9 +32,6 @@ def use_full(handle: FlatParamHandle) -> None:
             keep_foreign(handle)
             break
         table[key] = full
-    for hooks in handle.guards:
-        if REFUSE in hooks:  # users clear hooks
-            del hooks[REFUSE]
     handle.is_full = True
 
 
@@ -46,8 +43,10 @@ def use_sharded(handle: FlatParamHandle) -> None:
         table[key] = sharded
     if handle.foreign:
         give_foreign_back(handle)
-    for hooks in handle.guards:
-        hooks[REFUSE] = refuse_part
+    if handle.parts_open:  # as close_parts, without its call
+        for hooks in handle.guards:
+            hooks[REFUSE] = refuse_part
+        handle.parts_open = False
     handle.is_full = False
 
 

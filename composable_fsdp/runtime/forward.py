@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
 from composable_fsdp.flat.foreign import keep_foreign
+from composable_fsdp.flat.guards import REFUSE
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.versions import version_of
 from composable_fsdp.flat.writes import (
@@ -116,6 +117,11 @@ def pre_forward(
     elif not recomputing and not handle.calls:
         # Unsharded by hand, or for another module of a list.
         keep_foreign(handle)
+    if not handle.parts_open:  # as open_parts, without its call
+        for hooks in handle.guards:
+            if REFUSE in hooks:
+                del hooks[REFUSE]
+        handle.parts_open = True
     if not recomputing:
         if state.looks and not handle.calls:
             state.looks -= 1
