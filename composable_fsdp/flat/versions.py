@@ -47,6 +47,7 @@ def unreadable_versions(number: int) -> tuple[int, ...]:
 
 def make_readable(handle: FlatParamHandle) -> None:
     """Let autograd read the full leaves. Their data must be there. Sends nothing."""
+    # Asked anew at each wait: a parent's forward may write to its children's shards.
     now = tuple(map(version_of, handle.sharded_placed))
     if handle.handed_out:
         # A flat parameter that an optimizer steps on stands for all leaves.
