@@ -151,10 +151,16 @@ EXAMPLES: dict[str, list[Program]] = {
         )
     ],
     "torch's own clipping": [
+        Program(actions=(("forward", 0), ("backward",), ("clip_as_plain",)), width=2),
+        Program(
+            Part(children=(Part(dtype="float32"),)),
+            actions=(("forward", 0), ("backward",), ("clip_as_plain",)),
+            width=2,
+        ),
         below(
             Part(),
             actions=(("forward", 0), ("backward",), ("clip_as_plain",), ("step",)),
-        )
+        ),
     ],
     "a result that nobody sees": [
         below(Part(core=core, form=form), prefetch=prefetch, actions=(("train", 0),))
@@ -195,6 +201,36 @@ EXAMPLES: dict[str, list[Program]] = {
         for core in ("linear", "mul", "layer_norm")
         for then in ("products", "product_and_backward", "penalty")
         for prefetch in ("BACKWARD_PRE", None)
+    ],
+    "a parameter that is frozen before backward": [
+        below(
+            Part(core=core),
+            actions=(
+                *STEPS,
+                ("forward", 0),
+                ("freeze", 0),
+                ("backward",),
+                ("step",),
+                *STEPS,
+                ("freeze", 0),
+                *STEPS,
+            ),
+            optimizer="adamw",
+            strategy=strategy,
+        )
+        for core in ("linear", "tiny")
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    ],
+    "a step after requires_grad was flipped": [
+        below(Part(), actions=(("step",), ("freeze", 0), ("forward", 0), ("step",)))
+    ],
+    "other data before a backward that does not come": [
+        Program(
+            actions=(("forward", 0), ("write", index, "assign"), ("save",), *STEPS),
+            options=Options(strategy=strategy),
+        )
+        for index in (0, 1)
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     ],
     "a hook on an output that reads weights": [
         below(Part(core="tensor_hook", form=form, use=use), prefetch=prefetch)

@@ -188,7 +188,7 @@ def _has_unit(part: Part) -> bool:
 
 def programs() -> st.SearchStrategy[Program]:
     """Draw a program; shrinks to one step of a linear layer."""
-    return st.builds(
+    drawn = st.builds(
         Program,
         root=roots().map(legal),
         width=st.sampled_from([4, 2, 3, 5]),
@@ -196,3 +196,27 @@ def programs() -> st.SearchStrategy[Program]:
         options=options(),
         actions=actions().map(tuple),
     )
+    return drawn.map(_possible)
+
+
+def _possible(program: Program) -> Program:
+    """The nearest program that torch can run, and whose names are those of a plain one.
+
+    ``p.data = ...`` under ``torch.func`` crashes the process. Parameters of a wrapper
+    in a wrapper have names that ``functional_call`` does not find.
+    """
+    if FUNCTIONAL & program.words() and "core:quantized" in program.words():
+        return replace(program, root=_without(program.root, "quantized"))
+    if program.options.door == "wrapper" and "call:functional" in program.words():
+        options = replace(program.options, door="composable")
+        return replace(program, options=options)
+    return program
+
+
+FUNCTIONAL = {"call:jvp", "call:vjp", "call:vmap"}
+
+
+def _without(part: Part, core: str) -> Part:
+    children = tuple(_without(child, core) for child in part.children)
+    kept = "linear" if part.core == core else part.core
+    return replace(part, core=kept, children=children)

@@ -34,6 +34,22 @@ REDUCING = (
     "parameter_gradients",
     "raise_in_backward",
 )
+ON_SHARDS = (
+    "write",
+    "use_average",
+    "average",
+    "freeze",
+    "freeze_piece",
+    "leaf_hook",
+    "cast",
+    "keep",
+    "change_gradients",
+    "swap",
+    "zero",
+    "clip_as_plain",
+)
+"""Actions on ``model.parameters()``, which are others while a unit is full by hand."""
+WRITING = {"core:clamp", "core:dataclamp", "core:normalized"}
 WHILE_LOCAL = ("forward", "backward", "collect", "setting", "sync", "unshard_unit")
 """Actions that a script may take while gradients are not reduced yet."""
 LOSSES = ("plain", "retain", "all", "half", "no_sync")
@@ -138,6 +154,12 @@ class Run:
     def allows(self, action: Action) -> bool:
         """Whether a script may do it now: gradients that wait are not to be seen."""
         name, *arguments = action
+        assert self.ours is not None
+        states = _get_fsdp_states(self.ours.model)
+        if name in ON_SHARDS and any(state.handle.is_full for state in states):
+            return False
+        if name == "raise_in_forward" and WRITING & self.program.words():
+            return False  # what a forward wrote is lost if it raises later
         if name in REDUCING[:3] and not self.plain[0].slots:
             return False
         if name in ("backward", "forward", "sync") and self.local:

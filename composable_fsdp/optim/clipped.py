@@ -206,6 +206,8 @@ class _Leaf(NamedTuple):
     factor: float | None
     """``None`` if none can be told."""
     is_changed_otherwise: bool
+    hints: list[float]
+    """What its elements say where they are too few to tell a factor."""
 
 
 def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
@@ -253,25 +255,25 @@ def _on_host(
 
 def _factor(
     pairs: Sequence[tuple[float, float]], tolerance: float
-) -> tuple[float | None, bool]:
-    """By what elements were multiplied; whether something else was done to them."""
+) -> tuple[float | None, bool, list[float]]:
+    """By what elements were multiplied; whether something else was done; hints."""
     if all(now == then for then, now in pairs):
-        return (1.0 if any(then for then, _ in pairs) else None), False
+        return (1.0 if any(then for then, _ in pairs) else None), False, []
     largest = max(abs(then) for then, _ in pairs)
     if not 0 < largest < float("inf"):
-        return None, largest == 0
+        return None, largest == 0, []
     # Small ones lose digits in half precision, and zeros say nothing.
     ratios = [now / then for then, now in pairs if abs(then) > 1e-2 * largest]
     mean = sum(ratios) / len(ratios)
     if mean != mean or mean == 0:
-        return None, False
+        return None, False, []
     # What each differs by from the factor: by itself, and small ones as the largest.
     spread = max(ratios) - min(ratios)
     off = max(abs(now - mean * then) for then, now in pairs) / largest
     # A clip makes nothing larger.
     if not (max(spread, off) <= 2 * tolerance * mean and mean <= 1 + tolerance):
-        return None, True
-    return (mean if len(ratios) >= _ENOUGH else None), False
+        return None, True, []
+    return (mean, False, []) if len(ratios) >= _ENOUGH else (None, False, ratios)
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -300,6 +302,9 @@ def _statement(leaves: Sequence[_Leaf]) -> _Said:
     tolerance = max((_tolerance(leaf.gradient.dtype) / 2 for leaf in leaves), default=0)
     factors = [leaf.factor for leaf in leaves if leaf.factor not in (None, 1.0)]
     clear = [factor for factor in factors if factor is not None]
+    hints = [hint for leaf in leaves for hint in leaf.hints]
+    if not clear and len(hints) > 1:
+        clear = hints  # of small parameters, all scaled alike
     if any(leaf.is_changed_otherwise for leaf in leaves) or not clear:
         return _Said(told, None, 0.0, tolerance)
     if _differ(max(clear), min(clear), tolerance):

@@ -122,13 +122,15 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if is_watching():
             note_step(met.handles)
         if met.absent:
-            _step_absent(optim, met.absent)
+            _step_absent(optim, met)
 
 
 class _Absent(NamedTuple):
     """Leaves of a unit of which other ranks alone hold elements."""
 
     handle: weakref.ref[FlatParamHandle]
+    epoch: int
+    """Of the handle, whose regions are others in the next."""
     leaves: list[tuple[torch.Tensor, int, int]]
     """Each with the numbers of its region, and in that."""
 
@@ -142,7 +144,9 @@ def _absent_leaves(optim: torch.optim.Optimizer) -> tuple[_Absent, ...]:
         place = None if leaf.numel() else find_leaf(leaf)
         if place is not None:
             handle, index = place
-            each = found.setdefault(id(handle), _Absent(weakref.ref(handle), []))
+            each = found.setdefault(
+                id(handle), _Absent(weakref.ref(handle), handle.epoch, [])
+            )
             number = 0
             while index >= len(handle.regions[number].leaves):
                 index -= len(handle.regions[number].leaves)
@@ -152,7 +156,7 @@ def _absent_leaves(optim: torch.optim.Optimizer) -> tuple[_Absent, ...]:
     return tuple(found.values())
 
 
-def _step_absent(optim: torch.optim.Optimizer, absent: tuple[_Absent, ...]) -> None:
+def _step_absent(optim: torch.optim.Optimizer, met: _Met) -> None:
     """Move the versions of leaves whose elements were stepped on other ranks alone.
 
     Without a gradient here the optimizer passed them by; a backward through weights of
@@ -160,9 +164,12 @@ def _step_absent(optim: torch.optim.Optimizer, absent: tuple[_Absent, ...]) -> N
     """
     passed: list[torch.Tensor] = []
     # Many units have such leaves on each rank of many, so with one call a unit.
-    for link, leaves in absent:
+    for link, epoch, leaves in met.absent:
         handle = link()
         if handle is not None:
+            if handle.epoch != epoch:
+                met.absent = _absent_leaves(optim)
+                return _step_absent(optim, met)
             # ``shown``: as the last reduction left it, as nobody clears it here.
             passed += [
                 leaf

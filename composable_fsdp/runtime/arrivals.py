@@ -114,6 +114,9 @@ def _arrival(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor], None]
         handle = unit.handle
         gradient = leaf.grad
         # None, if a custom Function returned no gradient: counted, nothing to move.
+        # One that was frozen after the forward takes none, as in plain torch.
+        if gradient is not None and not region.leaves[index].requires_grad:
+            leaf.grad = gradient = None
         if gradient is not None:
             leaf.grad = None
             if gradient.requires_grad:  # create_graph

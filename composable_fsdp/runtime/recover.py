@@ -217,8 +217,13 @@ def settle(state: _FSDPState, what: str) -> None:
         recover(context, drop_gradients=True)
     # The caller may write shards on the host.
     wait_for_copies(context)
-    if not state.handle.is_full and not state.handle.gathered:
-        take_up_unless_on_meta(state)
+    handle = state.handle
+    if not handle.is_full:
+        # A unit that is kept for a backward, after ``p.data = ...``.
+        if handle.gathered and not leaves_are_home(handle):
+            drop_full(state)
+        if not handle.gathered:
+            take_up_unless_on_meta(state)
 
 
 def drop_full(state: _FSDPState) -> None:
