@@ -56,9 +56,8 @@ def note_gradients(model: nn.Module, seen: list[Event]) -> None:
 
     names = {id(m): strip_wrapper(n) for n, m in model.named_modules()}
     for state in _get_fsdp_states(model):
-        state.module.register_forward_hook(
-            partial(arm, names[id(state.module)]), prepend=True
-        )
+        # After our own hook, which goes before hooks that are there when it comes.
+        state.module.register_forward_hook(partial(arm, names[id(state.module)]))
 
 
 def units_of(events: list[Event], what: str) -> list[str]:
