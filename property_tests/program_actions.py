@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import (
     clip_grad_norm_,
+    get_full_grad,
     no_sync,
     optim_state_dict,
     optim_state_dict_to_load,
@@ -182,10 +183,14 @@ def zero(side: Side, how: str = "optimizer") -> Seen:
 
 
 def clip(side: Side, limit: float, norm: float = 2.0) -> Seen:
+    if side.sharded:
+        # Asked of all ranks: one that holds nothing of a parameter has no gradient.
+        names = [name for name, _ in side.model.named_parameters()]
+        if all(get_full_grad(side.model, name) is None for name in names):
+            return None
+        return clip_grad_norm_(side.model, limit, norm).double()
     if all(p.grad is None for p in side.model.parameters()):
         return None
-    if side.sharded:
-        return clip_grad_norm_(side.model, limit, norm).double()
     return torch.nn.utils.clip_grad_norm_(
         [p for p in side.model.parameters() if p.numel()], limit, norm
     ).double()
@@ -217,6 +222,8 @@ def keep(side: Side, then: str) -> Seen:
 def change_gradients(side: Side, how: str) -> Seen:
     """Scale them, in place or by others; or give one parameter that of another."""
     for _, p in sorted(named(side.model).items()):
+        if how == "provide" and p.requires_grad:
+            p.grad = torch.full_like(p, 0.1)
         if p.grad is None:
             continue
         if how == "mul_":
@@ -339,6 +346,27 @@ def scheduler(side: Side) -> Seen:
     return made.get_last_lr()
 
 
+def module_hook(side: Side, index: int, kind: str) -> Seen:
+    """A hook of a user on a module that may be a unit, after it was sharded."""
+    module = piece(side, index)
+    if kind == "scale":
+        module.core.register_forward_hook(lambda _, args, y: y * 0.5)
+    elif kind == "in_place":
+        module.core.register_forward_hook(lambda _, args, y: (y * 1).mul_(0.5))
+    elif kind == "input":
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 0.5, *args[1:]))
+    elif kind == "input_in_place":
+        module.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5), None)[1])
+    elif kind == "gradient":
+        module.core.register_full_backward_hook(lambda _, grads, outs: _halves(grads))
+    elif kind == "output_gradient":
+        module.core.register_full_backward_pre_hook(lambda _, grads: _halves(grads))
+
+
+def _halves(grads: Any) -> Any:
+    return tuple(None if each is None else each * 0.5 for each in grads)
+
+
 # ---- states ------------------------------------------------------------------
 
 
@@ -348,9 +376,15 @@ def save(side: Side) -> Seen:
     return dict(side.saved)
 
 
-def load(side: Side) -> Seen:
-    """What was saved last, into the parameters of now."""
-    if side.saved:
+def load(side: Side, assign: bool = False) -> Seen:
+    """What was saved last, into the parameters of now, or in their place."""
+    if side.saved and assign:
+        side.model.zero_grad()  # in a plain model they go with the old parameters
+        saved = {name: value.clone() for name, value in side.saved.items()}
+        side.model.load_state_dict(saved, assign=True)
+        side.slots.clear()
+        side.renew_optimizer()
+    elif side.saved:
         side.model.load_state_dict(side.saved)
 
 

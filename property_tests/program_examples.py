@@ -232,6 +232,20 @@ EXAMPLES: dict[str, list[Program]] = {
         for index in (0, 1)
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     ],
+    "other data before unshard": [
+        Program(
+            actions=(
+                ("train", 0),
+                change,
+                ("unshard_unit", 0, async_op),
+                ("save",),
+                ("reshard_unit", 0),
+                *STEPS,
+            )
+        )
+        for change in (("write", 0, "assign"), ("cast", "float32", False))
+        for async_op in (False, True)
+    ],
     "a hook on an output that reads weights": [
         below(Part(core="tensor_hook", form=form, use=use), prefetch=prefetch)
         for form, use, prefetch in [

@@ -43,7 +43,7 @@ class Part(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Options(_Short):
-    """How units are sharded; ``skip`` shards a second time, by ``if_sharded``."""
+    """How units are sharded, and what steps them."""
 
     strategy: str = "FULL_SHARD"
     door: Literal["composable", "wrapper"] = "composable"
@@ -58,6 +58,10 @@ class Options(_Short):
     """The optimizer is made before the model is sharded."""
     keep_full: bool = False
     """Units stay full between steps (``set_reshard_after_backward``)."""
+    pairs: bool = False
+    """Neighbours become one unit, two by two (a list of modules)."""
+    apart: bool = False
+    """The root of the model is no unit: each of its children is a root."""
     fill: bool = False
     """Unused parameters take part with zeros (``set_reduce_scatter_unused_params``)."""
 

@@ -44,6 +44,7 @@ REFUSALS: list[tuple[set[str], str]] = [
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),
     ({"action:inside_summon"}, "holds the full parameters of"),
     ({"action:clip_as_plain"}, "scaled after they were averaged"),
+    ({"call:functional"}, "was removed or replaced by a Tensor"),
     # An optimizer that made state of the plain model's shapes.
     ({"option:early"}, "made before fully_shard"),
 ]

@@ -13,12 +13,15 @@ from composable_fsdp import (
     Block,
     CPUOffload,
     ShardingStrategy,
+    fully_shard,
     set_reduce_scatter_unused_params,
     set_reshard_after_backward,
 )
+from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.testing.models import legal_units
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from property_tests.casting import named
 from property_tests.program_model import build, unit_paths
 from property_tests.program_recipes import Options, Program
 from tests.runtime.reference import apply_units
@@ -66,9 +69,11 @@ class Side:
         self.program, self.rank, self.sharded = program, rank, world is not None
         model = build(program)
         self.units = ["", *legal_units(model, unit_paths(model))]
+        if program.options.apart:
+            self.units = self.units[1:]
         kind = program.options.optimizer
         optimizer = optimizer_of(kind, model) if program.options.early else None
-        self.model = shard(model, self.units[1:], program.options) if world else model
+        self.model = shard(model, self.units, program.options) if world else model
         self.optimizer = optimizer or optimizer_of(kind, self.model)
         self.slots: list[Slot] = []
         self.kept: dict[str, Tensor] = {}
@@ -94,19 +99,26 @@ class Side:
 
 
 def shard(model: nn.Module, units: list[str], options: Options) -> nn.Module:
-    """Apply either door."""
-    model = apply_units(
-        model,
-        units,
-        path=options.door,
-        style=options.style,
-        strategy=ShardingStrategy[options.strategy],
-        backward_prefetch=options.prefetch and BackwardPrefetch[options.prefetch],
-        forward_prefetch=options.forward_prefetch,
-        cpu_offload=CPUOffload(offload_params=True) if options.offload else None,
-        limit_all_gathers=options.limit,
-        **({"block": Block[options.block]} if options.door == "composable" else {}),
-    )
+    """Apply either door to the modules at ``units``, the root's the empty name."""
+    offload = CPUOffload(offload_params=True) if options.offload else None
+    arguments: dict[str, Any] = {
+        "strategy": ShardingStrategy[options.strategy],
+        "backward_prefetch": options.prefetch and BackwardPrefetch[options.prefetch],
+        "forward_prefetch": options.forward_prefetch,
+        "cpu_offload": offload,
+        "limit_all_gathers": options.limit,
+    }
+    if options.door == "composable":
+        arguments["block"] = Block[options.block]
+    below = [unit for unit in units if unit]
+    if options.door == "composable" and (options.pairs or options.apart):
+        for group in families(units, 2 if options.pairs else 1):
+            modules = [model.get_submodule(unit) for unit in group]
+            fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+    else:
+        model = apply_units(
+            model, below, path=options.door, style=options.style, **arguments
+        )
     if options.keep_full:
         set_reshard_after_backward(model, False)
     if options.fill:
@@ -114,18 +126,47 @@ def shard(model: nn.Module, units: list[str], options: Options) -> nn.Module:
     return model
 
 
+def families(units: list[str], size: int) -> list[list[str]]:
+    """The units in groups of neighbours of one parent, inner ones first."""
+    found: dict[str, list[list[str]]] = {}
+    for unit in units:
+        groups = found.setdefault(unit.rpartition(".")[0] if unit else "-", [])
+        if not groups or len(groups[-1]) == size:
+            groups.append([])
+        groups[-1].append(unit)
+    every = [group for groups in found.values() for group in groups]
+    return sorted(every, key=lambda group: -group[0].count(".") - bool(group[0]))
+
+
+def own_parts(
+    model: nn.Module, full: dict[str, Tensor]
+) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """Per name, the sharded leaf and this rank's part of ``full[name]``."""
+    names = {id(p): name for name, p in named(model).items()}
+    found = {}
+    for state in _get_fsdp_states(model):
+        handle = state.handle
+        # Of a unit that is full by hand the modules show the full leaves.
+        shown = {id(leaf): id(other) for _, _, leaf, other in handle.swaps}
+        for region in handle.regions:
+            for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
+                name = names.get(id(leaf)) or names[shown[id(leaf)]]
+                found[name] = leaf, part_of(region, slot, full[name], like=leaf)
+    return found
+
+
 def equal_parts(model: nn.Module, world_size: int) -> list[tuple[str, str]]:
     """Pairs of parameters of which every rank holds the same part."""
+    names = {id(p): name for name, p in named(model).items()}
     parts: dict[Any, list[str]] = {}
     for state in _get_fsdp_states(model):
         for region in state.handle.regions:
-            for slot in region.layout.parameters:
+            slots = zip(region.layout.parameters, region.leaves, strict=True)
+            for slot, leaf in slots:
                 spans = [
                     region.layout.interval(slot, rank) for rank in range(world_size)
                 ]
-                if not region.is_cut:
-                    spans = []
-                shape = (slot.shape, region.shard.dtype, tuple(spans))
-                name = f"{state.handle.full_fqn}.{slot.fqn}".lstrip(".")
-                parts.setdefault(shape, []).append(name)
-    return [(a, b) for names in parts.values() for a in names for b in names if a < b]
+                shape = slot.shape, leaf.dtype, tuple(spans) if region.is_cut else ()
+                if id(leaf) in names:
+                    parts.setdefault(shape, []).append(names[id(leaf)])
+    return [(a, b) for group in parts.values() for a in group for b in group if a < b]

@@ -63,6 +63,8 @@ def options() -> st.SearchStrategy[Options]:
         optimizer=st.sampled_from(list(OPTIMIZERS)),
         early=st.sampled_from([False, False, True]),
         keep_full=st.sampled_from([False, False, False, True]),
+        pairs=st.sampled_from([False, False, False, True]),
+        apart=st.sampled_from([False, False, False, True]),
         fill=st.sampled_from([False, False, False, True]),
     )
 
@@ -77,6 +79,7 @@ def _action(name: str, *arguments: object) -> st.SearchStrategy[Action]:
     )
 
 
+HOOKS = ["scale", "in_place", "input", "input_in_place", "gradient", "output_gradient"]
 BACKWARDS = [
     *["plain"] * 4,
     "retain",
@@ -124,7 +127,7 @@ def actions() -> st.SearchStrategy[list[Action]]:
     gradients = [
         _action("clip", [0.3, 1e3], [2.0, 1.0, float("inf")]),
         _action("keep", ["none", "all", "odd", "even"]),
-        _action("change_gradients", ["mul_", "assign", "clone", "zero"]),
+        _action("change_gradients", ["mul_", "assign", "clone", "zero", "provide"]),
         _action("swap", INDEX, INDEX),
         _action("leaf_hook", INDEX, ["tensor", "post"]),
     ]
@@ -144,6 +147,8 @@ def actions() -> st.SearchStrategy[list[Action]]:
     states = [
         _action("save"),
         _action("load"),
+        _action("load", ON),
+        _action("module_hook", INDEX, HOOKS),
         _action("optimizer_round_trip"),
         _action("summon", INDEX, ON, ON),
         _action("inside_summon", ["make", "step"]),
@@ -210,7 +215,25 @@ def _possible(program: Program) -> Program:
     if program.options.door == "wrapper" and "call:functional" in program.words():
         options = replace(program.options, door="composable")
         return replace(program, options=options)
+    if program.options.apart:
+        return _apart(program)
     return program
+
+
+def _apart(program: Program) -> Program:
+    """Children of the root as roots: all that is trained is in them."""
+    options = replace(program.options, door="composable", pairs=False)
+    children = tuple(
+        replace(child, unit="both" if child.unit in ("core", "both") else "piece")
+        for child in map(_unshared, program.root.children)
+    )
+    root = replace(program.root, core="plain", children=children, unit="piece")
+    return replace(program, root=root, options=options)
+
+
+def _unshared(part: Part) -> Part:
+    children = tuple(map(_unshared, part.children))
+    return replace(part, again=None, children=children)
 
 
 FUNCTIONAL = {"call:jvp", "call:vjp", "call:vmap"}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from composable_fsdp import get_full_grad
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -25,8 +26,7 @@ from property_tests import program_actions
 from property_tests.casting import named
 from property_tests.program_recipes import Action, Program
 from property_tests.program_refusals import REFUSALS
-from property_tests.program_side import Side, equal_parts
-from tests.access.sharded import own_parts
+from property_tests.program_side import Side, equal_parts, own_parts
 
 REDUCING = (
     "backward",
@@ -34,6 +34,8 @@ REDUCING = (
     "parameter_gradients",
     "raise_in_backward",
 )
+WITHIN = ("forward", "raise_in_forward", "copy_aside")
+"""Actions in which a module may run a backward of its own."""
 ON_SHARDS = (
     "write",
     "use_average",
@@ -136,7 +138,8 @@ class Run:
             shown, error = attempt(function, side, *arguments)
             plain_error = plain_error or error
             seen.append(shown)
-        if plain_error is None and name in REDUCING:
+        within = name in WITHIN and self.plain[0].synced and not self.local
+        if plain_error is None and (name in REDUCING or within):
             self.average(action)
         grads = [p.grad for p in self.plain[0].model.parameters()]
         if not finite((seen, grads)):  # on any rank
@@ -200,10 +203,11 @@ class Run:
         Which units do is theirs to say: those that ran, and what is trainable there.
         """
         assert self.ours is not None
-        table = named(self.ours.model)
+        # Of all ranks, because one that holds nothing of a parameter has none.
+        held = {n: get_full_grad(self.ours.model, n) for n in named(self.ours.model)}
         for side in self.plain:
             for name, p in named(side.model).items():
-                if p.grad is None and p.requires_grad and table[name].grad is not None:
+                if p.grad is None and p.requires_grad and held[name] is not None:
                     p.grad = torch.zeros_like(p)
 
     def ended(

@@ -8,9 +8,12 @@ from torch import nn
 from composable_fsdp.access.schedule import own_state
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
 from composable_fsdp.runtime import unshard as verbs
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
+from composable_fsdp.runtime.regroup import follow_requires_grad
+from composable_fsdp.runtime.take_up import take_up_unless_on_meta
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
@@ -61,6 +64,11 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     context = _context(state, "unshard")
     handle = state.handle
     if not handle.gathered or handle.retiring:
+        if context.outermost is None and not leaves_are_home(handle):
+            # ``p.data = ...``, a cast, a freeze: the next forward would find it later.
+            take_up_unless_on_meta(state)
+            if is_regrouped(handle):
+                follow_requires_grad(context, handle)
         if context.streams is not None and context.outermost is None:
             # The optimizer wrote the shards on the caller's stream. Inside a forward,
             # which has waited for it, a wait would end the overlap.
