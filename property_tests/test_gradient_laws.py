@@ -134,12 +134,18 @@ def run(world: World, program: Program) -> Iterator[str]:
         for i, (p, q) in enumerate(
             zip(theirs.parameters, ours.parameters, strict=True)
         ):
+            if not q.numel():
+                continue  # of no element here: None, or what the user has set
             if p.grad is None or q.grad is None:
                 if (p.grad is None) != (q.grad is None):
                     yield f"action {step} {name}: .grad of p{i} is {q.grad}"
             elif not same(model, f"p{i}", p.grad, q.grad):
                 yield f"action {step} {name}: .grad of p{i} is {q.grad}"
-        for (i, a), (_, b) in zip(theirs.kept, ours.kept, strict=True):
+        held = {i for i, q in enumerate(ours.parameters) if q.numel()}
+        kept = [
+            [each for each in side.kept if each[0] in held] for side in (theirs, ours)
+        ]
+        for (i, a), (_, b) in zip(*kept, strict=True):
             if not same(model, f"p{i}", a, b):
                 yield f"action {step} {name}: kept of p{i} is {b}, expected {a}"
 

@@ -117,14 +117,15 @@ def clip_grad_norm_(
                 found = _left_gradients(region, chosen)
             where += found
             gradients += found
-    if not gradients and any(p.numel() for p in parameters):
-        warnings.warn(_NO_GRADIENTS, stacklevel=2)
     # Powers overflow half precision, and a rank that holds no element of a parameter
     # has to send what the others send: so a dtype that the parameters alone decide.
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
     total = _total_norm(plain, sharded, kind)
+    # A rank that holds nothing of the parameters with gradients has none either.
+    if not gradients and any(p.numel() for p in parameters) and not total.item():
+        warnings.warn(_NO_GRADIENTS, stacklevel=2)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_ expects finite gradients (error_if_nonfinite=True), and "

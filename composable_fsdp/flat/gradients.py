@@ -24,6 +24,7 @@ from composable_fsdp.flat.parameter import (
     FlatParameter,
     make_grad_shard,
     shard_views,
+    with_absent,
 )
 
 
@@ -45,8 +46,9 @@ def is_whole(region: FlatParameter) -> bool:
     """Whether the views of the flat gradient, if there is one, view it still."""
     if region.grad_shard is None:
         return True
-    parts = region.grad_shard, *region.grad_views
-    return region.grad_places == (*map(Tensor.data_ptr, parts),)
+    # The place of an empty view is 0.
+    places = [0 if view is None else view.data_ptr() for view in region.grad_views]
+    return region.grad_places == (region.grad_shard.data_ptr(), *places)
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
@@ -91,6 +93,8 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
         region.leaves, region.grad_views, arrived, region.shown, strict=True
     ):
         gradient = leaf.grad
+        if view is None:
+            continue  # of no element
         if gradient is None:
             if not shown:
                 stale.append(view)
@@ -113,11 +117,14 @@ def add_to_each(
     In place, whatever tensors they are; a leaf without one gets its part. Sends
     nothing.
     """
-    parts, _ = shard_views(region, sums, rows=rows)
+    views, _ = shard_views(region, sums, rows=rows)
+    parts = with_absent(region, views)
     for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
         if not hit:
             continue
-        if leaf.grad is None:
+        if part is None:
+            leaf.grad = None
+        elif leaf.grad is None:
             leaf.grad = part.to(region.grad_dtype, copy=True)
         else:
             leaf.grad.add_(part)
@@ -156,7 +163,9 @@ def hold_gradients(region: FlatParameter, *, rows: bool) -> None:
     for leaf, gradient, view in zip(
         region.leaves, gradients, region.grad_views, strict=True
     ):
-        if gradient is None:
+        if view is None:
+            leaf.grad = None  # of no element, if a user has set it
+        elif gradient is None:
             stale.append(view)
         elif gradient is not view:
             # Set by the user: from here on it lives in the flat gradient.

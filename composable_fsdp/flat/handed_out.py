@@ -31,6 +31,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.parameter import (
     FlatParameter,
     shard_views,
+    with_absent,
 )
 from composable_fsdp.planning.layout import RegionLayout
 
@@ -152,16 +153,20 @@ def leaf_gradients(
         return [None] * len(region.leaves)
     if gradient is region.grad_shard and is_whole(region):
         return list(region.grad_views)
-    return list(shard_views(region, gradient, rows=handle.rows)[0])
+    views, _ = shard_views(region, gradient, rows=handle.rows)
+    return list(with_absent(region, views))
 
 
 def set_leaf_gradient(
     handle: FlatParamHandle, region: FlatParameter, index: int, value: Tensor | None
 ) -> None:
-    """Write one leaf's gradient; in a flat one, zeros stand for ``None``."""
+    """Write one leaf's gradient; in a flat one, zeros stand for ``None``.
+
+    A leaf that has no element here has none.
+    """
     leaf = region.leaves[index]
     if region.flat is None:
-        if value is None:
+        if value is None or index in region.absent:
             leaf.grad = None
         elif leaf.grad is not None:
             leaf.grad.copy_(value)
@@ -172,6 +177,8 @@ def set_leaf_gradient(
         return
     _hold(handle, region)
     view = region.grad_views[index]
+    if view is None:
+        return
     if value is None:
         view.zero_()
     else:
@@ -195,7 +202,8 @@ def _add(handle: FlatParamHandle, region: FlatParameter) -> None:
     _hold(handle, region)
     for leaf, view in zip(region.leaves, region.grad_views, strict=True):
         if leaf.grad is not None:
-            view.add_(leaf.grad)
+            if view is not None:
+                view.add_(leaf.grad)
             leaf.grad = None
 
 

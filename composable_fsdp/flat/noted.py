@@ -106,6 +106,7 @@ def _choose(
     chosen = [
         (view.storage_offset() + view.numel() * i // count, index)
         for index, view in enumerate(region.grad_views)
+        if view is not None
         for count in [min(most, view.numel())]
         for i in range(count)
     ]

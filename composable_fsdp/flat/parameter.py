@@ -31,6 +31,7 @@ class FlatParameter:
 
     __slots__ = (
         "__weakref__",
+        "absent",
         "arrived",
         "division",
         "device",
@@ -79,6 +80,8 @@ class FlatParameter:
     owner: Callable[[], Any]
     """The state of the unit, weakly; for the hooks of ``full_leaves``."""
     leaves: tuple[nn.Parameter, ...]
+    absent: tuple[int, ...]
+    """Numbers of the leaves that have no element here, and have some on other ranks."""
     full_leaves: tuple[nn.Parameter, ...]
     reduce_buffer: Tensor | None
     reduce_views: tuple[Tensor, ...]
@@ -87,7 +90,8 @@ class FlatParameter:
     grad_dtype: torch.dtype
     """Dtype of ``grad_shard``: the parameters', unless low precision is kept."""
     grad_shard: Tensor | None
-    grad_views: tuple[Tensor, ...]
+    grad_views: tuple[Tensor | None, ...]
+    """What the leaves show: views of ``grad_shard``, and ``None`` for an absent one."""
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
     grad_places: tuple[int, ...]
@@ -232,6 +236,10 @@ def _make_sharded_leaves(
         if region.grad_dtype != view.dtype:
             parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
+    slots = region.layout.parameters
+    region.absent = tuple(
+        [i for i, view in enumerate(views) if slots[i].numel and not view.numel()]
+    )
     region.arrived = bytearray(len(parameters))
     region.shown = region.unshown = bytes(len(parameters))
     region.waiting = [None] * len(parameters)
@@ -337,6 +345,20 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
         numel, device = region.layout.shard_numel, region.device
         shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
     views, region.grad_gaps = shard_views(region, shard, rows=rows)
-    region.grad_shard, region.grad_views = shard, tuple(views)
     region.shown = region.unshown
     region.grad_places = (*map(Tensor.data_ptr, (shard, *views)),)
+    region.grad_shard = shard
+    region.grad_views = with_absent(region, views) if region.absent else tuple(views)
+
+
+def with_absent(
+    region: FlatParameter, gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """``gradients`` of the leaves, ``None`` for those that have no element here.
+
+    As with FSDP1: of an empty gradient a mean would be NaN, and a maximum an error.
+    """
+    shown = list(gradients)
+    for index in region.absent:
+        shown[index] = None
+    return tuple(shown)

@@ -225,6 +225,7 @@ def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
             if not is_flat and id(region.leaves[index]) not in held:
                 continue
             slot, view = region.layout.parameters[index], region.grad_views[index]
+            assert view is not None  # it has noted elements
             name = shown(join(handle.full_fqn, slot.fqn))
             is_part = view.numel() < slot.numel
             found.append(

@@ -189,7 +189,9 @@ def state_to_load(
                 for name in sorted(values)
             }
             # In the order in which they were saved, as a plain optimizer loads them.
-            state_of[member.fqn] = {name: parts[name] for name in values}
+            # No step would bring up to date what a rank without elements had.
+            if not member.is_absent:
+                state_of[member.fqn] = {name: parts[name] for name in values}
     options = _split(aligned_groups(groups, saved, own), sizes)
     chosen = [_chosen(state_of, each, named=named) for each in options]
     return chosen if named else list(map(join, groups_of, chosen))

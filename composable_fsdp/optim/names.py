@@ -40,6 +40,33 @@ class Named:
         """Whether ranks hold parts of it."""
         return self.handle is not None and self.handle.groups.shard is not None
 
+    @property
+    def holders(self) -> range:
+        """The ranks of the shard group that hold elements of it; all, of an empty one.
+
+        Of a parameter that a unit holds.
+        """
+        assert self.region is not None
+        assert self.slot is not None
+        return self.region.layout.holders(self.slot)
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether other ranks hold elements of it, and this one has none to step on."""
+        return is_absent(self.parameter)
+
+    @property
+    def speaks_for_absent(self) -> bool:
+        """Whether this rank is the first that holds elements, and another has none."""
+        assert self.region is not None
+        return self.has_absent and self.region.rank == self.holders[0]
+
+    @property
+    def has_absent(self) -> bool:
+        """Whether a rank of the shard group holds nothing of it; alike on all."""
+        assert self.region is not None
+        return len(self.holders) < self.region.layout.world_size
+
 
 def require_pair(model: object, optim: object, what: str) -> None:
     """Raise TypeError in the name of ``what`` unless this is a model and an optimizer.
@@ -238,3 +265,17 @@ def place_of(
     """Region and slot of the unit's leaf number ``index``."""
     region, at = region_of(handle, index)
     return region, region.layout.parameters[at]
+
+
+def is_absent(parameter: object) -> bool:
+    """Whether ranks hold elements of a unit's parameter, and this one none.
+
+    It has no state then; unless a flat parameter has it, which steps on padding.
+    """
+    if not isinstance(parameter, torch.Tensor) or parameter.numel():
+        return False
+    found = find_leaf(parameter)
+    if found is None:
+        return False
+    region, slot = place_of(*found)
+    return slot.numel > 0 and region.flat is None

@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.flat_form import per_original
 from composable_fsdp.optim.keys import state_by_name
-from composable_fsdp.optim.names import Group, Named, given_names, name_parameters
+from composable_fsdp.optim.names import (
+    Group,
+    Named,
+    given_names,
+    is_absent,
+    name_parameters,
+)
 from composable_fsdp.optim.per_original import originals, spread
 from composable_fsdp.planning.checks import is_dtensor
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -23,12 +29,32 @@ wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
 
 
 def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optim.state_dict()`` with plain tensors of this rank's shapes, per original."""
+    """``optim.state_dict()`` with plain tensors of this rank's shapes, per original.
+
+    Without state of parameters of which this rank holds no element.
+    """
     token = wants_parts.set(True)
     try:
-        return spread(optim.param_groups, _plain(optim, optim.state_dict()))
+        found = spread(optim.param_groups, _plain(optim, optim.state_dict()))
     finally:
         wants_parts.reset(token)
+    # Of an absent parameter an earlier load may have left some, which no step has
+    # brought up to date.
+    state, number = dict(found["state"]), 0
+    for group in originals(optim.param_groups):
+        for parameter in group["params"]:
+            if is_absent(parameter) and is_empty(state.get(number, {})):
+                state.pop(number, None)
+            number += 1
+    return {**found, "state": state}
+
+
+def is_empty(values: Any) -> bool:
+    """Whether a state has no element; one from before a cut, or of a mean, has."""
+    return isinstance(values, dict) and not any(
+        isinstance(value, Tensor) and value.ndim and value.numel()
+        for value in values.values()
+    )
 
 
 def _plain(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

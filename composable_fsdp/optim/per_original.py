@@ -247,7 +247,8 @@ def require_joinable(parts: list[Part], each: list[dict[str, Any]]) -> None:
         lacking: list[str] = []
         for part, values in zip(parts, each, strict=True):
             if name not in values:
-                lacking.append(part.name)
+                # Of no element here, the state has none to lack.
+                lacking += [part.name] if part.leaf.numel() else []
             elif values[name] is not ... and not is_elementwise(
                 part, name, values[name]
             ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,26 +12,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_flat_values
-from composable_fsdp.comm import collectives
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
     FullOptimStateDictConfig,
     StateDictType,
 )
-from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.flat import storage
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import shown
+from composable_fsdp.optim.exchange import is_scalar, require_same_state
 from composable_fsdp.optim.guard import require_elementwise
 from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.local import local_state
 from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
 from composable_fsdp.optim.parts import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
-from composable_fsdp.optim.telling import shard_groups, telling, units_known
+from composable_fsdp.optim.telling import telling, units_known
 from composable_fsdp.runtime.recover import settle
 from composable_fsdp.state_dict.settings import get_state_dict_type
-from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
@@ -116,7 +112,7 @@ def full_state(
         if values and wanted:
             result[named.fqn] = {
                 # What is cut is replaced as soon as its unit has been gathered.
-                k: v if named.is_cut and not _is_scalar(v) else _copy(v, to_cpu)
+                k: v if named.is_cut and not is_scalar(v) else _copy(v, to_cpu)
                 for k, v in values.items()
             }
     for indices in by_handle.values():
@@ -182,85 +178,6 @@ def _copy(value: Any, to_cpu: bool) -> Any:
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.ndim == 0
-
-
-def _misfit(named: Named, values: dict[str, Any]) -> str:
-    """Say which state is not element-wise; empty if all is, or nothing is cut."""
-    if not named.is_cut:
-        return ""
-    for key, value in values.items():
-        if not _is_scalar(value) and value.shape != named.parameter.shape:
-            return (
-                f"Optimizer state {key!r} of {shown(named.fqn)} has shape "
-                f"{tuple(value.shape)}; expected a scalar or the shape of this rank's "
-                f"shard, {tuple(named.parameter.shape)}. State that is not "
-                "element-wise, or made before fully_shard, cannot be put together from "
-                "shards: use an element-wise optimizer, and make it hold state only "
-                "after fully_shard."
-            )
-    return ""
-
-
-Entry = tuple[str, list[str]]
-"""A parameter's name, and the names of its state tensors."""
-
-
-def require_same_state(
-    members: list[Named],
-    states: list[dict[str, Any]],
-    by_handle: dict[int, list[int]],
-    units: Sequence[_FSDPState] = (),
-) -> None:
-    """Refuse on all ranks what one of them cannot put together.
-
-    First, because a rank that raises alone, or has nothing to send, hangs the others.
-    The groups of ``units`` take part, whether or not the optimizer has their parameters
-    here.
-    """
-    misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
-    problem = next(filter(None, misfits), "")
-    by_group: dict[dist.ProcessGroup, list[Entry]]
-    by_group = {group: [] for group in shard_groups(units)}
-    for indices in by_handle.values():
-        for i in indices:
-            handle = members[i].handle
-            assert handle is not None
-            assert handle.groups.shard is not None
-            keys = sorted(k for k, v in states[i].items() if not _is_scalar(v))
-            entry = (members[i].fqn, keys)
-            by_group.setdefault(handle.groups.shard, []).append(entry)
-    for entries in by_group.values():
-        entries.sort()
-    # All exchanges before any error, so that nobody is missed in the next one.
-    told = [
-        (mine, collectives.all_gather_object((mine, problem), group))
-        for group, mine in by_group.items()
-    ]
-    for mine, answers in told:
-        for rank, (theirs, their_problem) in enumerate(answers):
-            if their_problem:
-                raise CheckpointError(
-                    their_problem if problem else f"On rank {rank}: {their_problem}"
-                )
-            if theirs != mine:
-                raise DesyncError(_difference(mine, theirs, rank))
-    if problem:
-        raise CheckpointError(problem)
-
-
-def _difference(mine: list[Entry], theirs: list[Entry], rank: int) -> str:
-    nothing: Entry = ("nothing more", [])
-    pairs = zip_longest(mine, theirs, fillvalue=nothing)
-    here, there = next(pair for pair in pairs if pair[0] != pair[1])
-    return (
-        f"Optimizer state differs over ranks: here {shown(here[0])} has {here[1]}, on "
-        f"rank {rank} of the shard group {shown(there[0])} has {there[1]}. Build the "
-        "optimizer with the same parameters on every rank, and step all of them."
-    )
-
-
 def _gather(
     members: list[Named],
     states: list[dict[str, Any]],
@@ -273,7 +190,7 @@ def _gather(
     handle = members[indices[0]].handle
     assert handle is not None
     names = sorted(
-        {k for i in indices for k, v in states[i].items() if not _is_scalar(v)}
+        {k for i in indices for k, v in states[i].items() if not is_scalar(v)}
     )
     if first_only and not handle.groups.in_first_replica:
         return
@@ -285,7 +202,7 @@ def _gather(
         for i in indices:
             value = states[i].get(name)
             region, slot = members[i].region, members[i].slot
-            if value is None or region is None or slot is None or _is_scalar(value):
+            if value is None or region is None or slot is None or is_scalar(value):
                 continue
             at = region.layout.shard_offset(slot, region.rank)
             shard = shards[handle.regions.index(region)]

@@ -11,11 +11,11 @@ from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.single import Held, close, find_parameter, own_part
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.naming import shown
+from composable_fsdp.optim.exchange import require_same_state
 from composable_fsdp.optim.guard import require_elementwise
 from composable_fsdp.optim.names import Named, require_pair
 from composable_fsdp.optim.over_originals import over_originals
 from composable_fsdp.optim.per_original import originals
-from composable_fsdp.optim.save import require_same_state
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.optim.telling import telling
 from composable_fsdp.optim.watch import meet
@@ -41,7 +41,9 @@ def get_full_optim_state(
     if not isinstance(found, Held):
         return {key: _clone(value) for key, value in values.items()}
     cut = {id(found.handle): [0]} if named.is_cut else {}
-    require_same_state([named], [values], cut)
+    states = [values]
+    require_same_state([named], states, cut)
+    (values,) = states
     result: dict[str, Any] = {}
     # Sorted, because ranks send them one after the other.
     for key in sorted(values):
@@ -62,16 +64,20 @@ def set_full_optim_state(
     Each rank passes the same and keeps its part; names that ``state`` leaves out stay
     as they are. Sends nothing.
     Raises: as ``get_full_optim_state``; CheckpointError, for a name that the optimizer
-    does not keep or another shape, and nothing is written.
+    does not keep or another shape, and nothing is written; for a name only where the
+    rank keeps state.
     """
     found, named = _find(model, optim, fqn, "set_full_optim_state")
     state_of = over_originals(optim).state
-    own = state_of.get(named.parameter, {})
+    own = known = state_of.get(named.parameter, {})
+    if named.is_absent:
+        # Nothing is kept here: as of others, as far as this rank can tell.
+        known = {key for values in optim.state.values() for key in values}
     for key, value in state.items():
-        if own and key not in own:
+        if known and key not in known:
             raise CheckpointError(
                 f"set_full_optim_state: {type(optim).__name__} keeps no {key!r} for "
-                f"{shown(fqn)}. {close(key, own)}"
+                f"{shown(fqn)}. {close(key, known)}"
             )
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape not in ((), named.shape):
@@ -79,6 +85,8 @@ def set_full_optim_state(
                 f"set_full_optim_state expects {key!r} of {shown(fqn)} as a scalar or "
                 f"in the parameter's full shape {named.shape}, got {shape}."
             )
+    if named.is_absent:
+        return
     parts = {}
     for key, value in state.items():
         if isinstance(value, Tensor):

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from composable_fsdp.access.single import region_of
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.replaced import times_replaced
 from composable_fsdp.flat.stepped import is_watching, note_step
@@ -27,6 +28,7 @@ from composable_fsdp.optim.guard import (
     require_no_flat_originals,
     require_own_state,
 )
+from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.scaling import require_common_decision
 from composable_fsdp.optim.shown import (
     handles_of,
@@ -38,6 +40,7 @@ from composable_fsdp.optim.strangers import look_for_strangers
 from composable_fsdp.optim.trial import STAND_IN
 from composable_fsdp.optim.unknown import require_tried
 from composable_fsdp.optim.watch import meet
+from composable_fsdp.state_dict.torch_asks import steps_for_state
 
 _LOOKED_AT = 2
 """The first step sees state that was there before, the second what the first made."""
@@ -119,10 +122,27 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         met = _met.get(optim)
         if met is None:
             return
-        if is_watching():
+        if is_watching() and not steps_for_state():
             note_step(met.handles)
         if met.absent:
             _step_absent(optim, met)
+        if not optim.state:
+            _note_steps_elsewhere(optim)
+
+
+def _note_steps_elsewhere(optim: torch.optim.Optimizer) -> None:
+    """Have an optimizer without state show that others have some, by an empty one.
+
+    ``torch.distributed.checkpoint.state_dict`` steps with zeros where there is none:
+    here alone, and this rank would have state of what no step has reached.
+    """
+    for leaf in parameters_of(optim):
+        place = find_leaf(leaf) if is_absent(leaf) else None
+        if place is not None:
+            region, index = region_of(*place)
+            if region.shown[index]:
+                optim.state[leaf] = {}
+                return
 
 
 class _Absent(NamedTuple):
@@ -139,10 +159,11 @@ def _absent_leaves(optim: torch.optim.Optimizer) -> tuple[_Absent, ...]:
     """Unit by unit, those whose versions steps move: fused kernels move none."""
     global _any_absent
     found: dict[int, _Absent] = {}
-    groups = (group for group in optim.param_groups if not group.get("fused"))
-    for leaf in (leaf for group in groups for leaf in group["params"]):
+    leaves = [(leaf, group) for group in optim.param_groups for leaf in group["params"]]
+    for leaf, group in leaves:
         place = None if leaf.numel() else find_leaf(leaf)
-        if place is not None:
+        _any_absent = _any_absent or place is not None
+        if place is not None and not group.get("fused"):
             handle, index = place
             each = found.setdefault(
                 id(handle), _Absent(weakref.ref(handle), handle.epoch, [])
@@ -152,7 +173,6 @@ def _absent_leaves(optim: torch.optim.Optimizer) -> tuple[_Absent, ...]:
                 index -= len(handle.regions[number].leaves)
                 number += 1
             each.leaves.append((leaf, number, index))
-    _any_absent = _any_absent or bool(found)
     return tuple(found.values())
 
 

@@ -10,16 +10,18 @@ for it.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handed_out import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join, shown
+from composable_fsdp.optim.exchange import require_same_state
 from composable_fsdp.optim.flat_form import (
     flat_part,
     give_flat,
@@ -28,13 +30,15 @@ from composable_fsdp.optim.flat_form import (
 )
 from composable_fsdp.optim.guard import cut_leaf
 from composable_fsdp.optim.names import Named, place_of
-from composable_fsdp.optim.parts import unwrapped, wants_parts
+from composable_fsdp.optim.parts import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.per_original import has_flats
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_unasked, part_for
+from composable_fsdp.optim.telling import telling
 from composable_fsdp.state_dict.in_force import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.state_dict.torch_asks import Asked, asked_by_torch
+from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 def meet(optim: object) -> None:
@@ -90,8 +94,11 @@ def _members(
 def _give(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
     """What ``state_dict()`` returns: sharded values, or what torch's functions ask.
 
-    Collective: none; as ``optim_state_dict`` for ``full_state_dict=True`` of
-    ``torch.distributed.checkpoint.state_dict``.
+    Of a parameter of which this rank holds no element there is no state: what an
+    earlier load left of it would be older than that of the others.
+
+    Collective: none; as ``optim_state_dict`` for the functions of
+    ``torch.distributed.checkpoint.state_dict``, which want every parameter's state.
     Raises: CheckpointError, for state that is not element-wise.
     """
     if wants_parts.get():
@@ -105,14 +112,49 @@ def _give(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
     whole = asked is not None
     members = _members(optim, state_dict["param_groups"], whole=whole)
     state = dict(state_dict["state"])
-    for key, named in members.items():
-        if key in state:
-            state[key] = {
-                name: _shown(named, name, value) for name, value in state[key].items()
-            }
-            if asked is None and named.handle is not None:
-                mark_unasked(named.handle, state[key], shown(named.fqn))
+    with telling([] if asked is None else _get_fsdp_states(asked.model)):
+        for key, named in members.items():
+            if named.is_absent and is_empty(state.get(key, {})):
+                state.pop(key, None)
+            elif key in state:
+                state[key] = _all_shown(named, state[key])
+                if asked is None and named.handle is not None:
+                    mark_unasked(named.handle, state[key], shown(named.fqn))
+    if asked is None:
+        if any(named.is_cut and named.has_absent for named in members.values()):
+            # Ranks have other entries: to gather one would wait for ranks without.
+            for value in chain.from_iterable(
+                state[k].values() for k in members if k in state
+            ):
+                if isinstance(value, ShardedValue):
+                    value.home = None
+    else:
+        told = _told(asked.model, members, state_dict["state"])
+        state |= {key: _all_shown(members[key], each) for key, each in told.items()}
     return {**state_dict, "state": state}
+
+
+def _told(
+    model: nn.Module, members: dict[Any, Named], state: dict[Any, Any]
+) -> dict[Any, dict[str, Any]]:
+    """The states, by key, of parameters of which this rank holds no element."""
+    cut = {key: named for key, named in members.items() if named.is_cut}
+    states = [state.get(key, {}) for key in cut]
+    by_handle: dict[int, list[int]] = {}
+    # By name and not as the optimizer has them: what is sent follows this order.
+    for i, named in sorted(enumerate(cut.values()), key=lambda pair: pair[1].fqn):
+        by_handle.setdefault(id(named.handle), []).append(i)
+    units = _get_fsdp_states(model)
+    require_same_state(list(cut.values()), states, by_handle, units)
+    return {
+        key: values
+        for (key, named), values in zip(cut.items(), states, strict=True)
+        if named.is_absent and values
+    }
+
+
+def _all_shown(named: Named, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: _shown(named, name, value) for name, value in values.items()}
 
 
 def _shown(named: Named, name: str, value: Any) -> Any:
@@ -171,4 +213,10 @@ def _take(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
         else values
         for key, values in state_dict["state"].items()
     }
+    for key, named in members.items():
+        # No rank saves any; but some optimizers count on the state that they made with
+        # the parameter. State from before sharding has the full shape, and is dropped.
+        own = optim.state.get(named.parameter)
+        if key not in state and named.is_absent and own is not None and is_empty(own):
+            state[key] = own
     return unwrapped({**state_dict, "state": state})

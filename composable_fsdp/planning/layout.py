@@ -122,6 +122,13 @@ class RegionLayout:
         start = min(max(low, 0), slot.numel)
         return start, min(max(low + self.shard_numel, 0), slot.numel)
 
+    def holders(self, slot: ParameterSlot) -> range:
+        """The ranks that hold elements of the parameter; all, if it has none."""
+        if not slot.numel:
+            return range(self.world_size)
+        last = (slot.offset + slot.numel - 1) // self.shard_numel
+        return range(slot.offset // self.shard_numel, last + 1)
+
     def shard_offset(self, slot: ParameterSlot, rank: int) -> int:
         """Where in ``rank``'s shard its part starts (0 if it has none)."""
         start, stop = self.interval(slot, rank)

@@ -4,7 +4,8 @@ Autograd never sees a sharded leaf, so nobody else would call them. As in a plai
 the tensor hooks (``register_hook``) come first and may replace what has just been
 computed; the hooks after accumulation find the total in ``.grad``. Both get this rank's
 part, averaged over ranks, in the dtype of ``.grad``: once per reduction, also where the
-rank holds no element of the parameter.
+rank holds no element of the parameter, because a hook may send something. There the
+part is empty, and ``.grad`` shows it only while the hooks run.
 
 ``_backward_hooks`` and ``_post_accumulate_grad_hooks`` are private attributes of a
 tensor: a dict, or None where nobody registered (checked on torch 2.13).
@@ -60,8 +61,13 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
     """Call the hooks of leaves whose ``.grad`` was just set or added to."""
     for leaf in leaves:
         hooks = leaf._post_accumulate_grad_hooks
+        is_absent = not leaf.numel() and leaf.grad is None
+        if is_absent:
+            leaf.grad = torch.empty_like(leaf, dtype=leaf.grad_dtype)
         for hook in tuple(hooks.values()) if hooks else ():
             hook(leaf)
+        if is_absent:
+            leaf.grad = None
 
 
 def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> None:
@@ -86,6 +92,8 @@ def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> 
             own, leaf.grad = leaf.grad, view
             call_post_hooks([leaf])
             left, leaf.grad = grad_of(leaf), own
+            if view is None:
+                continue
             if left is None:
                 view.zero_()
             elif left is not view:

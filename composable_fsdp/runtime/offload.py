@@ -70,7 +70,7 @@ def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
             for i, (leaf, view) in enumerate(
                 zip(region.leaves, region.grad_views, strict=True)
             )
-            if leaf.grad is not None and leaf.grad is not view
+            if leaf.grad is not None and leaf.grad is not view is not None
         }
         hold_gradients(region, rows=rows)
         for leaf in region.leaves:
@@ -110,10 +110,10 @@ def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
     ):
         if not hit:
             continue
-        if leaf.grad is not None:
+        if leaf.grad is not None and view is not None:
             # The loss used the sharded parameter itself, beside its unit.
             view.add_(leaf.grad)
-        leaf.grad = owned[i].copy_(view) if i in owned else view
+        leaf.grad = owned[i].copy_(view) if i in owned and view is not None else view
         shown.append(leaf)
     return shown
 

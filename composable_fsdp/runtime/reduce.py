@@ -364,7 +364,7 @@ def _settle(reduction: Reduction) -> None:
         ):
             if hit:
                 meanwhile = leaf.grad
-                if meanwhile is not None and meanwhile is not view:
+                if meanwhile is not None and meanwhile is not view is not None:
                     # The loss used the sharded parameter itself, beside its unit.
                     view.add_(meanwhile)
                 leaf.grad = view

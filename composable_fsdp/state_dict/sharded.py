@@ -168,8 +168,9 @@ class ShardedValue(Tensor):
 
         Collective: one broadcast over the shard group from each rank that holds
         elements; none if one rank holds all. All its ranks must call.
-        Raises: CheckpointError, for a value that came from a file or another process
-        and is in several parts; PhaseError, if the group was destroyed.
+        Raises: CheckpointError, for a value that came from a file, another process or
+        ``optimizer.state_dict()`` and is in several parts; PhaseError, if the group was
+        destroyed.
         """
         shape = tuple(self.shape)
         if self.is_meta:
@@ -179,9 +180,11 @@ class ShardedValue(Tensor):
         if self.home is None or self.home.group is None:
             raise CheckpointError(
                 f"full_tensor expects a value whose process group is known, got one of "
-                f"shape {shape} that was pickled, with {describe(self)}. Give it to "
-                "load_state_dict of a model sharded alike, and take the state dict "
-                "under StateDictType.FULL_STATE_DICT."
+                f"shape {shape} that was pickled, with {describe(self)}, or that "
+                "optimizer.state_dict() gave, which other ranks may not have. Give it "
+                "to load_state_dict of a model or optimizer sharded alike, and take "
+                "the state dict under StateDictType.FULL_STATE_DICT, that of an "
+                "optimizer by optim_state_dict(model, optim)."
             )
         intervals = [self._interval(rank) for rank in range(self.world_size)]
         group, device = self.home.group.get(), self.home.device

@@ -68,6 +68,26 @@ def _read(names: Any) -> Asked | None:
     return None
 
 
+_STEP_FRAMES = 8
+"""From a hook of a step to who steps: torch's wrapper, a profiler's, a scheduler's."""
+
+
+def steps_for_state() -> bool:
+    """Whether the step that is running only makes an optimizer have state.
+
+    With zeros for gradients, and a learning rate of zero; by a rank alone, if it holds
+    no element and so has no state where the others have.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_STEP_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _MODULE:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def ranks_that_save() -> int:
     """How many ranks write the checkpoint that is being planned."""
     group: dist.ProcessGroup | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from composable_fsdp.naming import shown
 from composable_fsdp.optim.keys import require_same_options
+from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.over_originals import OverOriginals, over_originals
 from composable_fsdp.optim.parts import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS
@@ -221,7 +222,7 @@ class OptimizerLoad:
                 ids, self.groups[g], own["params"], strict=True
             ):
                 state = self.optim.state.get(parameter, {})
-                if member is not None:
+                if member is not None and not is_absent(parameter):
                     state = self.states[id(member)]
                 if state:
                     states[i] = state

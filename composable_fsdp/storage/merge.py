@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from composable_fsdp.storage.manifest import (
     Region,
     RegionState,
     Single,
+    Slot,
     Stored,
 )
-from composable_fsdp.storage.part import Part, RegionPart
+from composable_fsdp.storage.part import Part, RegionPart, StateKey
 
 Told = tuple[Part, File, dict[str, int]]
 """A rank's part, its file, and where the entries begin in it."""
@@ -119,18 +122,9 @@ def _region(
             "..) were written by no rank. Call save on every rank that the model is "
             "sharded over."
         )
-    rank, first = describer
+    first = describer[1]
     assert first.slots is not None
-    for r in range(count):
-        other_rank, other = found[r]
-        if _kinds(other) != _kinds(first):
-            raise CheckpointError(
-                f"Optimizer state differs over ranks: unit {shown(first.unit)} "
-                f"({shown(first.first)} ..) has {_kinds(first)} on rank {rank} of the "
-                f"save and {_kinds(other)} on rank {other_rank}. Build the optimizer "
-                "with the same parameters in the same order on every rank, and step "
-                "all of them."
-            )
+    slots_of = _states(first.slots, [found[r] for r in range(count)])
 
     def place(r: int, key: str) -> Place:
         return Place(found[r][0], told[found[r][0]][2][key])
@@ -138,17 +132,19 @@ def _region(
     states = tuple(
         RegionState(
             name,
-            dtype,
+            first.states[name, kind][0],
             slots,
             tuple(place(r, found[r][1].states[name, kind][2]) for r in range(count)),
         )
-        for (name, kind), (dtype, slots, _) in first.states.items()
+        for (name, kind), slots in slots_of.items()
     )
+    values = {
+        i: _shifted(told_values, shifts[other_rank])
+        for other_rank, other in found.values()
+        for i, told_values in other.values.items()
+    }
     slots = tuple(
-        type(slot)(
-            slot.fqns, slot.shape, slot.offset, _shifted(slot.values, shifts[rank])
-        )
-        for slot in first.slots
+        replace(slot, values=values.get(i, {})) for i, slot in enumerate(first.slots)
     )
     return Region(
         first.unit,
@@ -159,6 +155,47 @@ def _region(
         tuple(place(r, found[r][1].key) for r in range(count)),
         states,
     )
+
+
+def _states(
+    slots: Sequence[Slot], parts: Sequence[tuple[int, RegionPart]]
+) -> dict[StateKey, tuple[int, ...]]:
+    """The states of one region, and which slots have them; ``parts`` by shard.
+
+    Raises: CheckpointError, if a rank that holds elements lacks what another has.
+    """
+    having: dict[StateKey, set[int]] = {}
+    for _, part in parts:
+        for key, (_, found, _) in part.states.items():
+            having.setdefault(key, set()).update(found)
+    for key, wanted in having.items():
+        for rank, part in parts:
+            held = {i for i in wanted if _holds(part, slots[i])}
+            mine = set(part.states[key][1]) if key in part.states else set()
+            if mine == held:
+                continue
+            lacking = (held - mine).pop()
+            other_rank, other = next(
+                each
+                for each in parts
+                if key in each[1].states and lacking in each[1].states[key][1]
+            )
+            raise CheckpointError(
+                f"Optimizer state differs over ranks: unit {shown(part.unit)} "
+                f"({shown(part.first)} ..) has {_kinds(other)} on rank {other_rank} of "
+                f"the save and {_kinds(part)} on rank {rank}. Build the optimizer "
+                "with the same parameters in the same order on every rank, and step "
+                "all of them."
+            )
+    return {key: tuple(sorted(found)) for key, found in having.items()}
+
+
+def _holds(part: RegionPart, slot: Slot) -> bool:
+    """Whether the rank of ``part`` holds elements of a parameter; or it has none."""
+    numel, start = prod(slot.shape), part.shard * part.shard_numel
+    if not numel:
+        return True
+    return slot.offset < start + part.shard_numel and start < slot.offset + numel
 
 
 def _kinds(part: RegionPart) -> dict[Any, tuple[int, ...]]:

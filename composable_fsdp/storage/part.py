@@ -1,13 +1,17 @@
 """One rank's part of a checkpoint: the entries of its file, and what they are.
 
 A shard is written by the first replica that holds it, a tensor that is not cut by rank
-0 of the save. Each region is described by the first rank of its unit; rank 0 of the
-save puts the descriptions and the places of the entries together (``merge``).
+0 of the save. Each region is described by the first rank of its unit, the state of each
+parameter that is no tensor of elements by the first rank that holds elements of it;
+rank 0 of the save puts the descriptions and the places of the entries together
+(``merge``). A rank writes each state that any rank has for parameters of a region; it
+hears of those that it has none of (``Part.kinds``, ``add_missing``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,7 +58,9 @@ class RegionPart:
     """A parameter of it, for messages."""
     key: str
     states: dict[StateKey, tuple[torch.dtype, tuple[int, ...], str]]
-    """Slots that have it, and the entry's key."""
+    """Slots of which elements are here that have it, and the entry's key."""
+    values: dict[int, dict[str, Json]] = field(default_factory=dict)
+    """State that is no tensor of elements, by the slots that this rank describes."""
     slots: tuple[Slot, ...] | None = None
 
 
@@ -84,6 +90,49 @@ class Part:
         default_factory=dict
     )
     """Dtype and shape of every entry."""
+
+    def kinds(self) -> Kinds:
+        """The states that each region has here."""
+        return {
+            (region.unit, region.index): {
+                key: dtype for key, (dtype, _, _) in region.states.items()
+            }
+            for region in self.regions
+        }
+
+
+Kinds = dict[tuple[str, int], dict[StateKey, torch.dtype]]
+"""By unit and index of a region: the states that it has."""
+
+
+def digest(kinds: Kinds) -> str:
+    """A few characters that differ if kinds do; none without a region."""
+    told = sorted((region, sorted(states)) for region, states in kinds.items())
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16] if told else ""
+
+
+def add_missing(part: Part, pieces: list[Piece], told: Iterable[Kinds]) -> None:
+    """Have the rank write, as zeros, states of its regions that only others have.
+
+    It holds no element of their parameters, or ``merge`` refuses what it lacks.
+    """
+    everyone: Kinds = {}
+    for kinds in told:
+        for region, states in kinds.items():
+            everyone.setdefault(region, {}).update(states)
+    for own in part.regions:
+        for (name, kind), dtype in everyone[own.unit, own.index].items():
+            if (name, kind) in own.states:
+                continue
+            entry = f"{own.key}.{name}"
+            if entry in part.tensors:
+                entry = f"{entry}.{dtype}"
+            numel = own.shard_numel
+            own.states[name, kind] = dtype, (), entry
+            part.tensors[entry] = dtype, (numel,)
+            pieces.append(
+                Piece(entry, dtype, (numel,), partial(_state_pieces, [], numel, dtype))
+            )
 
 
 class PartMaker:
@@ -184,18 +233,19 @@ class PartMaker:
             {},
         )
         self.part.regions.append(part)
-        values: list[dict[str, Json]] = []
         members: dict[StateKey, list[tuple[int, int, Tensor]]] = {}
         for i, leaf in enumerate(region.leaves):
-            at = held.part(layout.parameters[i])[2]
-            mine = states.get(id(leaf), {})
-            values.append({})
-            for name, value in mine.items():
+            if i in region.absent:
+                continue  # what there is of it here may be older than elsewhere
+            slot = layout.parameters[i]
+            at, speaks = held.part(slot)[2], layout.holders(slot)[0] == region.rank
+            for name, value in states.get(id(leaf), {}).items():
                 if _is_elementwise(name, value, leaf, held.names[i][0]):
                     state = (name, str(value.dtype))
                     members.setdefault(state, []).append((i, at, value))
-                elif held.handle.groups.is_first:
-                    values[i][name] = self._value(name, value, held.names[i][0])
+                elif speaks:
+                    told = self._value(name, value, held.names[i][0])
+                    part.values.setdefault(i, {})[name] = told
         for (name, _), found in members.items():
             dtype = found[0][2].dtype
             require_storable(dtype, f"optimizer state {name!r} of {part.first!r}")
@@ -216,10 +266,8 @@ class PartMaker:
             )
         if held.handle.groups.is_first:
             part.slots = tuple(
-                Slot(names, slot.shape, slot.offset, value)
-                for names, slot, value in zip(
-                    held.names, layout.parameters, values, strict=True
-                )
+                Slot(names, slot.shape, slot.offset, {})
+                for names, slot in zip(held.names, layout.parameters, strict=True)
             )
 
     def _value(self, name: str, value: Any, fqn: str) -> Json:

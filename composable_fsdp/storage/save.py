@@ -40,7 +40,7 @@ from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.outcome import Team, team_of
-from composable_fsdp.storage.part import Part, PartMaker
+from composable_fsdp.storage.part import Part, PartMaker, add_missing, digest
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
@@ -72,9 +72,10 @@ def save(
         keep: how many checkpoints to keep of those beside ``path`` whose names differ
             from its in digits only; older ones are removed after the commit.
 
-    Collective: two small gathers and a broadcast of objects on a private gloo group of
-    the ranks of the module's mesh (all ranks, for a plain module), which the first call
-    makes; all of them must call. No tensor is sent.
+    Collective: two small gathers (three, where a rank has no optimizer state that
+    others have) and a broadcast of objects on a private gloo group of the ranks of the
+    module's mesh (all ranks, for a plain module), which the first call makes; all of
+    them must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     team = team_of(module)
@@ -102,7 +103,8 @@ def prepare(
 ) -> Job:
     """Collect what this rank writes and make the directory; all ranks or none.
 
-    Collective: one gather of objects on the team's group.
+    Collective: one gather of objects on the team's group; a second where ranks have
+    other kinds of optimizer state.
     """
     target, temporary, error = "", "", None
     part, pieces = Part(), list[Piece]()
@@ -120,12 +122,15 @@ def prepare(
     except Exception as raised:
         error = raised
     try:
-        answers = team.agree(error, (target, temporary, before))
-        raise_unseen(team, [before for _, _, before in answers])
+        kinds = part.kinds()
+        answers = team.agree(error, (target, temporary, before, digest(kinds)))
+        raise_unseen(team, [before for _, _, before, _ in answers])
+        if len({each for *_, each in answers if each}) > 1:
+            add_missing(part, pieces, team.agree(None, kinds))
     except BaseException:
         _discard(temporary)
         raise
-    target, temporary, _ = answers[0]
+    target, temporary, *_ = answers[0]
     return Job(target, temporary, part, in_order(pieces), keep)
 
 

@@ -71,6 +71,14 @@ def own_parts(
     }
 
 
+def own_gradient(leaf: Tensor) -> Tensor:
+    """``.grad``; where the rank holds no element, and so has none, an empty tensor."""
+    if leaf.grad is None and not leaf.numel():
+        return torch.empty_like(leaf)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def message_of(act: Callable[[], object]) -> str:
     """Kind and text of what ``act`` raises, without the rank at its end."""
     try:

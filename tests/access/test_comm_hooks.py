@@ -26,7 +26,14 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import RankCount, both_paths, gpt, message_of, own_parts
+from tests.access.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    own_gradient,
+    own_parts,
+)
 from tests.runtime.reference import gpt_input, loss_of
 
 STRATEGIES = [
@@ -151,9 +158,9 @@ def check_compressed(world: World, name: str, origin: str, no_shard: bool) -> No
             if p.grad is not None
         }
     for fqn, (leaf, part) in own_parts(model, full).items():
-        assert leaf.grad is not None
-        assert leaf.grad.dtype == torch.float32
-        assert torch.equal(leaf.grad, part), fqn
+        gradient = own_gradient(leaf)
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, part), fqn
 
 
 @pytest.mark.parametrize("no_shard", [False, True])

@@ -31,6 +31,7 @@ from composable_fsdp.testing.models import TinyGPT, module_at, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.live import examples
+from tests.access.sharded import own_gradient
 from tests.runtime.events import units_of, watched
 from tests.runtime.reference import (
     PATHS,
@@ -130,7 +131,7 @@ def whole(gradient: Tensor | None) -> Tensor:
 
 def whole_gradients(world: World, model: nn.Module) -> dict[str, Tensor]:
     """Full gradients, flat, gathered from all ranks."""
-    mine = {n: whole(p.grad) for n, p in model.named_parameters()}
+    mine = {n: whole(own_gradient(p)) for n, p in model.named_parameters()}
     every = world.gather(mine)
     return {n: torch.cat([ranks[n] for ranks in every]) for n in mine}
 

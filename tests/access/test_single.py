@@ -236,6 +236,7 @@ def check_refused(world: World) -> dict[str, str]:
         ),
         "inside": message_of(inside),
         "meta": message_of(on_meta),
+        "holds": "yes" * bool(model.get_parameter("head.weight").numel()),
     }
     assert _same(dict(model.state_dict()), before)
     return texts
@@ -253,7 +254,9 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
     ranks: RankCount,
 ) -> None:
     """With the names that come close, the shape expected, or the moment."""
-    for texts in ranks(2).run(check_refused):
+    found = ranks(2).run(check_refused)
+    assert any(texts["holds"] for texts in found)
+    for texts in found:
         assert (
             "has no parameter 'blocks.0.norm.weigth'. Close to it are 'bloc"
             in (texts["name"])
@@ -267,10 +270,11 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
         assert "got int. Pass the whole tensor" in texts["kind"]
         assert "'positions.weight', which is frozen" in texts["frozen"]
         assert "'norm.weight' is not in the AdamW" in texts["other"]
-        assert (
-            "AdamW keeps no 'exp' for 'head.weight'. Close to it are 'exp_avg'"
-            in texts["key"]
-        )
+        if texts["holds"]:
+            assert (
+                "AdamW keeps no 'exp' for 'head.weight'. Close to it are 'exp_avg'"
+                in texts["key"]
+            )
         assert "full shape (17, 8), got (3,)" in texts["state"]
         assert "inside unshard_params of" in texts["inside"]
         assert "which is on meta and has no memory yet" in texts["meta"]

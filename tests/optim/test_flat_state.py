@@ -103,6 +103,13 @@ def check_same_state(world: World, path: str, kind: StateDictType) -> None:
             given = optimizer.state_dict()
             assert _same(optim_state_dict(model, optimizer, given), states[-1])
     flat, expected = states
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        # Where the rank holds nothing, a flat parameter steps on padding beside it.
+        flat["state"] = {
+            name: values
+            for name, values in flat["state"].items()
+            if name in expected["state"] or values["exp_avg"].numel()
+        }
 
     assert _same(in_order(flat, expected), expected)
 

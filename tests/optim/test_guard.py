@@ -148,7 +148,7 @@ class RowMeans(optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
-            if p.ndim > 1:
+            if p.ndim > 1 and p.grad is not None:
                 self.state[p]["row_means"] = p.grad.mean(1)
 
 

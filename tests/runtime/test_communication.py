@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import CustomPolicy, ShardingStrategy, fully_shard, plan
+from composable_fsdp import (
+    CustomPolicy,
+    ShardingStrategy,
+    fully_shard,
+    get_full_grad,
+    plan,
+)
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.testing.models import TinyGPT, module_at
@@ -161,7 +167,8 @@ def reduce_adapter(world: World) -> tuple[Counts, int, int]:
     buffers = [
         r for r in frozen if r.reduce_buffer is not None or r.grad_shard is not None
     ]
-    with_grad = [p for p in model.parameters() if p.grad is not None]
+    names = [name for name, _ in model.named_parameters()]
+    with_grad = [n for n in names if get_full_grad(model, n) is not None]
     return counts(calls), len(buffers), len(with_grad)
 
 
@@ -197,7 +204,9 @@ def run_frozen_middle(world: World) -> tuple[Counts, bool]:
     with record() as calls:
         backward(loss_of(model, torch.ones(2, 8)))
     return counts(calls), all(
-        p.grad is not None for p in model.parameters() if p.requires_grad
+        (p.grad is None) == (not p.numel())
+        for p in model.parameters()
+        if p.requires_grad
     )
 
 

@@ -313,7 +313,7 @@ def call_hooks_by_hand(world: World) -> None:
     assert x.grad is not None
     assert torch.allclose(x.grad, weight.sum(0).expand(2, 4))
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    assert len(grads) == 2
+    assert len(grads) == sum(p.numel() > 0 for p in module_at(model, "0").parameters())
 
 
 @pytest.mark.req("S1-38")

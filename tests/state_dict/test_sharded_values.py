@@ -83,12 +83,20 @@ def look(world: World, path: str) -> list[str]:
     model = gpt(path)
     optimizer = adamw(model.parameters())
     step(model, optimizer, world.rank, 0)
-    shown = optimizer.state_dict()["state"].values()
     whole = optim_state_dict(model, optimizer)["state"]
-    names = [name for name, _ in model.named_parameters()]
-    for name, state in zip(names, shown, strict=True):
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        asked = optim_state_dict(model, optimizer)["state"]
+    for name, state in asked.items():
         value = state["exp_avg"]
         assert torch.equal(value.full_tensor(), whole[name]["exp_avg"]), name
+    shown = optimizer.state_dict()["state"]
+    mine = [i for i, p in enumerate(model.parameters()) if p.numel()]
+    assert list(shown) == mine
+    # Ranks hold other ones, so nobody waits for those that have none to gather.
+    assert all(
+        "by optim_state_dict(" in message_of(v["exp_avg"].full_tensor)
+        for v in shown.values()
+    )
 
     file = io.BytesIO()
     # Nobody asked for parts above, and those are not pickled.

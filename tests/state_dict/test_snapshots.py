@@ -109,7 +109,7 @@ def refusals(world: World, path: str, folder: Path) -> dict[str, str]:
         dcp_save(model.state_dict(), checkpoint_id=folder)
     with state_dict_type(model, LOCAL):
         weights: Any = model.state_dict()
-        state = optim_state_dict(model, optimizer)["state"]["head.weight"]
+        state = next(iter(optim_state_dict(model, optimizer)["state"].values()))
     found = {}
     for name, saved in (("model", weights), ("optim", {"m": state["exp_avg"]})):
         for how, attempt in attempts(saved, folder).items():

@@ -95,7 +95,8 @@ def narrow() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def averages(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [state["exp_avg"] for state in optimizer.state.values()]
+    values = [state["exp_avg"] for state in optimizer.state.values()]
+    return [value for value in values if value.numel()]
 
 
 def check_wide_state(world: World, folder: Path) -> list[bool]:

@@ -151,8 +151,8 @@ def check_one_bad_rank(world: World, folder: Path) -> list[str]:
 
 def step_on_one(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """State that the other ranks do not have."""
-    parameter = next(model.parameters())
-    parameter.grad = torch.ones_like(parameter)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
 
