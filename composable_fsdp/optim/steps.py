@@ -40,6 +40,7 @@ from composable_fsdp.optim.strangers import look_for_strangers
 from composable_fsdp.optim.trial import STAND_IN
 from composable_fsdp.optim.unknown import require_tried
 from composable_fsdp.optim.watch import meet
+from composable_fsdp.runtime.unshard import versions
 from composable_fsdp.state_dict.torch_asks import steps_for_state
 
 _LOOKED_AT = 2
@@ -69,6 +70,11 @@ class _Met:
 _met: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Met] = (
     weakref.WeakKeyDictionary()
 )
+_unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandle]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Units kept full, unwritten before a step that only makes state: that step changes
+versions and no value."""
 _applications = 0
 _any_absent = False
 """Whether an optimizer holds leaves without elements; else no step looks for them."""
@@ -90,6 +96,12 @@ def look_at_optimizers() -> None:
 def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    if is_watching() and steps_for_state():
+        _unwritten[optim] = [
+            handle
+            for handle in handles_of(optim)
+            if handle.full_since is not None and handle.full_since == versions(handle)
+        ]
     prepare_flats(optim)
     require_no_block(optim)
     require_common_factor(optim)
@@ -122,8 +134,12 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         met = _met.get(optim)
         if met is None:
             return
-        if is_watching() and not steps_for_state():
-            note_step(met.handles)
+        if is_watching():
+            if optim in _unwritten:
+                for handle in _unwritten.pop(optim):
+                    handle.full_since = versions(handle)
+            else:
+                note_step(met.handles)
         if met.absent:
             _step_absent(optim, met)
         if not optim.state:

@@ -34,6 +34,7 @@ from composable_fsdp import (
     optim_state_dict,
     optim_state_dict_to_load,
     save,
+    set_reshard_after_backward,
     set_state_dict_type,
 )
 from composable_fsdp.optim.names import is_absent
@@ -307,3 +308,79 @@ def check_copies(world: World) -> None:
 def test_a_ranks_own_state_dict_has_what_the_rank_holds(ranks: RankCount) -> None:
     """And goes back into an optimizer of the same plan."""
     ranks(3).run(check_copies)
+
+
+def check_asked_while_kept(world: World, name: str) -> None:
+    """Torch makes state by a step that changes nothing."""
+    for path in PATHS:
+        model = narrow(path)
+        set_reshard_after_backward(model, False)
+        optim = MAKE[name](model.parameters())
+        once(world, model)
+        optim.zero_grad()
+        get_optimizer_state_dict(model, optim)
+        loss_of(model, INPUT(0, world.rank))  # with what is kept: nothing was written
+        set_reshard_after_backward(model, True)
+        steps(world, model, optim, 0, 2)
+        weights, _ = plain_state(MAKE[name], world.world_size, 2)
+        apart = differences(model.state_dict(), weights)
+        assert all(value < 1e-5 for value in apart.values()), apart
+
+
+@pytest.mark.req("P-02", "P-03")
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_units_that_are_kept_full_stay_good_when_torch_makes_state(
+    ranks: RankCount, name: str
+) -> None:
+    """Its step writes nothing, on some ranks or on all."""
+    ranks(3).run(check_asked_while_kept, name)
+
+
+def check_empty_steps(world: World) -> None:
+    """Steps of no gradient, before and after those that train."""
+    model = narrow("composable")
+    optim = torch.optim.Adam(model.parameters(), lr=0.05)
+    optim.zero_grad()
+    optim.step()
+    assert not optim.state
+    assert optim_state_dict(model, optim)["state"] == {}
+    steps(world, model, optim, 0, 2)
+    optim.step()  # the gradients are cleared
+    whole = optim_state_dict(model, optim)
+    _, wanted = plain_state(MAKE["adam"], world.world_size, 2)
+    assert_state(whole["state"], wanted)
+    asked: Any = get_optimizer_state_dict(model, optim)
+    assert {values["step"].item() for values in asked["state"].values()} == {2}
+
+
+def test_a_step_without_gradients_makes_no_state(ranks: RankCount) -> None:
+    """On any rank; nor does torch then, which would on a rank that has none."""
+    ranks(3).run(check_empty_steps)
+
+
+def check_raw(world: World, folder: Path) -> None:
+    """Numbers are written by a rank that has them, whichever it is."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
+    optim = torch.optim.Adam(model.parameters(), lr=0.05)
+    lengths = []
+    for at in range(3):
+        backward(loss_of(model, INPUT(at, world.rank)))
+        optim.step()
+        optim.zero_grad()
+        lengths.append(len(optim.state_dict()["state"]))
+        if at == 1:
+            wanted = optim_state_dict(model, optim)
+            dcp_save({"optim": optim.state_dict()}, checkpoint_id=folder)
+    assert lengths == [sum(p.numel() > 0 for p in model.parameters())] * 3
+    assert lengths[0] < 4
+    found = {"optim": optim.state_dict()}
+    dcp_load(found, checkpoint_id=folder)
+    optim.load_state_dict(found["optim"])
+    assert _same(optim_state_dict(model, optim), wanted)
+
+
+def test_a_checkpoint_of_ranks_own_state_dicts_has_every_entry(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Also of parameters of which rank 0 holds nothing."""
+    ranks(3).run(check_raw, tmp_path)
