@@ -31,8 +31,6 @@ from composable_fsdp.naming import join, shown
 
 REFUSE = -2
 """Key of the refusal among a part's pre-hooks. Torch numbers from 0 up."""
-_OF_UNIT = -1
-"""Key of a unit's own pre-hook, as ``runtime.arrivals.OURS``."""
 
 
 def find_guards(
@@ -107,8 +105,6 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
     without a forward, is a shard, or is whole and would get this rank's gradient; the
     parameters of ``torch.func.functional_call`` are none.
     """
-    if _OF_UNIT in module._forward_pre_hooks:
-        return  # a unit's own module gathers by itself
     for path, holder in _holders(module, ""):
         for key, parameter in holder._parameters.items():
             found = find_leaf(parameter)

@@ -37,7 +37,11 @@ def relay(handle: FlatParamHandle) -> bool:
     """
     before = handle.regions
     made = build_handle(
-        _target(handle), groups=handle.groups, device=handle.device, sharded=True
+        _target(handle),
+        groups=handle.groups,
+        device=handle.device,
+        sharded=True,
+        guarded=handle.guards,  # the parts are the same modules
     )
     for name in FlatParamHandle.__slots__:
         if name not in _KEPT:

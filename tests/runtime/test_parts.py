@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from composable_fsdp import (
     CPUOffload,
+    ModuleWrapPolicy,
     PhaseError,
     ShardingStrategy,
     fully_shard,
@@ -431,6 +432,62 @@ def check_copies(world: World) -> None:
 def test_copies_refuse_calls_of_their_parts(ranks: RankCount) -> None:
     """A copy of a sharded unit, of a copy, and of a unit that is full by hand."""
     ranks(2).run(check_copies)
+
+
+class Break(RuntimeError):
+    """What a hook raises."""
+
+
+def check_laid_out_anew(world: World) -> None:
+    x = torch.ones(1, 4)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    fully_shard(model[0])
+    fully_shard(model)
+
+    def fail(*_: object) -> None:
+        raise Break
+
+    for each in (model, copy.deepcopy(model)):
+        each(x).sum().backward()
+        for p in each.parameters():
+            p.grad = None
+        each[0].weight.requires_grad_(False)
+        each[1][0].bias.requires_grad_(False)
+        hook = each[0].register_forward_pre_hook(fail)
+        with pytest.raises(Break):
+            each(x)
+        hook.remove()
+        y = each(x)
+        assert torch.equal(y, copy.deepcopy(each)(x))
+        y.sum().backward()
+        with pytest.raises(PhaseError, match="Linear '1.0' was called"):
+            each[1][0](x)
+        assert not any(REFUSE in m._forward_pre_hooks for m in (each, each[0]))
+
+
+def test_units_laid_out_anew_refuse_calls_of_their_parts_alone(
+    ranks: RankCount,
+) -> None:
+    """After a freeze, on a model and on a copy, and after a forward that raised."""
+    ranks(2).run(check_laid_out_anew)
+
+
+def check_tied(world: World) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    policy = ModuleWrapPolicy({nn.Linear})
+    fully_shard(model, policy=policy, tied_params="promote")
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    with pytest.raises(PhaseError, match="Linear '1' was called .* of '1.weight'"):
+        model[1](x)
+
+
+def test_a_unit_that_reads_a_weight_of_an_outer_one_is_a_part_of_that(
+    ranks: RankCount,
+) -> None:
+    """It gathers its bias and not the weight that it shares."""
+    ranks(2).run(check_tied)
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
