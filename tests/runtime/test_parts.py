@@ -460,7 +460,7 @@ def check_laid_out_anew(world: World) -> None:
         y = each(x)
         assert torch.equal(y, copy.deepcopy(each)(x))
         y.sum().backward()
-        with pytest.raises(PhaseError, match="Linear '1.0' was called"):
+        with pytest.raises(PhaseError, match=r"Linear '1\.0' was called"):
             each[1][0](x)
         assert not any(REFUSE in m._forward_pre_hooks for m in (each, each[0]))
 
@@ -479,7 +479,7 @@ def check_tied(world: World) -> None:
     fully_shard(model, policy=policy, tied_params="promote")
     x = torch.ones(1, 4)
     model(x).sum().backward()
-    with pytest.raises(PhaseError, match="Linear '1' was called .* of '1.weight'"):
+    with pytest.raises(PhaseError, match=r"Linear '1' was called .* of '1\.weight'"):
         model[1](x)
 
 
