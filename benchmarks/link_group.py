@@ -9,9 +9,9 @@ in which they were issued, as one communicator does::
     link [== A ======][== B ==================]
 
 What the collectives run on decides what time is: ``WallLink`` is done when the clock on
-the wall says so, and ``Schedule`` (``schedule.py``) notes calls and waits, from which
-times are computed for any link. Neither needs a thread: the link moves on while the
-caller computes, and ``wait`` sleeps for what is left.
+the wall says so, and ``BackwardSchedule`` (``schedule.py``) notes calls and waits, from
+which times are computed for any link. Neither needs a thread: the link moves on while
+the caller computes, and ``wait`` sleeps for what is left.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """What a step issued, waited for and computed, in order; and how long that would take.
 
-A ``Schedule`` is the network of a ``link_group`` that notes instead of sleeping. With
-``on_streams`` it also stands in for CUDA streams and events, on the CPU: ours, FSDP2
-and FSDP1 then go the way they go on a GPU, where the host runs ahead. ``counting``
-notes the operations of matrix products. The same model on fake tensors gives the same
-schedule without computing anything, at any size.
+A ``BackwardSchedule`` is the network of a ``link_group`` that notes instead of
+sleeping. With ``on_streams`` it also stands in for CUDA streams and events, on the CPU:
+ours, FSDP2 and FSDP1 then go the way they go on a GPU, where the host runs ahead.
+``counting`` notes the operations of matrix products. The same model on fake tensors
+gives the same schedule without computing anything, at any size.
 
-``Schedule.times`` then plays the events on a machine of so many operations a second
-with a link of so many bytes a second. It is arithmetic: no clock, the same every time.
+``BackwardSchedule.times`` then plays the events on a machine of so many operations a
+second with a link of so many bytes a second. It is arithmetic: no clock, the same every
+time.
 """
 
 from __future__ import annotations

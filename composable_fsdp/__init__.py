@@ -67,7 +67,7 @@ from composable_fsdp.errors import (
     PhaseError,
     PlanError,
 )
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.optim.flat_parameters import flat_parameter_groups, flat_parameters
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
@@ -101,10 +101,10 @@ from composable_fsdp.state_dict.settings import (
 )
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.storage.async_save import async_save
+from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
-from composable_fsdp.storage.fit import LoadReport
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import save

@@ -19,7 +19,7 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.policies import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [

@@ -22,7 +22,7 @@ ROOT_NAME = "(root)"
 """What messages call the module whose name is the empty string."""
 
 
-def join(prefix: str, name: str) -> str:
+def join_name(prefix: str, name: str) -> str:
     """Join two dotted names; either may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
@@ -49,6 +49,6 @@ def strip_wrapper_in_text(text: str) -> str:
     return re.sub(rf"(?<!\w)(?:{'|'.join(TRANSPARENT)})\.", "", text)
 
 
-def shown(name: str) -> str:
+def quoted(name: str) -> str:
     """Return ``name`` as messages print it: quoted, and the root by a word."""
     return repr(name) if name else ROOT_NAME

@@ -33,7 +33,7 @@ class Progress(Protocol):
 
 @contextmanager
 def progress(steps: int, *, device: torch.device, shown: bool) -> Iterator[Progress]:
-    """A bar on a terminal that has rich, lines elsewhere, nothing if not ``shown``."""
+    """A bar on a terminal that has rich, lines elsewhere, nothing if not ``quoted``."""
     if not shown:
         yield lambda loss, held_out, speed: None
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import MixedPrecision, set_reduce_scatter_unused_params
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.testing.models import build
 from composable_fsdp.testing.world import World

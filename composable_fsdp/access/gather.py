@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.flat import storage
+from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
 
 
@@ -39,7 +39,7 @@ def gather_flat_values(
         return shards
     wanted = not first_only or handle.groups.rank == 0
     fulls = [
-        storage.new_buffer(s.numel() * size if wanted else 0, s.dtype, s.device)
+        memory.new_buffer(s.numel() * size if wanted else 0, s.dtype, s.device)
         for s in shards
     ]
     filled = [i for i, s in enumerate(shards) if s.numel()]
@@ -89,7 +89,7 @@ def gather_part(
 
     Collective: one broadcast over ``group`` from each rank that holds elements.
     """
-    whole = storage.new_buffer(prod(shape), part.dtype, device)
+    whole = memory.new_buffer(prod(shape), part.dtype, device)
     for rank, (start, stop) in enumerate(intervals):
         if start == stop:
             continue

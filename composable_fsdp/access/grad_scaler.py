@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.flat.handed_out import flats_in, take_own_gradients
-from composable_fsdp.flat.noted import note_again
+from composable_fsdp.flat.flat_parameter import flats_in, move_own_gradients
+from composable_fsdp.flat.grad_samples import sample_again
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -84,9 +84,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
         The base class calls it once per optimizer and step, whatever came first.
         """
-        take_own_gradients(flats_in(optimizer.param_groups))
+        move_own_gradients(flats_in(optimizer.param_groups))
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        note_again()
+        sample_again()
         # Without a gradient on this rank the base class has looked at no device.
         found = found or {found_inf.device: found_inf}
         group = self.process_group or dist.group.WORLD

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.comm import collectives
-from composable_fsdp.flat.gradients import is_whole
-from composable_fsdp.flat.handed_out import (
+from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     find_flat,
     grad_of,
     leaf_gradients,
 )
+from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, sample_again
+from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
-from composable_fsdp.flat.noted import NOTES, note_again
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.tree.traversal import inside_wrappers
 
 _named_modules = nn.Module.named_modules
@@ -133,8 +133,8 @@ def clip_grad_norm_(
             "the step, or pass error_if_nonfinite=False."
         )
     _scale(gradients, total, max_norm, foreach=foreach is not False)
-    if NOTES:
-        note_again()
+    if GRAD_SAMPLES:
+        sample_again()
     return total
 
 
@@ -267,7 +267,7 @@ def _is_whole(region: FlatParameter) -> bool:
     if region.grad_shard is None:
         return False
     shown = all(map(is_, map(grad_of, region.leaves), region.grad_views))
-    return shown and is_whole(region)
+    return shown and views_are_intact(region)
 
 
 def _total_norm(

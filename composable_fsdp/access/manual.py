@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from composable_fsdp.access.schedule import own_state
+from composable_fsdp.access.schedule import state_of_unit
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat.external_changes import (
+    requires_grad_changed,
+    shards_are_unchanged,
+)
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.integrity import is_regrouped, leaves_are_home
 from composable_fsdp.runtime import unshard as verbs
+from composable_fsdp.runtime.external_changes import adopt_external_changes_unless_meta
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
-from composable_fsdp.runtime.regroup import follow_requires_grad
-from composable_fsdp.runtime.take_up import take_up_unless_on_meta
+from composable_fsdp.runtime.requires_grad import follow_requires_grad
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
@@ -60,14 +63,14 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     >>> hidden = model.body(x)                            # doctest: +SKIP
     >>> pending.wait()                                    # doctest: +SKIP
     """
-    state = own_state(module, "unshard")
+    state = state_of_unit(module, "unshard")
     context = _context(state, "unshard")
     handle = state.handle
     if not handle.gathered or handle.retiring:
-        if context.outermost is None and not leaves_are_home(handle):
+        if context.outermost is None and not shards_are_unchanged(handle):
             # ``p.data = ...``, a cast, a freeze: the next forward would find it later.
-            take_up_unless_on_meta(state)
-            if is_regrouped(handle):
+            adopt_external_changes_unless_meta(state)
+            if requires_grad_changed(handle):
                 follow_requires_grad(context, handle)
         if context.streams is not None and context.outermost is None:
             # The optimizer wrote the shards on the caller's stream. Inside a forward,
@@ -76,7 +79,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)
     if handle.full_since is None:
-        handle.full_since = verbs.versions(handle)
+        handle.full_since = verbs.shard_versions(handle)
     pending = UnshardHandle(handle)
     if async_op:
         return pending
@@ -93,7 +96,7 @@ def reshard(module: nn.Module) -> None:
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
     inside its own forward or backward, or inside ``unshard_params``.
     """
-    state = own_state(module, "reshard")
+    state = state_of_unit(module, "reshard")
     context = _context(state, "reshard")
     handle = state.handle
     if handle.calls or handle.task != NO_TASK:
@@ -103,7 +106,7 @@ def reshard(module: nn.Module) -> None:
             "full parameters. Call it before or after."
         )
     verbs.reshard(context, handle)
-    verbs.retire(context, keep=0)
+    verbs.free_oldest(context, keep=0)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -114,7 +117,7 @@ def is_sharded(module: nn.Module) -> bool:
 
     Raises: CompositionError, if ``module`` is no fully sharded module.
     """
-    return not own_state(module, "is_sharded").handle.is_full
+    return not state_of_unit(module, "is_sharded").handle.is_full
 
 
 def _context(state: _FSDPState, what: str) -> RuntimeContext:

@@ -31,7 +31,7 @@ def set_modules_to_forward_prefetch(
     ...     set_modules_to_forward_prefetch(this, [ahead])
     """
     what = "set_modules_to_forward_prefetch"
-    state = own_state(module, what)
+    state = state_of_unit(module, what)
     state.ahead_in_forward = _own_states(modules, what)
     state.prefetches_forward = (
         bool(state.ahead_in_forward) or state.options.forward_prefetch
@@ -50,7 +50,7 @@ def set_modules_to_backward_prefetch(
     Raises: CompositionError, if one of them is not a fully sharded module.
     """
     what = "set_modules_to_backward_prefetch"
-    state = own_state(module, what)
+    state = state_of_unit(module, what)
     state.ahead_in_backward = _own_states(modules, what)
 
 
@@ -88,7 +88,7 @@ def set_reshard_after_backward(
         state.reshard_after_backward = reshard_after_backward
 
 
-def own_state(module: nn.Module, what: str) -> _FSDPState:
+def state_of_unit(module: nn.Module, what: str) -> _FSDPState:
     """The state of the unit that ``module`` itself is; ``what`` was called on it."""
     require_module(module, what)
     inner = inside_wrappers(module)
@@ -104,4 +104,4 @@ def _own_states(modules: Sequence[nn.Module], what: str) -> tuple[_FSDPState, ..
             f"{what} expects a list of modules, got one {type(modules).__name__}. Pass "
             "[module]; an empty list restores the default."
         )
-    return tuple(own_state(each, what) for each in modules)
+    return tuple(state_of_unit(each, what) for each in modules)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.flat.handed_out import leaf_gradients, set_leaf_gradient
+from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import join, shown, strip_wrapper
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.runtime.recover import drop_full, settle
+from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -73,7 +73,7 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
     if not isinstance(found, Held):
         found.copy_(value)
     else:
-        drop_full(found.state)
+        free_all_full_params(found.state)
         found.leaf.copy_(own_part(found, value))
 
 
@@ -118,7 +118,7 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
     value = _checked(found, fqn, value, "set_full_grad")
     if not leaf.requires_grad:
         raise PhaseError(
-            f"set_full_grad was called for parameter {shown(fqn)}, which is frozen. "
+            f"set_full_grad was called for parameter {quoted(fqn)}, which is frozen. "
             "Call requires_grad_() on it first."
         )
     _set_grad(found, own_part(found, value) if isinstance(found, Held) else value)
@@ -149,7 +149,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Paramete
     for prefix, _, state in walk_states(module):
         for region in state.handle.regions:
             for index, slot in enumerate(region.layout.parameters):
-                names = [join(prefix, each) for each in slot.fqns]
+                names = [join_name(prefix, each) for each in slot.fqns]
                 known += names
                 if name in names:
                     return _settled(state, region, index, what)
@@ -165,11 +165,11 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Paramete
         known.append(strip_wrapper(other))
     raise CompositionError(
         f"{what}: {type(module).__name__} has no parameter {fqn!r}. "
-        f"{close(name, known)}"
+        f"{closest_names(name, known)}"
     )
 
 
-def close(name: str, known: Iterable[str]) -> str:
+def closest_names(name: str, known: Iterable[str]) -> str:
     """A sentence with the names like ``name``, or with how many there are."""
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, n=3)
@@ -179,7 +179,7 @@ def close(name: str, known: Iterable[str]) -> str:
 
 
 def _settled(state: _FSDPState, region: FlatParameter, index: int, what: str) -> Held:
-    settle(state, what)
+    require_between_steps(state, what)
     # Settling may have laid the regions out anew.
     slot_index = region.layout.parameters[index].index
     for each in state.handle.regions:
@@ -210,12 +210,12 @@ def _checked(found: Held | nn.Parameter, fqn: str, value: object, what: str) -> 
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise CompositionError(
-            f"{what} expects for parameter {shown(fqn)} its full shape {shape}, got "
+            f"{what} expects for parameter {quoted(fqn)} its full shape {shape}, got "
             f"{got}. Pass the whole tensor, the same on every rank."
         )
     if leaf.is_meta:
         raise PhaseError(
-            f"{what} was called for parameter {shown(fqn)}, which is on meta and has "
+            f"{what} was called for parameter {quoted(fqn)}, which is on meta and has "
             "no memory yet. Call model.to_empty(device=...) first."
         )
     return value

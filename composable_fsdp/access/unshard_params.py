@@ -11,19 +11,19 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from composable_fsdp.access.outcome import (
-    failed_ranks,
-    require_same_values,
-    tell_failure,
-)
 from composable_fsdp.access.settings import units_of
-from composable_fsdp.access.summon import _unshard_state
+from composable_fsdp.access.unsharded_unit import _unshard_state
+from composable_fsdp.access.writeback_consensus import (
+    failed_ranks,
+    report_failure,
+    require_same_values,
+)
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning import walk
-from composable_fsdp.runtime.offload import wait_for_copies
+from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import require_idle
-from composable_fsdp.runtime.unshard import retire
+from composable_fsdp.runtime.unshard import free_oldest
 from composable_fsdp.tree.root import ensure_root, forget_root
 from composable_fsdp.tree.state import (
     RuntimeContext,
@@ -126,8 +126,8 @@ def _summon(
         yield
     finally:
         context.summoned = None
-        retire(context, keep=0)
-        wait_for_copies(context)
+        free_oldest(context, keep=0)
+        synchronize_copy_stream(context)
 
 
 def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]:
@@ -214,7 +214,7 @@ def _unshard_states(
             raise  # thrown away, at a time that the ranks do not share
         except BaseException:
             if writeback:
-                tell_failure(handles)
+                report_failure(handles)
             raise
         if writeback:
             failed = failed_ranks(handles)

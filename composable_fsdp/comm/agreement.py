@@ -47,7 +47,7 @@ def can_compare(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) not in ("fake", "mpi")
 
 
-class Said(NamedTuple):
+class PeerMessage(NamedTuple):
     """What a rank said at a place, and the note that it left there."""
 
     rank: int
@@ -69,7 +69,7 @@ class Peers:
         self._topic = topic
         self._prefix, self._rank = "", dist.get_rank()
 
-    def say(self, place: str, text: str, note: str = "") -> Said | None:
+    def say(self, place: str, text: str, note: str = "") -> PeerMessage | None:
         """Say ``text`` at ``place``; what a peer said first, if that is something else.
 
         ``note`` goes along and is not compared. One round trip to the store; waits for
@@ -81,7 +81,7 @@ class Peers:
         first = bytes(_store().compare_set(key, "", mine)).decode()
         rank, _, rest = first.partition(" ")
         said, _, noted = rest.partition(_NOTE)
-        return None if said == text else Said(int(rank), said, noted)
+        return None if said == text else PeerMessage(int(rank), said, noted)
 
     def heard(self, place: str) -> str | None:
         """What was said at ``place`` first; ``None`` if nothing. Waits for nobody."""

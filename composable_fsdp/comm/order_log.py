@@ -30,7 +30,7 @@ from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.errors import DesyncError
 
 REDUCES = "reduces the gradients of "
-WITHOUT = ", with none for "
+NO_GRADIENT = ", with none for "
 """The words of a reduction: before the unit, and before what had no gradient."""
 
 NOTHING: Sequence[object] = (None,)
@@ -214,8 +214,8 @@ def contrast(mine: str, theirs: str) -> tuple[str, str]:
     >>> contrast("reduces a, with none for x, y", "reduces a, with none for y")
     ('reduces a, with none for x', 'reduces a')
     """
-    head, _, here = mine.partition(WITHOUT)
-    other_head, _, there = theirs.partition(WITHOUT)
+    head, _, here = mine.partition(NO_GRADIENT)
+    other_head, _, there = theirs.partition(NO_GRADIENT)
     if head != other_head:
         return mine, theirs
     return _less(head, here, there), _less(head, there, here)
@@ -224,7 +224,7 @@ def contrast(mine: str, theirs: str) -> tuple[str, str]:
 def _less(head: str, names: str, others: str) -> str:
     known = others.split(", ")
     left = [name for name in names.split(", ") if name not in known]
-    return f"{head}{WITHOUT}{', '.join(left)}" if any(left) else head
+    return f"{head}{NO_GRADIENT}{', '.join(left)}" if any(left) else head
 
 
 def waiting(note: str, reduced: str) -> str:
@@ -235,7 +235,7 @@ def waiting(note: str, reduced: str) -> str:
     """
     for line in note.splitlines():
         unit, _, names = line.partition(": ")
-        if reduced.partition(WITHOUT)[0] == REDUCES + unit:
+        if reduced.partition(NO_GRADIENT)[0] == REDUCES + unit:
             return f" and has no gradient yet for {names}"
     return ""
 

@@ -31,7 +31,7 @@ from composable_fsdp.compose.registry import (
     set_state,
 )
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import join, shown
+from composable_fsdp.naming import join_name, quoted
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -244,9 +244,9 @@ def _spell(keys: Iterator[str | None], name: str, names: _Names) -> None:
     names.modules.append(name)
     for found in (names.parameters, names.buffers):
         while (key := next(keys)) is not None:
-            found.append(join(name, key))
+            found.append(join_name(name, key))
     while (key := next(keys)) is not None:
-        _spell(keys, join(name, key), names)
+        _spell(keys, join_name(name, key), names)
 
 
 def _as_modules(api: str, module: object) -> Sequence[nn.Module]:
@@ -291,4 +291,4 @@ def _kind(value: object) -> str:
 
 
 def _place(name: str | None) -> str:
-    return "absent" if name is None else shown(name)
+    return "absent" if name is None else quoted(name)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_ranks
-from composable_fsdp.entries.under_ddp import meet_ddp
-from composable_fsdp.entries.values import prepare_values
+from composable_fsdp.entries.initial_values import prepare_values
+from composable_fsdp.entries.under_ddp import install_ddp_hook
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.naming import WRAPPED_MODULE, join, shown
-from composable_fsdp.optim.steps import look_at_optimizers
-from composable_fsdp.optim.strangers import leave_alone
+from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
+from composable_fsdp.optim.step_hooks import install_step_hooks
+from composable_fsdp.optim.unmanaged_params import mark_ignored
 from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
@@ -32,13 +32,13 @@ from composable_fsdp.planning.planner import (
     plan_modules,
 )
 from composable_fsdp.planning.precision import ignored_classes, overridden_classes
-from composable_fsdp.runtime.buffers import await_buffers
 from composable_fsdp.runtime.build import build_units
 from composable_fsdp.runtime.materialize import Init
+from composable_fsdp.runtime.meta_buffers import mark_meta_buffers
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.parts import install_part_hooks
-from composable_fsdp.tree.added import watch_registrations
+from composable_fsdp.tree.late_registration import watch_registrations
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 
@@ -139,7 +139,7 @@ def apply(
     awaiting = [on_meta and _have_meta_buffers(target.members) for target in targets]
     if on_meta and init is None and not sync:
         for target in targets:
-            await_buffers(target.members)
+            mark_meta_buffers(target.members)
     states = build_units(
         targets,
         state,
@@ -153,10 +153,10 @@ def apply(
         install_part_hooks(each, target.members)
     for each, awaits in zip(states, awaiting, strict=True):
         each.awaits_buffers = awaits
-    look_at_optimizers()
+    install_step_hooks()
     watch_registrations()
-    meet_ddp()
-    leave_alone(_ignored(modules, application.request))
+    install_ddp_hook()
+    mark_ignored(_ignored(modules, application.request))
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
@@ -203,9 +203,9 @@ def _owner_of(parameter: nn.Parameter) -> str | None:
     if found is None:
         return None
     handle, index = found
-    fqn = join(handle.fqn, handle._fqns[index])
+    fqn = join_name(handle.fqn, handle._fqns[index])
     kind = handle.plan.class_name
-    return f"{shown(fqn)} of an earlier fully sharded {kind}"
+    return f"{quoted(fqn)} of an earlier fully sharded {kind}"
 
 
 def _refuse_owned(module: nn.Module, api: str) -> None:
@@ -230,7 +230,7 @@ def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
                 fqn = next((n for n, _, s in walk_states(module) if s is state), "")
                 raise CompositionError(
                     f"fully_shard was called on a {type(module).__name__} whose unit "
-                    f"{shown(fqn)} ({type(state.module).__name__}) has already run as "
+                    f"{quoted(fqn)} ({type(state.module).__name__}) has already run as "
                     "its own root. Apply fully_shard to the whole model before its "
                     "first forward."
                 )
@@ -248,7 +248,7 @@ def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
             ]
             if meta and len(meta) < len(parameters):
                 raise PlanError(
-                    f"Unit {shown(target.plan.fqn)} has parameters on meta "
+                    f"Unit {quoted(target.plan.fqn)} has parameters on meta "
                     f"({', '.join(meta)}) beside parameters with values. Give all of "
                     "them values, or none, or pass param_init_fn."
                 )

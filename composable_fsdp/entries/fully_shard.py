@@ -20,7 +20,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.entries.apply import Application, apply, prepare
-from composable_fsdp.entries.in_force import is_in_force
+from composable_fsdp.entries.same_application import is_same_application
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.checks import refuse_container
 from composable_fsdp.planning.options import PER_MODULE, UnitOptions
@@ -195,7 +195,7 @@ class _FullyShard(Contract[Any, _FSDPState]):
             choice == "skip"
             and isinstance(modules, (list, tuple))
             and any(isinstance(m, nn.Module) and self.state(m) for m in modules[:1])
-            and is_in_force(modules, _application(kwargs))
+            and is_same_application(modules, _application(kwargs))
         ):
             return module
         return super().__call__(module, *args, **kwargs)

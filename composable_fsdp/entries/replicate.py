@@ -23,10 +23,10 @@ from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.entries.apply import apply, prepare
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat import guards
+from composable_fsdp.flat import part_guards
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning.assign import REPLICATE
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.state import _FSDPState
@@ -103,8 +103,8 @@ def replicate(
         handle = each.handle
         handle.groups = Groups(handle.groups.shard, group)
         # One rank that had it all has its gradients averaged from now on.
-        handle.guards = guards.find_guards(handle, each.modules)
-        guards.close_parts(handle)
+        handle.guards = part_guards.find_guards(handle, each.modules)
+        part_guards.refuse_part_calls(handle)
         set_divisions(handle)
         for region in handle.regions:
             if init_sync and region.shard.numel():
@@ -128,7 +128,7 @@ def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
     if groups.replicate is not None or len(covered & ranks) > 1:
         raise CompositionError(
             f"replicate over ranks {sorted(ranks)} meets fully sharded module "
-            f"{shown(handle.fqn)} over ranks {sorted(covered)}: the two share some "
+            f"{quoted(handle.fqn)} over ranks {sorted(covered)}: the two share some "
             "ranks and not all, so no average over both is right. Shard within groups "
             "that meet each replicate group in one rank, or over all its ranks."
         )

@@ -26,12 +26,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 
 _installed = False
 
 
-def meet_ddp() -> None:
+def install_ddp_hook() -> None:
     """Have every DDP looked at that is made from now on; called when a module is cut.
 
     The hook runs where modules are put together, not where they run.
@@ -45,10 +45,10 @@ def meet_ddp() -> None:
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if name == "module" and child is not None and incompatible_api(parent) == TORCH_DDP:
-        _take_out(parent, child)
+        _ignore_in_ddp(parent, child)
 
 
-def _take_out(ddp: Any, module: nn.Module) -> None:
+def _ignore_in_ddp(ddp: Any, module: nn.Module) -> None:
     """Have ``ddp`` ignore what units in ``module`` hold. Sends nothing.
 
     Raises: CompositionError, on all ranks alike.
@@ -62,7 +62,7 @@ def _take_out(ddp: Any, module: nn.Module) -> None:
         found = find_leaf(parameter)
         if found is None:
             left += parameter.requires_grad
-        elif _is_ignored(shown(fqn), found[0], ranks, trains=parameter.requires_grad):
+        elif _is_ignored(quoted(fqn), found[0], ranks, trains=parameter.requires_grad):
             taken[id(parameter)] = parameter
     if not taken:
         return

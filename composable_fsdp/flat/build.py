@@ -13,10 +13,10 @@ from torch import nn
 from composable_fsdp.comm.device import StreamEvent
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
-from composable_fsdp.flat import guards
+from composable_fsdp.flat import part_guards
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, remember_leaves
-from composable_fsdp.flat.parameter import FlatParameter, build_region
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
+from composable_fsdp.flat.region import FlatParameter, build_region
 from composable_fsdp.flat.versions import unreadable_versions
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.planner import Target
@@ -67,9 +67,9 @@ def build_handle(
     reset_handle(handle)
     remember_leaves(handle)
     if guarded is None:
-        guarded = guards.find_guards(handle, target.modules)
+        guarded = part_guards.find_guards(handle, target.modules)
     handle.guards = guarded
-    guards.close_parts(handle)
+    part_guards.refuse_part_calls(handle)
     handle.written_at_build = written(handle)
     return handle
 
@@ -100,7 +100,7 @@ def make_tables(handle: FlatParamHandle) -> None:
 
 
 def note_memory(handle: FlatParamHandle) -> None:
-    """Note where the data of every leaf is, for ``leaves_are_home``."""
+    """Note where the data of every leaf is, for ``shards_are_unchanged``."""
     here: list[nn.Parameter] = []
     absent: list[nn.Parameter] = []
     for region in handle.regions:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import (
+from composable_fsdp.flat.region import (
     FlatParameter,
     make_grad_shard,
     shard_views,
@@ -36,13 +36,13 @@ def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -
     """
     # In a steady state the forward has let it go, and nothing is looked at.
     may_go = region.grad_shard is not None and settled and region.in_flight is None
-    if may_go and not (_is_shown(region) and is_whole(region)):
-        _let_go(region)
+    if may_go and not (_is_shown(region) and views_are_intact(region)):
+        _free_gradient(region)
     if region.grad_shard is None:
         make_grad_shard(region, rows=rows)
 
 
-def is_whole(region: FlatParameter) -> bool:
+def views_are_intact(region: FlatParameter) -> bool:
     """Whether the views of the flat gradient, if there is one, view it still."""
     if region.grad_shard is None:
         return True
@@ -59,7 +59,7 @@ def free_cleared(handle: FlatParamHandle) -> None:
         # On the host it is in the way of no activation.
         if region.grad_shard is None or region.offload or _is_shown(region):
             continue
-        _let_go(region)
+        _free_gradient(region)
 
 
 def _is_shown(region: FlatParameter) -> bool:
@@ -72,7 +72,7 @@ def _is_shown(region: FlatParameter) -> bool:
     return False
 
 
-def _let_go(region: FlatParameter) -> None:
+def _free_gradient(region: FlatParameter) -> None:
     region.grad_shard = None
     region.grad_views = region.grad_gaps = ()
     region.grad_places = ()
@@ -131,7 +131,7 @@ def add_to_each(
 
 
 @torch.no_grad()
-def hold_gradients(region: FlatParameter, *, rows: bool) -> None:
+def own_gradients(region: FlatParameter, *, rows: bool) -> None:
     """Have ``grad_shard`` hold the gradients there are, and zeros where there is none.
 
     The leaves, or the flat parameter, show it then. It is made anew if somebody may

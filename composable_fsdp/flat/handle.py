@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import StreamEvent, Waitable
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.order_log import OrderLog
-from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.flat.reduce_rule import ReduceRule
-from composable_fsdp.naming import shown
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning.assign import ParamInfo, Place
 from composable_fsdp.planning.layout import RegionLayout
@@ -142,7 +142,7 @@ class FlatParamHandle:
     the unit is full, instead of its own leaves."""
     readable: tuple[int, ...] | None
     """The versions at which autograd may read the leaves of ``full_placed``; ``None``
-    while it may not (``versions``)."""
+    while it may not (``shard_versions``)."""
     unreadable: tuple[int, ...]
     """The versions that those leaves have meanwhile."""
     handed_out: tuple[nn.Parameter, ...]
@@ -267,7 +267,7 @@ class FlatParamHandle:
     @property
     def name(self) -> str:
         """How messages call the unit."""
-        return shown(self.full_fqn)
+        return quoted(self.full_fqn)
 
     def __repr__(self) -> str:
         return (

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from composable_fsdp.flat.build import make_tables, reset_handle, set_divisions
-from composable_fsdp.flat.handed_out import carry_over
+from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves, remember_leaves
-from composable_fsdp.flat.parameter import build_region
+from composable_fsdp.flat.region import build_region
 
 
 def rebuild_handle(
@@ -61,6 +61,6 @@ def rebuild_handle(
     set_divisions(handle)
     reset_handle(handle)
     remember_leaves(handle)
-    carry_over(handle, before)
+    rebind_flat_parameters(handle, before)
     for parameters_of, name, leaf, _ in handle.swaps:
         parameters_of[name] = leaf

@@ -27,7 +27,7 @@ _places: Any = WeakIdKeyDictionary()  # torch has no types for it
 _times = 0
 
 
-def note_replaced(
+def record_replaced(
     handle: FlatParamHandle, leaves: Sequence[Sequence[nn.Parameter]]
 ) -> None:
     """Remember the leaves of ``handle`` that ``leaves`` will take the places of."""

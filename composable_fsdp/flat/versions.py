@@ -24,7 +24,7 @@ from operator import attrgetter
 import torch
 
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
-from composable_fsdp.naming import join, shown
+from composable_fsdp.naming import join_name, quoted
 
 set_versions = torch._C._autograd._unsafe_set_version_counter
 version_of = attrgetter("_version")
@@ -78,5 +78,5 @@ def find_unreadable(text: str) -> str | None:
     for handle in handles:
         if handle is not None and int(number) in handle.unreadable:
             place = handle.places[handle.unreadable.index(int(number))]
-            return shown(join(handle.full_fqn, place.fqn))
+            return quoted(join_name(handle.full_fqn, place.fqn))
     return None

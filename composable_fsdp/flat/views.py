@@ -6,10 +6,13 @@ from operator import or_
 
 import torch
 
-from composable_fsdp.flat import storage
-from composable_fsdp.flat.foreign import give_foreign_back, keep_foreign
-from composable_fsdp.flat.guards import REFUSE, refuse_part
+from composable_fsdp.flat import memory
+from composable_fsdp.flat.functional_params import (
+    restore_functional_params,
+    save_functional_params,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.part_guards import REFUSE, refuse_part
 
 
 def use_full(handle: FlatParamHandle) -> None:
@@ -29,7 +32,7 @@ def use_full(handle: FlatParamHandle) -> None:
     ):
         # Not by a method: one more call for each place in every step.
         if key not in table or table[key] is not sharded:
-            keep_foreign(handle)
+            save_functional_params(handle)
             break
         table[key] = full
     handle.is_full = True
@@ -42,7 +45,7 @@ def use_sharded(handle: FlatParamHandle) -> None:
     ):
         table[key] = sharded
     if handle.foreign:
-        give_foreign_back(handle)
+        restore_functional_params(handle)
     if handle.parts_open:  # as close_parts, without its call
         for hooks in handle.guards:
             hooks[REFUSE] = refuse_part
@@ -53,7 +56,7 @@ def use_sharded(handle: FlatParamHandle) -> None:
 def allocate_full(handle: FlatParamHandle) -> None:
     """Give every ``full`` its memory, on the current stream."""
     for full in handle.gather_lists[0]:
-        storage.allocate(full)
+        memory.allocate(full)
     handle.gathered = True
 
 
@@ -63,7 +66,7 @@ def free_full(handle: FlatParamHandle) -> None:
     The sharded leaves must be in the modules already: a kernel on a freed leaf crashes.
     """
     for full in handle.gather_lists[0]:
-        storage.free(full)
+        memory.free(full)
     handle.gathered = False
 
 
@@ -71,7 +74,7 @@ def allocate_reduce(handle: FlatParamHandle) -> None:
     """Give the reduce buffers their memory, on the current stream."""
     for region in handle.trainable:
         assert region.reduce_buffer is not None
-        storage.allocate(region.reduce_buffer)
+        memory.allocate(region.reduce_buffer)
     handle.reduce_has_memory = True
 
 
@@ -79,7 +82,7 @@ def free_reduce(handle: FlatParamHandle) -> None:
     """Take the memory of the reduce buffers back, on the stream that allocated it."""
     for region in handle.trainable:
         assert region.reduce_buffer is not None
-        storage.free(region.reduce_buffer)
+        memory.free(region.reduce_buffer)
     handle.reduce_has_memory = False
 
 
@@ -98,7 +101,7 @@ def zero_missing(handle: FlatParamHandle) -> None:
         torch._foreach_zero_(missing)
 
 
-def arrived_in(handle: FlatParamHandle) -> tuple[bytes, ...]:
+def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
     """Per region, which leaves get a gradient: by this reduction or one held back."""
     if handle.rule.fill:
         arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
@@ -112,13 +115,13 @@ def arrived_in(handle: FlatParamHandle) -> tuple[bytes, ...]:
     return arrived
 
 
-def forget_arrived(handle: FlatParamHandle) -> None:
+def clear_arrived(handle: FlatParamHandle) -> None:
     """Note that no gradient waits in the reduce buffers."""
     for region in handle.trainable:
         region.arrived[:] = bytes(len(region.arrived))
 
 
-def keep_waiting(handle: FlatParamHandle) -> None:
+def add_waiting_to_reduce_buffers(handle: FlatParamHandle) -> None:
     """Copy gradients that wait and are the weights' memory, before that is freed.
 
     A custom ``autograd.Function`` may return what it saved.

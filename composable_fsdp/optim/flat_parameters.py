@@ -18,13 +18,13 @@ from operator import attrgetter
 from torch import nn
 
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.handed_out import clear_flat_gradients, find_flat, flat_of
+from composable_fsdp.flat.external_changes import requires_grad_changed
+from composable_fsdp.flat.flat_parameter import clear_flat_gradients, find_flat, flat_of
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.integrity import is_regrouped
-from composable_fsdp.naming import shown, strip_wrapper
-from composable_fsdp.optim.steps import look_at_optimizers
-from composable_fsdp.runtime.recover import settle
-from composable_fsdp.runtime.regroup import follow_requires_grad
+from composable_fsdp.naming import quoted, strip_wrapper
+from composable_fsdp.optim.step_hooks import install_step_hooks
+from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.runtime.requires_grad import follow_requires_grad
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.traversal import (
     _get_fsdp_handles,
@@ -73,13 +73,13 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
         elif found[0] not in handles:
             raise CompositionError(
                 f"{_WHAT} was called on a {type(module).__name__} that holds parameter "
-                f"{shown(strip_wrapper(name))} of fully sharded module "
+                f"{quoted(strip_wrapper(name))} of fully sharded module "
                 f"{found[0].name}, and not that module: a flat parameter is of all of "
                 "a unit. Pass the fully sharded module, or the whole model."
             )
     for state in states:
-        settle(state, _WHAT)
-        if is_regrouped(state.handle):
+        require_between_steps(state, _WHAT)
+        if requires_grad_changed(state.handle):
             follow_requires_grad(ensure_root(state), state.handle)
     flats = [
         flat_of(handle, region)
@@ -87,7 +87,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
         for region in handle.trainable
     ]
     # Optimizers that have stepped already may hold the originals.
-    look_at_optimizers()
+    install_step_hooks()
     for each in (module, *(m for state in states for m in state.modules)):
         _clear_flat_ones_too(each)
     return [*flats, *filter(attrgetter("requires_grad"), others)]

@@ -17,18 +17,19 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import shown
-from composable_fsdp.optim.first import (
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.broadcast_state import (
     Described,
-    everyone,
-    hops,
+    broadcast_groups,
+    ranks_of_broadcast,
     share_structure,
     share_tensor,
     unpacked,
 )
-from composable_fsdp.optim.guard import require_elementwise, whole_reason
+from composable_fsdp.optim.consensus import require_success_on_all_ranks, units_known
+from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
-from composable_fsdp.optim.local import local_part, require_plans
+from composable_fsdp.optim.local_state import local_part, require_plans
 from composable_fsdp.optim.names import (
     Group,
     Named,
@@ -37,11 +38,10 @@ from composable_fsdp.optim.names import (
     name_parameters,
     require_pairs,
 )
-from composable_fsdp.optim.per_original import join, originals
 from composable_fsdp.optim.sharded import is_number, own_part, require_own_parts
-from composable_fsdp.optim.telling import agreed, units_known
-from composable_fsdp.optim.watch import meet
-from composable_fsdp.runtime.recover import settle
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
+from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
+from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -119,7 +119,7 @@ def optim_state_dict_to_load(
         if units:
             get_state_dict_type(model)  # one for all of them
         for each in optims:
-            meet(each)
+            install_optimizer_hooks(each)
         return [each.param_groups for each in optims]
 
     results = state_to_load(
@@ -128,7 +128,7 @@ def optim_state_dict_to_load(
         param_groups,
         optim_state_dict,
         named=is_named_optimizer,
-        elementwise=[not whole_reason(each) for each in optims],
+        elementwise=[not needs_whole_params(each) for each in optims],
         local=settings.state_dict_type is StateDictType.LOCAL_STATE_DICT,
         from_first=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
         group=group,
@@ -159,14 +159,16 @@ def state_to_load(
     would wait. ``elementwise`` is about each. ``units`` are those of ``model``;
     ``given`` are names of parameters by ``id``, for those it does not hold.
     """
-    senders = hops(units, group) if from_first else ()
+    senders = broadcast_groups(units, group) if from_first else ()
     shared = share_structure(saved, senders)
-    with agreed(everyone(units, group) if from_first else ()):
+    with require_success_on_all_ranks(
+        ranks_of_broadcast(units, group) if from_first else ()
+    ):
         saved = unpacked(shared)
         groups_of = param_groups()
         require_module(model, "optim_state_dict_to_load")
         for state in units:
-            settle(state, "optim_state_dict_to_load")
+            require_between_steps(state, "optim_state_dict_to_load")
         own = [each for mine in groups_of for each in originals(mine)]
         groups = name_parameters(model, own, given)
         sizes = [len(mine) for mine in groups_of]
@@ -194,7 +196,7 @@ def state_to_load(
                 state_of[member.fqn] = {name: parts[name] for name in values}
     options = _split(aligned_groups(groups, saved, own), sizes)
     chosen = [_chosen(state_of, each, named=named) for each in options]
-    return chosen if named else list(map(join, groups_of, chosen))
+    return chosen if named else list(map(flatten_state, groups_of, chosen))
 
 
 def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
@@ -234,7 +236,7 @@ def _require_shapes(
             shape = tuple(value.shape)
             if shape not in ((), named.shape):
                 raise CheckpointError(
-                    f"Optimizer state {name!r} of {shown(named.fqn)} has shape "
+                    f"Optimizer state {name!r} of {quoted(named.fqn)} has shape "
                     f"{shape}; expected a scalar or the parameter's full shape "
                     f"{named.shape}. Pass what optim_state_dict(model, optim) "
                     "returned; optim.state_dict() of a sharded model is one rank's."

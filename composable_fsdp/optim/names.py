@@ -13,9 +13,9 @@ from torch import nn
 from composable_fsdp.access.single import region_of
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import TRANSPARENT, join, strip_wrapper
-from composable_fsdp.optim.per_original import originals
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import TRANSPARENT, join_name, strip_wrapper
+from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.planning.walk import edges
 
@@ -246,9 +246,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         seen.add(id(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield join(path, name), parameter
+                yield join_name(path, name), parameter
         for edge in reversed(list(edges(module))):
-            inside = path if edge.name in TRANSPARENT else join(path, edge.name)
+            inside = path if edge.name in TRANSPARENT else join_name(path, edge.name)
             stack.append((inside, edge.child))
 
 

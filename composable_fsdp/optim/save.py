@@ -17,17 +17,17 @@ from composable_fsdp.config import (
     FullOptimStateDictConfig,
     StateDictType,
 )
-from composable_fsdp.flat import storage
+from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.optim.exchange import is_scalar, require_same_state
-from composable_fsdp.optim.guard import require_elementwise
+from composable_fsdp.optim.consensus import raise_on_all_ranks, units_known
 from composable_fsdp.optim.keys import aligned_groups
-from composable_fsdp.optim.local import local_state
+from composable_fsdp.optim.local_state import local_state
 from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
-from composable_fsdp.optim.parts import joined_state, local_state_dict
+from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
-from composable_fsdp.optim.telling import telling, units_known
-from composable_fsdp.runtime.recover import settle
+from composable_fsdp.optim.state_exchange import is_scalar, require_same_state
+from composable_fsdp.optim.step_checks import require_elementwise
+from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -64,7 +64,7 @@ def optim_state_dict(
     units = units_known(model, optim)
     settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-    with telling([] if is_local else units):
+    with raise_on_all_ranks([] if is_local else units):
         optims = require_pairs(model, optim, "optim_state_dict")
         for each in optims:
             require_elementwise(each)
@@ -153,9 +153,9 @@ def _agreed(
     Refuses on all ranks alike what one of them cannot put together.
     """
     units = _get_fsdp_states(model)
-    with telling(units):
+    with raise_on_all_ranks(units):
         for state in units:
-            settle(state, "optim_state_dict")
+            require_between_steps(state, "optim_state_dict")
         groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
     members = [named for group_members in groups for named in group_members]
     states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
@@ -232,8 +232,8 @@ def _empty_shard(
     for i in indices:
         value = states[i].get(name)
         if members[i].region is region and isinstance(value, Tensor) and value.ndim:
-            buffer = storage.new_buffer(
+            buffer = memory.new_buffer(
                 region.layout.shard_numel, value.dtype, handle.device
             )
             return buffer.zero_()
-    return storage.new_buffer(0, region.layout.dtype, handle.device)
+    return memory.new_buffer(0, region.layout.dtype, handle.device)

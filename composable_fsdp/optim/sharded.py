@@ -9,11 +9,11 @@ from torch import Tensor
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.state_dict.full import part_of
-from composable_fsdp.state_dict.sharded import ShardedValue, sharded_value, unfit
+from composable_fsdp.state_dict.sharded import ShardedValue, mismatch, sharded_value
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
 
@@ -28,7 +28,7 @@ def as_sharded(named: Named, value: Any) -> Any:
     return sharded_value(named.handle, named.region, named.slot, value)
 
 
-def mark_unasked(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
+def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
     """Have parts of the state of ``name`` not be pickled, unless the type says parts.
 
     ``optimizer.state_dict()`` shows parts whatever type is set, and frameworks write
@@ -55,10 +55,10 @@ def require_own_parts(
     for named in members:
         for key, value in saved["state"].get(named.fqn, {}).items():
             if isinstance(value, ShardedValue) or getattr(value, "part", False):
-                problem = _FROM_FIRST if from_first else _unfit(named, value)
+                problem = _FROM_FIRST if from_first else _mismatch(named, value)
                 if problem and (from_first or not _is_gathered(named, value)):
                     raise CheckpointError(
-                        f"Optimizer state {key!r} of {shown(named.fqn)}: {problem}"
+                        f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
                     )
 
 
@@ -80,7 +80,7 @@ def own_part(named: Named, value: ShardedValue) -> Tensor:
     Collective: ``ShardedValue.full_tensor`` if it is of another plan, which is so on
     all ranks or on none.
     """
-    if not _unfit(named, value):
+    if not _mismatch(named, value):
         return value.local
     whole = value.full_tensor()
     if named.region is None or named.slot is None:
@@ -88,10 +88,10 @@ def own_part(named: Named, value: ShardedValue) -> Tensor:
     return part_of(named.region, named.slot, whole, like=named.parameter)
 
 
-def _unfit(named: Named, value: ShardedValue) -> str:
+def _mismatch(named: Named, value: ShardedValue) -> str:
     if named.handle is None or named.region is None or named.slot is None:
         return "expected a whole tensor, because the parameter is not sharded."
-    return unfit(named.handle, named.region, named.slot, value)
+    return mismatch(named.handle, named.region, named.slot, value)
 
 
 def part_for(named: Named, key: str, value: Any) -> Any:
@@ -100,10 +100,10 @@ def part_for(named: Named, key: str, value: Any) -> Any:
     Raises: CheckpointError, for a sharded value of another plan.
     """
     if isinstance(value, ShardedValue):
-        problem = _unfit(named, value)
+        problem = _mismatch(named, value)
         if problem:
             raise CheckpointError(
-                f"Optimizer state {key!r} of {shown(named.fqn)}: {problem}"
+                f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
             )
         return value.local
     if not isinstance(value, Tensor) or is_number(named, key, value):
@@ -117,7 +117,7 @@ def part_for(named: Named, key: str, value: Any) -> Any:
     if not named.is_cut:
         return value  # not element-wise, of a parameter that is whole here
     raise CheckpointError(
-        f"Optimizer state {key!r} of {shown(named.fqn)} has shape "
+        f"Optimizer state {key!r} of {quoted(named.fqn)} has shape "
         f"{tuple(value.shape)}; expected this rank's part, "
         f"{tuple(named.parameter.shape)}, the full shape, {named.shape}, or a scalar. "
         "Load what this rank saved under an equal plan, or what "

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
-from composable_fsdp.access.single import Held, close, find_parameter, own_part
+from composable_fsdp.access.single import Held, closest_names, find_parameter, own_part
 from composable_fsdp.errors import CheckpointError, CompositionError
-from composable_fsdp.naming import shown
-from composable_fsdp.optim.exchange import require_same_state
-from composable_fsdp.optim.guard import require_elementwise
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.consensus import raise_on_all_ranks
+from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, require_pair
-from composable_fsdp.optim.over_originals import over_originals
-from composable_fsdp.optim.per_original import originals
+from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.scalars import SCALARS
-from composable_fsdp.optim.telling import telling
-from composable_fsdp.optim.watch import meet
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
+from composable_fsdp.optim.state_exchange import require_same_state
+from composable_fsdp.optim.step_checks import require_elementwise
 
 
 def get_full_optim_state(
@@ -77,12 +77,12 @@ def set_full_optim_state(
         if known and key not in known:
             raise CheckpointError(
                 f"set_full_optim_state: {type(optim).__name__} keeps no {key!r} for "
-                f"{shown(fqn)}. {close(key, known)}"
+                f"{quoted(fqn)}. {closest_names(key, known)}"
             )
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
         if shape not in ((), named.shape):
             raise CheckpointError(
-                f"set_full_optim_state expects {key!r} of {shown(fqn)} as a scalar or "
+                f"set_full_optim_state expects {key!r} of {quoted(fqn)} as a scalar or "
                 f"in the parameter's full shape {named.shape}, got {shape}."
             )
     if named.is_absent:
@@ -111,14 +111,15 @@ def _find(
     else:
         named = Named(fqn, found, None, None, None)
     sends = what == "get_full_optim_state"
-    with telling([found.state] if isinstance(found, Held) and sends else []):
+    with raise_on_all_ranks([found.state] if isinstance(found, Held) and sends else []):
         require_pair(model, optim, what)
-        meet(optim)
+        install_optimizer_hooks(optim)
         require_elementwise(optim)
         mine = {id(p) for g in originals(optim.param_groups) for p in g["params"]}
         if id(named.parameter) not in mine:
             raise CompositionError(
-                f"{what}: parameter {shown(fqn)} is not in the {type(optim).__name__}. "
+                f"{what}: parameter {quoted(fqn)} is not in the "
+                f"{type(optim).__name__}. "
                 "Pass the optimizer that trains it."
             )
     return found, named

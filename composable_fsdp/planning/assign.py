@@ -23,7 +23,7 @@ from composable_fsdp.compose.registry import (
 )
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import TRANSPARENT, join, shown
+from composable_fsdp.naming import TRANSPARENT, join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.checks import (
     SUSPECT,
@@ -161,7 +161,7 @@ def _check_root(module: nn.Module, api: str) -> None:
 
 def _foreign_text(fqn: str, foreign: str) -> str:
     return (
-        f"Module {shown(fqn)} is sharded by {foreign}; this package would shard its "
+        f"Module {quoted(fqn)} is sharded by {foreign}; this package would shard its "
         "pieces again. Use one of the two for the whole model: remove the other call, "
         "or replace it by composable_fsdp's (docs: names of FSDP1 and FSDP2 beside "
         "ours)."
@@ -235,7 +235,7 @@ def _walk(
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
-            path = fqn if name in TRANSPARENT else join(fqn, name)
+            path = fqn if name in TRANSPARENT else join_name(fqn, name)
             incompatible, foreign = other_apis(child)
             if foreign:
                 raise CompositionError(_foreign_text(path, foreign))
@@ -257,10 +257,10 @@ def _refuse_outside_use(fqn: str, module: nn.Module, found: _Found) -> None:
         for name, parameter in inner._parameters.items():
             if parameter is None or id(parameter) not in found:
                 continue
-            where = join(fqn, join(walk.name_of(module, inner), name))
+            where = join_name(fqn, join_name(walk.name_of(module, inner), name))
             raise PlanError(
-                f"Parameter {shown(found[id(parameter)][1][0].fqn)} is tied to "
-                f"{shown(where)}, which is ignored (ignored_modules, or replicate): "
+                f"Parameter {quoted(found[id(parameter)][1][0].fqn)} is tied to "
+                f"{quoted(where)}, which is ignored (ignored_modules, or replicate): "
                 "that module would compute with this rank's shard. Ignore both places, "
                 "or neither."
             )
@@ -295,7 +295,7 @@ def _note_parameters(
 
 def _owned_text(where: str, owner: str) -> str:
     return (
-        f"Parameter {shown(where)} is tied to {owner}, which another fully_shard "
+        f"Parameter {quoted(where)} is tied to {owner}, which another fully_shard "
         "call already manages: one unit would gather it and both would use it. "
         "Apply fully_shard to the lowest module that holds both places, instead of "
         "to the inner one."
@@ -320,10 +320,11 @@ def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) 
     other = next(p for p in places if p.chain[-1][0] != first.chain[-1][0])
     ancestor = lowest_common_ancestor([place.fqn for place in places])
     raise PlanError(
-        f"Parameter {shown(first.fqn)} of unit {shown(units[first.chain[-1][0]].fqn)} "
-        f"is the same object as {shown(other.fqn)} of unit "
-        f"{shown(units[other.chain[-1][0]].fqn)}: one unit would gather it and both "
-        f"would use it. Their lowest common ancestor is {shown(ancestor)}: shard that "
+        f"Parameter {quoted(first.fqn)} of unit "
+        f"{quoted(units[first.chain[-1][0]].fqn)} "
+        f"is the same object as {quoted(other.fqn)} of unit "
+        f"{quoted(units[other.chain[-1][0]].fqn)}: one unit would gather it and both "
+        f"would use it. Their lowest common ancestor is {quoted(ancestor)}: shard that "
         "module as one unit and leave the two out of the policy, or pass "
         "tied_params='promote' to keep the parameter in the unit that holds both."
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.options import GroupBy
 
@@ -40,21 +40,22 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanError(
-            f"{type(module).__name__} {shown(fqn)} is compiled by TorchScript, which "
+            f"{type(module).__name__} {quoted(fqn)} is compiled by TorchScript, which "
             "keeps its parameters to itself. Shard the module it was made from, or "
             "pass it in ignored_modules."
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         if module.max_norm is not None:
             raise PlanError(
-                f"{type(module).__name__} {shown(fqn)} has max_norm={module.max_norm}: "
+                f"{type(module).__name__} {quoted(fqn)} has "
+                f"max_norm={module.max_norm}: "
                 "it renormalises rows inside forward, and that write would be lost "
                 "when the unit is resharded. Drop max_norm, or pass the module in "
                 "ignored_modules."
             )
         if module.sparse:
             raise PlanError(
-                f"{type(module).__name__} {shown(fqn)} has sparse=True: a sparse "
+                f"{type(module).__name__} {quoted(fqn)} has sparse=True: a sparse "
                 "gradient cannot be reduced in a flat buffer. Set sparse=False, or "
                 "pass the module in ignored_modules."
             )
@@ -66,18 +67,19 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
         return  # as nearly all are: what is refused for its kind has another class
     if is_lazy(parameter):
         raise PlanError(
-            f"Parameter {shown(fqn)} is not initialised yet (a lazy module). Run a dry "
+            f"Parameter {quoted(fqn)} is not initialised yet (a lazy module). Run a "
+            "dry "
             "forward with the plain model first, then fully_shard."
         )
     if is_dtensor(parameter):
         raise PlanError(
-            f"Parameter {shown(fqn)} is a DTensor; a flat buffer holds plain tensors. "
+            f"Parameter {quoted(fqn)} is a DTensor; a flat buffer holds plain tensors. "
             "Shard before tensor parallelism is "
             "applied, or pass it in ignored_states."
         )
     if parameter.layout is not torch.strided:
         raise PlanError(
-            f"Parameter {shown(fqn)} has layout {parameter.layout}; expected "
+            f"Parameter {quoted(fqn)} has layout {parameter.layout}; expected "
             "torch.strided. Make it dense, or pass it in ignored_states."
         )
 
@@ -114,7 +116,7 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
         for (_, stop, first), (start, _, second) in pairwise(intervals):
             if start < stop:
                 raise PlanError(
-                    f"Parameters {shown(first)} and {shown(second)} are different "
+                    f"Parameters {quoted(first)} and {quoted(second)} are different "
                     "objects that share memory; sharding would separate them and only "
                     "one would be trained. Make them one nn.Parameter (tied), or clone "
                     "one of them."
@@ -134,6 +136,6 @@ def group_of(group_by: GroupBy | None, fqn: str, parameter: nn.Parameter) -> Has
     if not is_key:
         raise TypeError(
             f"group_by expects to return a key (a bool, number, string or tuple); for "
-            f"parameter {shown(fqn)} it returned a {type(group).__name__}."
+            f"parameter {quoted(fqn)} it returned a {type(group).__name__}."
         )
     return group

@@ -21,7 +21,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 
 GroupBy: TypeAlias = Callable[[str, nn.Parameter], Hashable]
 """Of a parameter's name and the parameter, what it shares a region with."""
@@ -162,7 +162,8 @@ def override(
     unknown = [key for key in named if key not in PER_MODULE]
     if unknown:
         raise PlanError(
-            f"The policy gave {', '.join(map(repr, unknown))} for module {shown(fqn)}, "
+            f"The policy gave {', '.join(map(repr, unknown))} for module "
+            f"{quoted(fqn)}, "
             f"which cannot be set per module. Per module: {', '.join(PER_MODULE)}; "
             "pass the rest to fully_shard itself."
         )
@@ -170,7 +171,7 @@ def override(
         if key in named and named[key] != getattr(root, key):
             raise PlanError(
                 f"{key} must be equal in one tree: the root has {getattr(root, key)}, "
-                f"the policy gave {named[key]} for module {shown(fqn)}. Set it on the "
+                f"the policy gave {named[key]} for module {quoted(fqn)}. Set it on the "
                 "root only."
             )
     return replace(root, **named)

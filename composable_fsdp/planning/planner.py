@@ -18,7 +18,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import WRAPPED_MODULE, join
+from composable_fsdp.naming import WRAPPED_MODULE, join_name
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
     API,
@@ -131,7 +131,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             parameter.shape,
             parameter.dtype,
             parameter.requires_grad,
-            group_of(unit.options.group_by, join(unit.fqn, names[0]), parameter),
+            group_of(unit.options.group_by, join_name(unit.fqn, names[0]), parameter),
         )
         for (names, places, _), (parameter, _) in zip(
             found, unit.parameters, strict=True

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.callables import (
     classes_of,
@@ -132,7 +132,7 @@ class CustomPolicy:
                 continue
             answer: object = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
-                name = shown(walk.name_of(root_module, module))
+                name = quoted(walk.name_of(root_module, module))
                 raise PlanError(
                     "CustomPolicy expects its function to return True, False or a dict "
                     f"of options, got {answer!r} for module {name}."
@@ -301,12 +301,12 @@ def _check_targets(
                 f"not below the {type(root).__name__} it was asked about. Name modules "
                 "of that tree, such as those from root.modules()."
             )
-        name = shown(walk.name_of(root, module)) if walk.is_container(module) else ""
+        name = quoted(walk.name_of(root, module)) if walk.is_container(module) else ""
         if name and module is not root:
             raise PlanError(container_text(module, name))
         given: object = options
         if not isinstance(given, Mapping):
             raise TypeError(
                 f"A policy expects a dict of options per module, got {given!r} for "
-                f"{shown(walk.name_of(root, module))}."
+                f"{quoted(walk.name_of(root, module))}."
             )

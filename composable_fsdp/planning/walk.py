@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from composable_fsdp.naming import join
+from composable_fsdp.naming import join_name
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -105,7 +105,7 @@ def name_of(root: nn.Module, module: nn.Module) -> str:
     name, at = "", module
     while at is not root:
         edge = came_from[at]
-        name, at = join(edge.name, name), edge.parent
+        name, at = join_name(edge.name, name), edge.parent
     return name
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 
 Apply = Callable[[nn.Module, dict[str, Any]], nn.Module | None]
@@ -56,7 +56,7 @@ def _put(replacement: object, places: list[walk.Edge]) -> None:
         raise TypeError(
             "post_order_apply expects fn to return a module or None, got "
             f"{replacement!r} for the {type(places[0].child).__name__} that its parent "
-            f"calls {shown(places[0].name)}."
+            f"calls {quoted(places[0].name)}."
         )
     for parent, name, _ in places:
         setattr(parent, name, replacement)

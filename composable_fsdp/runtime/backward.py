@@ -31,9 +31,8 @@ from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.arrivals import reshard_after_backward, use_form
-from composable_fsdp.runtime.fill import catch_up, will_run
-from composable_fsdp.runtime.graph_task import current_task, join_task
+from composable_fsdp.runtime.grad_hooks import reshard_after_backward, select_full_form
+from composable_fsdp.runtime.graph_task import current_task, register_task_end
 from composable_fsdp.runtime.prefetch import (
     prefetch_backward,
     prefetch_listed,
@@ -41,14 +40,15 @@ from composable_fsdp.runtime.prefetch import (
 )
 from composable_fsdp.runtime.reduce import reduce_gradients
 from composable_fsdp.runtime.unshard import wait_unsharded
-from composable_fsdp.tree.agree import depart_in_backward
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.runtime.unused_params import send_skipped_uses, will_run
+from composable_fsdp.tree.order_logs import enter_backward_use
+from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
-KEEP = 1 << 30
+RETAINED = 1 << 30
 """Open calls of a unit whose backward builds a graph: it stays full."""
 
 
-class Call:
+class UnitForward:
     """One forward of a unit that a backward may follow.
 
     Held by hooks of the autograd graph, so it must not hold a node of it: the cycle
@@ -71,7 +71,7 @@ class Call:
         "wide",
     )
 
-    def __init__(self, state: _FSDPState, tape: Tape) -> None:
+    def __init__(self, state: _FSDPState, tape: ForwardRecord) -> None:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
         """Nodes of the inputs' aliases, until the end of the forward only."""
@@ -92,8 +92,8 @@ class Call:
 
     def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
         """Hook of an input's alias: count down, and reshard after the last."""
-        if self.state.handle.open_calls >= KEEP:
-            _hook_again(self, gradients)
+        if self.state.handle.open_calls >= RETAINED:
+            _hook_for_next_backward(self, gradients)
         self.waiting -= 1
         if self.waiting:
             return
@@ -123,7 +123,7 @@ class Call:
             reduce_gradients(context, handle)
 
 
-def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None:
+def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) -> None:
     """Hook of an output's node: the unit is full, its gradients are expected.
 
     Runs once per call and graph task, whichever output comes first.
@@ -140,14 +140,14 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
     state = call.state
     handle, context = state.handle, state.context
     assert context is not None
-    _require_epoch(call)
+    _require_same_layout(call)
     if handle.task != task:
-        _begin(context, state, task)
+        _begin_unit_backward(context, state, task)
     mode = handle.plan.options.backward_prefetch
     if call.aliased:
         handle.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
-        catch_up(context, call.tape, call.index)
+        send_skipped_uses(context, call.tape, call.index)
     if call.tape not in handle.tapes:
         # The first call of its forward that this graph task meets.
         handle.tapes = (*handle.tapes, call.tape)
@@ -158,9 +158,9 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         if log.expected[log.position] is handle:
             log.position += 1
         else:
-            depart_in_backward(context, log, handle, call.tape.mode)
+            enter_backward_use(context, log, handle, call.tape.mode)
     if handle.wide is not call.wide:
-        use_form(context, state, wide=call.wide)
+        select_full_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
@@ -175,19 +175,19 @@ def pre_backward(call: Call, aliases: tuple[Any, ...], _: object = None) -> None
         prefetch_backward(context, tape, tape.reached)
 
 
-def _hook_again(call: Call, gradients: tuple[Any, ...]) -> None:
+def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
     """Have a backward through the graph of this backward find the unit gathered.
 
     What the unit's backward computed reads its weights. ``gradients`` are those of an
     input, where a backward of the backward comes in.
     """
-    hook = partial(pre_backward_again, call)
+    hook = partial(pre_next_backward, call)
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:
             gradient.grad_fn.register_prehook(hook)
 
 
-def pre_backward_again(call: Call, _: object = None) -> None:
+def pre_next_backward(call: UnitForward, _: object = None) -> None:
     """Hook of a gradient's node: the unit is full until this graph task ends.
 
     Which part of the graph is the unit's last is not known, so nothing counts down.
@@ -197,19 +197,19 @@ def pre_backward_again(call: Call, _: object = None) -> None:
     task, state = current_task(), call.state
     handle, context = state.handle, state.context
     assert context is not None
-    _require_epoch(call)
+    _require_same_layout(call)
     if handle.task != task:
-        _begin(context, state, task)
-    if handle.open_calls < KEEP:
-        handle.open_calls += KEEP
+        _begin_unit_backward(context, state, task)
+    if handle.open_calls < RETAINED:
+        handle.open_calls += RETAINED
     if handle.wide is not call.wide:
-        use_form(context, state, wide=call.wide)
+        select_full_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
 
 
-def _require_epoch(call: Call) -> None:
+def _require_same_layout(call: UnitForward) -> None:
     """Refuse a graph over buffers that are gone. Raises: PhaseError."""
     if call.epoch != call.state.handle.epoch:
         raise PhaseError(
@@ -220,9 +220,9 @@ def _require_epoch(call: Call) -> None:
         )
 
 
-def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
+def _begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Enter the graph task: count the gradients to come."""
-    join_task(context, state, task)
+    register_task_end(context, state, task)
     handle = state.handle
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = 0
@@ -231,6 +231,6 @@ def _begin(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     handle.tapes = ()
     handle.expected_calls = 0
     # create_graph: the graph of this backward needs the weights again.
-    handle.open_calls = KEEP if torch.is_grad_enabled() else 0
+    handle.open_calls = RETAINED if torch.is_grad_enabled() else 0
     if handle.pending:
         handle.reduce_due = True

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import FSDPError
-from composable_fsdp.flat.parameter import FlatParameter
 from composable_fsdp.flat.reduce_rule import ReduceRule, split_factor
+from composable_fsdp.flat.region import FlatParameter
 
 
 def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:

@@ -8,8 +8,8 @@ can be seen nowhere else:
 * gradients with respect to sharded parameters. The graph of a forward holds the full
   leaves, so the engine would find the originals unreachable and return nothing, or
   zeros. Here the full leaves take their place, and the gradients come out reduced.
-* a read of weights outside their window (``flat.versions``): torch's message knows a
-  shape and two numbers, ours names the parameter.
+* a read of weights outside their window (``flat.shard_versions``): torch's message
+  knows a shape and two numbers, ours names the parameter.
 
 A backward that has nothing of both pays one call. ``torch._C._vmapmode_*_nesting`` are
 private; used only here. Checked on torch 2.13 and 2.11.
@@ -26,20 +26,20 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handed_out import (
-    FLATS,
+from composable_fsdp.flat.flat_parameter import (
+    FLAT_PARAMS,
     find_flat,
     leaf_gradients,
-    take_gradients_in,
+    move_gradients_in,
 )
 from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, find_leaf
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.flat.versions import find_unreadable
-from composable_fsdp.naming import join, shown
-from composable_fsdp.runtime.asked import for_others
+from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.graph_task import current_task
-from composable_fsdp.runtime.offload import land
+from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import finish_reduction
+from composable_fsdp.runtime.requested_grads import requesting_other_tensors
 from composable_fsdp.runtime.second_order import capture, reduced
 from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext
@@ -73,7 +73,7 @@ def run_backward(
         if len(args) > 3 and args[3]:
             if _holds_ours(args[3]):
                 return _for_parameters(run, outputs, *args, **kwargs)
-            with for_others():
+            with requesting_other_tensors():
                 return run(outputs, *args, **kwargs)
         return run(outputs, *args, **kwargs)
     except RuntimeError as error:
@@ -91,7 +91,7 @@ def run_backward(
 
 def _holds_ours(inputs: Sequence[Any]) -> bool:
     ids = set(map(id, inputs))
-    return not (LEAVES.keys().isdisjoint(ids) and FLATS.keys().isdisjoint(ids))
+    return not (LEAVES.keys().isdisjoint(ids) and FLAT_PARAMS.keys().isdisjoint(ids))
 
 
 def _for_parameters(
@@ -313,7 +313,7 @@ def _name(each: Any) -> str:
     if found is None:
         flat = find_flat(each)
         return "a flat parameter" if flat is not None else "an input"
-    return shown(join(found[0].full_fqn, found[0]._fqns[found[1]]))
+    return quoted(join_name(found[0].full_fqn, found[0]._fqns[found[1]]))
 
 
 class _Finishing:
@@ -331,8 +331,8 @@ class _Finishing:
         for context in self.contexts:
             # Of an earlier backward: its gradients are not among those asked for.
             finish_reduction(context)
-            land(context)
-            take_gradients_in(context.handles)
+            finish_d2h_grad_copies(context)
+            move_gradients_in(context.handles)
             root_of(context).is_last_backward = True
 
     def __exit__(self, *_: object) -> None:

@@ -21,38 +21,44 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
-from composable_fsdp.flat.foreign import keep_foreign
-from composable_fsdp.flat.guards import REFUSE
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.versions import version_of
-from composable_fsdp.flat.writes import (
+from composable_fsdp.flat.forward_writes import (
     checksums,
-    take_all,
-    take_writes,
+    copy_all_to_shards,
+    copy_writes_to_shards,
     was_written,
 )
+from composable_fsdp.flat.functional_params import save_functional_params
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.part_guards import REFUSE
+from composable_fsdp.flat.versions import version_of
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.arrivals import OURS, use_form
-from composable_fsdp.runtime.backward import Call, pre_backward
-from composable_fsdp.runtime.casting import map_tensors, tensors_in, to_device
-from composable_fsdp.runtime.copied import Copied, give_back, lend
-from composable_fsdp.runtime.escapes import (
-    kept_on_attributes,
-    made_since,
-    nodes_of,
-    sequence_number,
-    written,
+from composable_fsdp.runtime.backward import UnitForward, pre_backward
+from composable_fsdp.runtime.container_copies import (
+    ContainerCopy,
+    apply_changes,
+    record_copies,
 )
+from composable_fsdp.runtime.escaped_tensors import (
+    grad_fns_of,
+    made_since,
+    sequence_number,
+    tensors_on_attributes,
+    written_in_place,
+)
+from composable_fsdp.runtime.grad_hooks import FSDP_HOOK_KEY, select_full_form
 from composable_fsdp.runtime.graph_task import current_task
-from composable_fsdp.runtime.offload import wait_for_copies
+from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in, to_device
+from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
-_LATE = frozenset((AsyncGeneratorType, CoroutineType, GeneratorType, map, filter))
+_LAZY_OUTPUTS = frozenset(
+    (AsyncGeneratorType, CoroutineType, GeneratorType, map, filter)
+)
 """Outputs whose computation has not begun."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -84,7 +90,7 @@ def pre_forward(
         )
     recomputing = current_task() != NO_TASK
     handle, replaced = state.handle, None
-    copies: list[Copied] = []
+    copies: list[ContainerCopy] = []
     if not recomputing and (
         context.outermost is None
         or (context.outermost is state and handle.calls and not is_live(context))
@@ -104,7 +110,7 @@ def pre_forward(
     precision = state.precision
     if precision is not None:
         if handle.task == NO_TASK and precision.wide(module) is not handle.wide:
-            use_form(context, state, wide=not handle.wide)
+            select_full_form(context, state, wide=not handle.wide)
         cast = cast_inputs(state, args, kwargs, copies)
         if cast is not None:
             args, kwargs = replaced = cast
@@ -116,7 +122,7 @@ def pre_forward(
         wait_unsharded(handle)
     elif not recomputing and not handle.calls:
         # Unsharded by hand, or for another module of a list.
-        keep_foreign(handle)
+        save_functional_params(handle)
     if not handle.parts_open:  # as open_parts, without its call
         for hooks in handle.guards:
             if REFUSE in hooks:
@@ -132,26 +138,36 @@ def pre_forward(
     elif handle.task != NO_TASK:
         # Its pre-backward has run: the hooks of the first forward serve.
         handle.calls.append(None)
-        return lend(handle, copies, (args, kwargs), replaced) if copies else replaced
+        return (
+            record_copies(handle, copies, (args, kwargs), replaced)
+            if copies
+            else replaced
+        )
     if not torch.is_grad_enabled():
         handle.calls.append(None)
-        return lend(handle, copies, (args, kwargs), replaced) if copies else replaced
+        return (
+            record_copies(handle, copies, (args, kwargs), replaced)
+            if copies
+            else replaced
+        )
     # A recomputed forward is a graph of its own, with counts of its own.
-    call = Call(state, Tape() if recomputing else context.tape)
+    call = UnitForward(state, ForwardRecord() if recomputing else context.tape)
     if call.tape.schedule is not None:
         call.begin = len(call.tape.order.uses)
     if state.scans or state.kept_at:
         call.since = sequence_number()
     handle.calls.append(call)
     replaced = _alias_inputs(call, args, kwargs, copies) or replaced
-    return lend(handle, copies, (args, kwargs), replaced) if copies else replaced
+    return (
+        record_copies(handle, copies, (args, kwargs), replaced) if copies else replaced
+    )
 
 
 def _alias_inputs(
-    call: Call,
+    call: UnitForward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    copies: list[Copied],
+    copies: list[ContainerCopy],
 ) -> Arguments | None:
     """Replace each input that needs a gradient by an alias whose node tells its time.
 
@@ -218,8 +234,8 @@ def post_forward(
     if type(output) is Tensor:
         tensors = [output]
     else:
-        if type(output) in _LATE:
-            _refuse_late(state, output)
+        if type(output) in _LAZY_OUTPUTS:
+            _refuse_lazy_output(state, output)
         tensors = tensors_in(output)
     for tensor in tensors:
         # What an operation made has a node in the graph, and is no view.
@@ -235,7 +251,7 @@ def post_forward(
         or state.sums is not None
         or state.writes_data
     ):
-        _take_writes(state)
+        _copy_writes_to_shards(state)
     call = handle.calls.pop() if handle.calls else None
     if handle.foreign and not handle.calls:
         # Before who gave them takes them away.
@@ -243,7 +259,7 @@ def post_forward(
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if handle.lent and handle.lent[-1].depth > len(handle.calls):
         # After the outputs were hooked, among which are aliases.
-        replaced = give_back(handle.lent.pop(), output)
+        replaced = apply_changes(handle.lent.pop(), output)
     if recomputing:
         return replaced
     if state.remaining:
@@ -257,10 +273,10 @@ def post_forward(
             log.end()
         if context.offload and not awaited:
             # No backward will wait before somebody changes the shards on the host.
-            wait_for_copies(context)
+            synchronize_copy_stream(context)
         for unit in context.lists:
             if unit.remaining:
-                _leave_late(context, unit)
+                _reshard_late_modules(context, unit)
     if handle.calls or state.remaining:
         return replaced
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
@@ -274,7 +290,7 @@ def post_forward(
     return replaced
 
 
-def _leave_late(context: RuntimeContext, state: _FSDPState) -> None:
+def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
     """Leave a list of which a module did not run, or ran once more. Sends nothing."""
     state.remaining = frozenset()
     handle = state.handle
@@ -296,7 +312,7 @@ def _is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
     return any(memory == f.untyped_storage()._cdata for f in handle.gather_lists[0])
 
 
-def _refuse_late(state: _FSDPState, output: Any) -> None:
+def _refuse_lazy_output(state: _FSDPState, output: Any) -> None:
     """Refuse an output that computes after the forward; the unit is sharded then.
 
     Raises: PhaseError.
@@ -330,7 +346,7 @@ def _copy_weights(state: _FSDPState, output: Any) -> Any:
     return output
 
 
-def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
+def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> bool:
     """Have backward make the unit full at an output; False if it never will."""
     aliases, call.aliases = call.aliases, ()
     call.aliased = bool(aliases)
@@ -338,10 +354,10 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
     state = call.state
     for tensor, version in inputs:
         if tensor._version != version:
-            tensors = [*tensors, *written(inputs, _since(aliases))]
+            tensors = [*tensors, *written_in_place(inputs, _since(aliases))]
             break
     if state.scans or state.kept_at:
-        tensors = [*tensors, *kept_on_attributes(state, call.since)]
+        tensors = [*tensors, *tensors_on_attributes(state, call.since)]
     if call.held is not None:
         tensors = [*tensors, *made_since(tensors_in(call.held), call.since)]
         call.held = None
@@ -349,7 +365,7 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        nodes = nodes_of(tensors, _since(aliases))
+        nodes = grad_fns_of(tensors, _since(aliases))
     if not nodes:
         return False
     if len(aliases) > 1:
@@ -367,7 +383,7 @@ def _hook_outputs(call: Call, tensors: list[Tensor], *, record: bool) -> bool:
                 # weights.
                 hooks = dict(each._backward_hooks)
                 each._backward_hooks.clear()
-                each._backward_hooks.update({OURS: hook, **hooks})
+                each._backward_hooks.update({FSDP_HOOK_KEY: hook, **hooks})
     handle = state.handle
     if record:
         call.index = call.tape.order.record(handle)
@@ -389,10 +405,10 @@ def _since(aliases: tuple[Any, ...]) -> int:
     return min([alias._sequence_nr() for alias in aliases], default=0)
 
 
-def _take_writes(state: _FSDPState) -> None:
+def _copy_writes_to_shards(state: _FSDPState) -> None:
     """Have what the forward wrote to its weights reach the shards. Sends nothing.
 
-    Raises: PhaseError, as ``take_writes``.
+    Raises: PhaseError, as ``copy_writes_to_shards``.
     """
     context, handle = state.context, state.handle
     assert context is not None
@@ -405,9 +421,9 @@ def _take_writes(state: _FSDPState) -> None:
         return
     try:
         if in_place:
-            take_writes(handle)
+            copy_writes_to_shards(handle)
         if state.writes_data:
-            take_all(handle)
+            copy_all_to_shards(handle)
     except PhaseError:
         _after_raise(state)
         raise
@@ -426,7 +442,7 @@ def _after_raise(state: _FSDPState) -> None:
         if call is not None:
             call.forget_inputs()
         if handle.lent and handle.lent[-1].depth > len(handle.calls):
-            give_back(handle.lent.pop(), None)
+            apply_changes(handle.lent.pop(), None)
     if context.outermost is state and not handle.calls:
         recover(context, drop_gradients=False)
     elif not handle.calls:

@@ -15,23 +15,23 @@ import torch
 
 from composable_fsdp.comm.device import wait_for_step
 from composable_fsdp.flat import views
-from composable_fsdp.flat.handed_out import take_gradients_in
+from composable_fsdp.flat.flat_parameter import move_gradients_in
+from composable_fsdp.flat.grad_samples import SAMPLE_REQUEST, sample_gradients
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.noted import WISH, note_gradients
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.fill import finish_filling, has_arrived
-from composable_fsdp.runtime.offload import land
+from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
-    drop_arrived,
     drop_reduction,
+    drop_unreduced_grads,
     finish_reduction,
     reduce_gradients,
 )
 from composable_fsdp.runtime.unshard import (
+    free_oldest,
     keep_full,
     reshard,
-    retire,
 )
+from composable_fsdp.runtime.unused_params import finish_unused_params, has_arrived
 from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
@@ -40,11 +40,11 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 _engine = torch.autograd.Variable._execution_engine
 
 
-def join_task(context: RuntimeContext, state: _FSDPState, task: int) -> None:
+def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
     """Have the end of graph task ``task`` finish this unit."""
     if task not in context.tasks:
         if context.dead:
-            bury(context)
+            reset_failed_graph_tasks(context)
         if context.streams is not None:
             # Since the forward, behind which gathers are, shards may have changed.
             wait_for_step(context.streams)
@@ -72,14 +72,15 @@ class TaskEnd:
     def __del__(self) -> None:
         if self.task in self.context.tasks:
             self.context.dead.add(self.task)
-            _hide_full(self.context, self.task)
+            _show_sharded(self.context, self.task)
 
 
-def _hide_full(context: RuntimeContext, task: int) -> None:
+def _show_sharded(context: RuntimeContext, task: int) -> None:
     """Show the originals where graph task ``task`` died, for what asks next for them.
 
     ``model.zero_grad()`` after a backward that raised has to reach them. The memory of
-    the full parameters stays until ``bury`` or ``recover``. Sends nothing.
+    the full parameters stays until ``reset_failed_graph_tasks`` or ``recover``. Sends
+    nothing.
 
     On CUDA the engine's thread may come here a moment after ``backward`` raised, when
     the program is already on its way; so units that a forward or another graph task has
@@ -96,7 +97,7 @@ def _hide_full(context: RuntimeContext, task: int) -> None:
                 views.use_sharded(handle)
 
 
-def bury(context: RuntimeContext) -> None:
+def reset_failed_graph_tasks(context: RuntimeContext) -> None:
     """Reset units of graph tasks that raised; their unreduced gradients are dropped.
 
     Waits for collectives of this rank that were issued; sends nothing.
@@ -111,7 +112,7 @@ def bury(context: RuntimeContext) -> None:
             handle = state.handle
             if handle.task == task:
                 reset_backward(handle)
-                drop_arrived(handle)
+                drop_unreduced_grads(handle)
                 reshard(context, handle)
 
 
@@ -135,7 +136,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     """
     keep = torch.is_grad_enabled()
     if context.filling and len(context.tasks) == 1:
-        finish_filling(context)
+        finish_unused_params(context)
     for state in context.tasks.pop(task, ()):
         handle = state.handle
         if handle.task != task:
@@ -171,10 +172,10 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     context.prefetched.clear()
     if root.is_last_backward:
         finish_reduction(context)
-        land(context)
-        take_gradients_in(context.handles)
-        if WISH.backwards:
-            note_gradients(context.handles)
-    retire(context, keep=0)
+        finish_d2h_grad_copies(context)
+        move_gradients_in(context.handles)
+        if SAMPLE_REQUEST.backwards:
+            sample_gradients(context.handles)
+    free_oldest(context, keep=0)
     for log in context.backward_logs:
         log.end()

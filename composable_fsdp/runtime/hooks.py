@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp.runtime.arrivals import OURS, arm_leaves
 from composable_fsdp.runtime.forward import post_forward, pre_forward
+from composable_fsdp.runtime.grad_hooks import FSDP_HOOK_KEY, install_grad_hooks
 from composable_fsdp.tree.state import _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
@@ -37,13 +37,13 @@ def install_hooks(state: _FSDPState) -> None:
     before, after = MethodType(_pre_forward, state), MethodType(_post_forward, state)
     for module in state.modules:
         pre_hooks: Any = module._forward_pre_hooks
-        pre_hooks[OURS] = before
+        pre_hooks[FSDP_HOOK_KEY] = before
         # Ours comes first: pre-hooks of the user see full parameters.
-        pre_hooks.move_to_end(OURS, last=False)
-        module._forward_pre_hooks_with_kwargs[OURS] = True
-        module._forward_hooks[OURS] = after
-        module._forward_hooks_always_called[OURS] = True
-    arm_leaves(state)
+        pre_hooks.move_to_end(FSDP_HOOK_KEY, last=False)
+        module._forward_pre_hooks_with_kwargs[FSDP_HOOK_KEY] = True
+        module._forward_hooks[FSDP_HOOK_KEY] = after
+        module._forward_hooks_always_called[FSDP_HOOK_KEY] = True
+    install_grad_hooks(state)
 
 
 def call_method(

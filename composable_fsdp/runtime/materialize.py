@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join, shown
+from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.walk import name_of
-from composable_fsdp.runtime.buffers import awaited
+from composable_fsdp.runtime.meta_buffers import as_unfilled
 
 Init = Callable[[nn.Module], object]
 
 
-class Waiting(NamedTuple):
+class MetaModule(NamedTuple):
     """A module that holds meta tensors directly: which, and which it has first."""
 
     top: nn.Module
@@ -55,7 +55,7 @@ def reset_parameters(module: nn.Module) -> None:
     reset()
 
 
-def leave_empty(module: nn.Module) -> None:
+def keep_uninitialized(module: nn.Module) -> None:
     """Initialise nothing: the values come from the first rank."""
 
 
@@ -79,9 +79,9 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Any:
     return made
 
 
-def find_waiting(
+def find_meta_modules(
     targets: Sequence[Target], kept: frozenset[int]
-) -> list[list[Waiting]]:
+) -> list[list[MetaModule]]:
     """Per target, the modules that have to be initialised, in ``.modules()`` order.
 
     ``kept``: identities of parameters that are left on meta, because they are ignored.
@@ -93,7 +93,7 @@ def find_waiting(
                 first.setdefault(id(tensor), (id(table), key))
     return [
         [
-            Waiting(
+            MetaModule(
                 targets[0].modules[0],
                 module,
                 held,
@@ -118,12 +118,12 @@ def _on_meta(
     )
 
 
-def require_reset_parameters(waiting: Sequence[Waiting]) -> None:
+def require_reset_parameters(waiting: Sequence[MetaModule]) -> None:
     """Refuse modules on meta that torch's convention cannot initialise."""
     for each in waiting:
         if not callable(getattr(each.module, "reset_parameters", None)):
             raise PlanError(
-                f"{type(each.module).__name__} {shown(each.fqn)} holds "
+                f"{type(each.module).__name__} {quoted(each.fqn)} holds "
                 f"{', '.join(repr(key) for _, key, _ in each.held)} on meta and has no "
                 "reset_parameters() to initialise it. Give it one, or pass "
                 "param_init_fn."
@@ -131,7 +131,7 @@ def require_reset_parameters(waiting: Sequence[Waiting]) -> None:
 
 
 @torch.no_grad()
-def materialize(waiting: Waiting, init: Init) -> None:
+def materialize(waiting: MetaModule, init: Init) -> None:
     """Run ``init`` on one module; afterwards nothing that was on meta is.
 
     Sends nothing.
@@ -142,7 +142,7 @@ def materialize(waiting: Waiting, init: Init) -> None:
         if key not in waiting.first:
             table[key] = _empty_like(tensor, torch.device("meta"))
         elif table is waiting.module._buffers:
-            table[key] = awaited(tensor)
+            table[key] = as_unfilled(tensor)
     with torch.inference_mode(False):
         init(waiting.module)
     for table, key, tensor in waiting.held:
@@ -154,7 +154,9 @@ def materialize(waiting: Waiting, init: Init) -> None:
                 _swap(waiting, key, tensor, made)
 
 
-def _require_like(waiting: Waiting, key: str, tensor: Tensor, made: object) -> Tensor:
+def _require_like(
+    waiting: MetaModule, key: str, tensor: Tensor, made: object
+) -> Tensor:
     if (
         isinstance(made, Tensor)
         and not made.is_meta
@@ -167,13 +169,13 @@ def _require_like(waiting: Waiting, key: str, tensor: Tensor, made: object) -> T
         got = f"{tuple(made.shape)} {made.dtype} on {made.device}"
     raise PlanError(
         f"param_init_fn was called with {type(waiting.module).__name__} "
-        f"{shown(waiting.fqn)} and left {key!r} as {got}; expected "
+        f"{quoted(waiting.fqn)} and left {key!r} as {got}; expected "
         f"{tuple(tensor.shape)} {tensor.dtype} with values. Let it call "
         "module.to_empty(device=..., recurse=False) and then set them."
     )
 
 
-def _swap(waiting: Waiting, key: str, tensor: Tensor, made: Tensor) -> None:
+def _swap(waiting: MetaModule, key: str, tensor: Tensor, made: Tensor) -> None:
     """Make the object ``tensor`` hold what ``made`` does, and keep its attributes."""
     trainable = tensor.requires_grad
     swap: Callable[[Tensor, Tensor], None] = vars(torch.utils)["swap_tensors"]
@@ -181,7 +183,8 @@ def _swap(waiting: Waiting, key: str, tensor: Tensor, made: Tensor) -> None:
         swap(tensor, made)
     except RuntimeError as error:
         raise PlanError(
-            f"{shown(join(waiting.fqn, key))} on meta cannot be given values in place "
+            f"{quoted(join_name(waiting.fqn, key))} on meta cannot be given values in "
+            "place "
             f"({error}): something else refers to it, as nn.LSTM does weakly. "
             "Initialise the model before fully_shard."
         ) from error

@@ -17,8 +17,9 @@ was cleared, from torch's cache of such memory.
 
 The other direction needs care too: a gather reads the shard behind the host's back.
 Whoever writes shards on the host comes after a wait: optimizers after one of their own
-(``comm.device``), our own functions after ``wait_for_copies``. Nothing waits for others
-that write after a forward with gradients that got no backward; use ``torch.no_grad``.
+(``comm.device``), our own functions after ``synchronize_copy_stream``. Nothing waits
+for others that write after a forward with gradients that got no backward; use
+``torch.no_grad``.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from composable_fsdp.comm.device import copy_async, synchronize
-from composable_fsdp.flat import storage
-from composable_fsdp.flat.gradients import hold_gradients, note_shown
+from composable_fsdp.flat import memory
+from composable_fsdp.flat.gradients import note_shown, own_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.runtime.leaf_hooks import call_post_hooks, show_flat_gradient
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.runtime.user_hooks import call_post_hooks, show_flat_gradient
 from composable_fsdp.tree.state import RuntimeContext
 
 
-def send_to_host(
+def start_d2h_grad_copies(
     region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
 ) -> None:
     """Issue the copy of ``sums`` ``(shard_numel,)`` to ``grad_shard``, added to it.
 
-    Runs on the reduce stream. The leaves have no ``.grad`` from here to ``land``.
+    Runs on the reduce stream. The leaves have no ``.grad`` from here to
+    ``finish_d2h_grad_copies``.
     """
     if region.in_flight is None:
         region.in_flight = _take_gradients(region, rows=rows)
     grad_shard = region.grad_shard
     assert grad_shard is not None
     if any(region.in_flight):
-        earlier = storage.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
+        earlier = memory.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
         copy_async(earlier, grad_shard)
         sums = earlier.add_(sums)
     copy_async(grad_shard, sums)
@@ -60,7 +62,7 @@ def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
     if region.flat is not None:
         held = bytearray([region.flat.grad is not None]) * len(region.leaves)
         if any(held):
-            hold_gradients(region, rows=rows)
+            own_gradients(region, rows=rows)
             region.flat.grad = None
         return held
     held = bytearray(leaf.grad is not None for leaf in region.leaves)
@@ -72,13 +74,13 @@ def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
             )
             if leaf.grad is not None and leaf.grad is not view is not None
         }
-        hold_gradients(region, rows=rows)
+        own_gradients(region, rows=rows)
         for leaf in region.leaves:
             leaf.grad = None
     return held
 
 
-def land(context: RuntimeContext) -> None:
+def finish_d2h_grad_copies(context: RuntimeContext) -> None:
     """Wait until the gradients are on the host, and show them as ``.grad``.
 
     The one place where a step makes the CPU wait. It also waits for copies of shards to
@@ -118,7 +120,7 @@ def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
     return shown
 
 
-def drop_landing(context: RuntimeContext) -> None:
+def drop_d2h_grad_copies(context: RuntimeContext) -> None:
     """Wait for gradients that are on their way to the host and forget them."""
     if not context.offload:
         return
@@ -128,7 +130,7 @@ def drop_landing(context: RuntimeContext) -> None:
             region.in_flight, region.owned = None, {}
 
 
-def wait_for_copies(context: RuntimeContext) -> None:
+def synchronize_copy_stream(context: RuntimeContext) -> None:
     """Let the host write shards: no copy to the device reads them any more."""
     if context.offload:
         synchronize(context.streams)

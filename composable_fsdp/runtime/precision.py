@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.naming import TRANSPARENT, join
-from composable_fsdp.runtime.casting import map_tensors, tensors_in
-from composable_fsdp.runtime.copied import Copied
+from composable_fsdp.naming import TRANSPARENT, join_name
+from composable_fsdp.runtime.container_copies import ContainerCopy
+from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
@@ -20,7 +20,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cast_floating(
-    value: Any, dtype: torch.dtype, copies: list[Copied] | None = None
+    value: Any, dtype: torch.dtype, copies: list[ContainerCopy] | None = None
 ) -> Any:
     """Return ``value`` with its floating point tensors in ``dtype``, at any depth."""
 
@@ -34,7 +34,7 @@ def cast_inputs(
     state: _FSDPState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    copies: list[Copied],
+    copies: list[ContainerCopy],
 ) -> Arguments | None:
     """Cast floating point inputs to the compute dtype where the options say so."""
     precision, handle = state.precision, state.handle
@@ -86,10 +86,10 @@ def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
                 continue
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    yield join(fqn, name), buffer
+                    yield join_name(fqn, name), buffer
             for name, child in module._modules.items():
                 if child is not None:
-                    path = fqn if name in TRANSPARENT else join(fqn, name)
+                    path = fqn if name in TRANSPARENT else join_name(fqn, name)
                     stack.append((path, child))
 
 

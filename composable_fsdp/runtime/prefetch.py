@@ -15,8 +15,8 @@ from __future__ import annotations
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.runtime.reduce import finish_reduction
-from composable_fsdp.runtime.unshard import make_room, reshard, unshard
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.runtime.unshard import reshard, unshard, wait_for_freed_memory
+from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 
 def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -34,7 +34,9 @@ def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> Non
     unshard(context, handle)
 
 
-def prefetch_backward(context: RuntimeContext, tape: Tape, reached: int) -> None:
+def prefetch_backward(
+    context: RuntimeContext, tape: ForwardRecord, reached: int
+) -> None:
     """Unshard the unit whose backward comes next: the one used before ``reached``.
 
     That is the earliest use that backward has come to. None if that unit is full
@@ -81,7 +83,7 @@ def prefetch_listed(
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.needs_gather and (not handle.gathered or handle.retiring):
         if context.retiring:
-            make_room(context, handle)
+            wait_for_freed_memory(context, handle)
         unshard(context, handle)
         context.prefetched.append(handle)
 

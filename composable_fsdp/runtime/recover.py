@@ -16,30 +16,41 @@ from torch import nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import views
+from composable_fsdp.flat.external_changes import (
+    leaves_view_shards,
+    requires_grad_changed,
+    restore_shard_views,
+    shards_are_unchanged,
+)
 from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.integrity import (
-    is_regrouped,
-    leaves_are_home,
-    leaves_view_shards,
-    reattach,
+from composable_fsdp.runtime.equal_init import warn_of_equal_init
+from composable_fsdp.runtime.external_changes import (
+    adopt_external_changes,
+    adopt_external_changes_unless_meta,
 )
-from composable_fsdp.runtime.buffers import require_filled
-from composable_fsdp.runtime.draws import warn_of_equal_draws
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
-from composable_fsdp.runtime.offload import land, wait_for_copies
+from composable_fsdp.runtime.meta_buffers import require_filled
+from composable_fsdp.runtime.offload import (
+    finish_d2h_grad_copies,
+    synchronize_copy_stream,
+)
 from composable_fsdp.runtime.precision import cast_buffers
 from composable_fsdp.runtime.reduce import (
-    drop_arrived,
     drop_reduction,
+    drop_unreduced_grads,
     finish_reduction,
 )
-from composable_fsdp.runtime.regroup import follow_requires_grad
-from composable_fsdp.runtime.take_up import take_up, take_up_unless_on_meta
-from composable_fsdp.runtime.unshard import reshard, retire, versions
-from composable_fsdp.tree.added import PENDING, tell_added_in_forward
+from composable_fsdp.runtime.requires_grad import follow_requires_grad
+from composable_fsdp.runtime.unshard import free_oldest, reshard, shard_versions
+from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
 from composable_fsdp.tree.root import ensure_root, root_of
-from composable_fsdp.tree.state import RuntimeContext, Schedule, Tape, _FSDPState
+from composable_fsdp.tree.state import (
+    BackwardSchedule,
+    ForwardRecord,
+    RuntimeContext,
+    _FSDPState,
+)
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
@@ -58,15 +69,15 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
-    schedule: Schedule | None = None
+    schedule: BackwardSchedule | None = None
     for log in context.forward_logs:
         log.drop()
     context.prefetched.clear()
     for handle in context.handles:
         free_cleared(handle)
         if handle.rule.fill:
-            schedule = schedule or Schedule()
-        if handle.full_since is not None and is_good(handle):
+            schedule = schedule or BackwardSchedule()
+        if handle.full_since is not None and require_current_full_params(handle):
             continue
         if handle.gathered or handle.is_full:
             reshard(context, handle)
@@ -74,23 +85,23 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             handle.gathered = handle.retiring
     for unit in root_of(context)._root_states:
         handle = unit.handle
-        if handle.full_since is None and not leaves_are_home(handle):
-            take_up(unit)
-            if is_regrouped(handle):
+        if handle.full_since is None and not shards_are_unchanged(handle):
+            adopt_external_changes(unit)
+            if requires_grad_changed(handle):
                 follow_requires_grad(context, handle)
     if context.is_new:
         require_filled(root_of(context)._root_states)
-        warn_of_equal_draws(context.handles)
+        warn_of_equal_init(context.handles)
         context.is_new = False
     if PENDING:
-        tell_added_in_forward(context)
+        warn_of_added_in_forward(context)
     for unit in context.lists:
         unit.remaining = frozenset()
     for unit in context.precisions:
         cast_buffers(unit)
     training = state.module.training
     mode = (state.fqn, training, torch.is_grad_enabled())
-    context.tape = Tape(mode, schedule)
+    context.tape = ForwardRecord(mode, schedule)
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
@@ -100,7 +111,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     context.frame = _module_call()
 
 
-def is_good(handle: FlatParamHandle) -> bool:
+def require_current_full_params(handle: FlatParamHandle) -> bool:
     """Whether a unit that was left full on purpose can be used as it is.
 
     Not if a leaf was torn out of its shard, or frozen or unfrozen.
@@ -110,7 +121,7 @@ def is_good(handle: FlatParamHandle) -> bool:
     shown = handle.is_full
     if shown:
         views.use_sharded(handle)
-    if handle.full_since != versions(handle):
+    if handle.full_since != shard_versions(handle):
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "
@@ -118,9 +129,9 @@ def is_good(handle: FlatParamHandle) -> bool:
             "reshard(module), or set_reshard_after_backward(module, True) before the "
             "backward that comes before the step."
         )
-    good = leaves_are_home(handle)
+    good = shards_are_unchanged(handle)
     if good and not leaves_view_shards(handle):
-        reattach(handle)
+        restore_shard_views(handle)
         good = False
     if shown and good:
         views.use_full(handle)
@@ -174,15 +185,15 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         handle.kept = False
         reshard(context, handle)
         if drop_gradients:
-            drop_arrived(handle)
+            drop_unreduced_grads(handle)
     for unit in context.lists:
         unit.remaining = frozenset()
     finish_reduction(context)
-    land(context)
-    retire(context, keep=0)
+    finish_d2h_grad_copies(context)
+    free_oldest(context, keep=0)
 
 
-def settle(state: _FSDPState, what: str) -> None:
+def require_between_steps(state: _FSDPState, what: str) -> None:
     """Make sure that the tree of ``state`` is between steps, with sharded leaves shown.
 
     ``what`` names the caller in messages. A tree that has not been initialised is left
@@ -192,7 +203,7 @@ def settle(state: _FSDPState, what: str) -> None:
     """
     context = state.context
     if context is None:
-        take_up_unless_on_meta(state)
+        adopt_external_changes_unless_meta(state)
         return
     if context.outermost is not None and not is_live(context):
         recover(context, drop_gradients=False)
@@ -216,20 +227,21 @@ def settle(state: _FSDPState, what: str) -> None:
     if context.tasks:
         recover(context, drop_gradients=True)
     # The caller may write shards on the host.
-    wait_for_copies(context)
+    synchronize_copy_stream(context)
     handle = state.handle
     if not handle.is_full:
         # A unit that is kept for a backward, after ``p.data = ...``.
-        if handle.gathered and not leaves_are_home(handle):
-            drop_full(state)
+        if handle.gathered and not shards_are_unchanged(handle):
+            free_all_full_params(state)
         if not handle.gathered:
-            take_up_unless_on_meta(state)
+            adopt_external_changes_unless_meta(state)
 
 
-def drop_full(state: _FSDPState) -> None:
+def free_all_full_params(state: _FSDPState) -> None:
     """Reshard a unit that was left full: its shards are written next. Sends nothing.
 
-    After ``settle``. Backward, if one comes, and the next forward gather it again.
+    After ``require_between_steps``. Backward, if one comes, and the next forward gather
+    it again.
     """
     if state.handle.gathered:
         assert state.context is not None
@@ -242,15 +254,15 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     Units that were kept between forward and backward are resharded; backward gathers
     them again. Sends nothing.
 
-    Raises: as ``settle``; PlanError, as ``take_up``.
+    Raises: as ``require_between_steps``; PlanError, as ``adopt_external_changes``.
     """
-    settle(state, what)
+    require_between_steps(state, what)
     context = ensure_root(state)
     for handle in context.handles:
         handle.kept = False
         if handle.gathered:
             reshard(context, handle)
-    retire(context, keep=0)
+    free_oldest(context, keep=0)
     for unit in root_of(context)._root_states:
-        take_up(unit)
+        adopt_external_changes(unit)
     return context

@@ -23,30 +23,32 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
-from composable_fsdp.flat import storage, views
+from composable_fsdp.flat import memory, views
 from composable_fsdp.flat.gradients import (
     add_to_all,
     add_to_each,
-    hold_gradients,
     note_shown,
+    own_gradients,
     ready_gradient,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
-from composable_fsdp.runtime.leaf_hooks import (
+from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
+from composable_fsdp.runtime.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
     hooked_leaves,
     show_flat_gradient,
     tensor_hooks_of,
 )
-from composable_fsdp.runtime.offload import drop_landing, send_to_host
-from composable_fsdp.tree.agree import depart_in_backward
+from composable_fsdp.tree.order_logs import enter_backward_use
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
-def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
+def copy_grads_to_reduce_buffers(
+    context: RuntimeContext, handle: FlatParamHandle
+) -> None:
     """Move gradients that wait into the reduce buffers, all in one operation.
 
     The buffers are given memory, if they have none to write to, on the current stream.
@@ -55,7 +57,7 @@ def move_arrived(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if torch.is_grad_enabled():
         # create_graph. As a decorator this would take 2.5 us in every step.
         with torch.no_grad():
-            move_arrived(context, handle)
+            copy_grads_to_reduce_buffers(context, handle)
         return
     if context.reducing is not None and context.reducing.handle is handle:
         finish_reduction(context)
@@ -88,7 +90,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     views of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that
     did not arrive on this rank count as zeros and leave ``.grad`` as it was, unless the
     unit's rule says that all take part. An offloaded unit's ``.grad`` is None until
-    ``land``.
+    ``finish_d2h_grad_copies``.
 
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
     group, then one all-reduce per region over the replicate group, unless the rule
@@ -97,20 +99,20 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Raises: DesyncError, if another rank reduces something else, or other parameters.
     """
     finish_reduction(context)
-    move_arrived(context, handle)
+    copy_grads_to_reduce_buffers(context, handle)
     views.zero_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
-    arrived = views.arrived_in(handle)
+    arrived = views.arrived_flags(handle)
     log = handle.reduce_log
     try:
         if log is not None:
             if log.expected[log.position] == (handle, handle.epoch, arrived):
                 log.position += 1
             else:
-                depart_in_backward(context, log, (handle, handle.epoch, arrived))
+                enter_backward_use(context, log, (handle, handle.epoch, arrived))
     finally:
         # Not before: until then the log tells peers which gradients are not there.
-        views.forget_arrived(handle)
+        views.clear_arrived(handle)
         handle.held = None
     handle.reduce_due = False
     for region in handle.trainable:
@@ -141,7 +143,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
         if handle.rule.hook is None:
             handle.reduce_event.record(streams.reduce)
         if handle.offload:
-            _settle(reduction)
+            _apply_reduced_gradients(reduction)
         if handle.rule.hook is not None:
             handle.reduce_event.record(streams.reduce)
 
@@ -163,8 +165,8 @@ def finish_reduction(context: RuntimeContext) -> None:
     """Wait for the reduction in flight, if any, and free its buffers. Sends nothing.
 
     Divides, adds, sets ``.grad`` and calls the leaves' hooks, on the current stream. Of
-    an offloaded unit on CUDA the reduce stream has done its part, ``land`` does the
-    rest.
+    an offloaded unit on CUDA the reduce stream has done its part,
+    ``finish_d2h_grad_copies`` does the rest.
     """
     reduction = context.reducing
     if reduction is None:
@@ -181,7 +183,7 @@ def finish_reduction(context: RuntimeContext) -> None:
             and handle.rule.hook is None
         ):
             _replicate(handle)
-        _settle(reduction)
+        _apply_reduced_gradients(reduction)
     else:
         current, *others = _users(streams, handle)
         for stream in others:
@@ -189,7 +191,7 @@ def finish_reduction(context: RuntimeContext) -> None:
         assert handle.reduce_event is not None
         handle.reduce_event.wait()
         if not handle.offload:
-            _settle(reduction)
+            _apply_reduced_gradients(reduction)
         for stream in others:
             stream.wait_stream(current)
     for region in handle.trainable:
@@ -202,7 +204,7 @@ def drop_reduction(context: RuntimeContext) -> None:
 
     So are gradients on their way to the host.
     """
-    drop_landing(context)
+    drop_d2h_grad_copies(context)
     reduction = context.reducing
     if reduction is None:
         return
@@ -219,9 +221,9 @@ def drop_reduction(context: RuntimeContext) -> None:
     views.free_reduce(handle)
 
 
-def drop_arrived(handle: FlatParamHandle) -> None:
+def drop_unreduced_grads(handle: FlatParamHandle) -> None:
     """Forget gradients that arrived and were not reduced to the end. Sends nothing."""
-    views.forget_arrived(handle)
+    views.clear_arrived(handle)
     handle.held = None
     for region in handle.trainable:
         region.partial = None
@@ -256,7 +258,7 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
                     region.has_tensor_hooks = True
         region.temporary = None
         if not direct:
-            region.temporary = storage.new_buffer(
+            region.temporary = memory.new_buffer(
                 region.layout.shard_numel, dtype, region.device
             )
 
@@ -322,14 +324,14 @@ def _replicate(
         collectives.all_reduce(_target(region), group, average=average)
 
 
-def _settle(reduction: Reduction) -> None:
+def _apply_reduced_gradients(reduction: Reduction) -> None:
     """Divide, add to earlier gradients, set ``.grad`` of the leaves that got one.
 
     Calls the user's hooks on those leaves.
     """
     handle = reduction.handle
     if not reduction.final:
-        _hold(reduction)
+        _hold_partial_sums(reduction)
         return
     by_hook = handle.rule.hook is not None
     hooked: list[nn.Parameter] = []
@@ -341,11 +343,11 @@ def _settle(reduction: Reduction) -> None:
         if region.has_tensor_hooks:
             call_tensor_hooks(region, target, arrived, rows=handle.rows)
         if region.offload:
-            send_to_host(region, target, arrived, rows=handle.rows)
+            start_d2h_grad_copies(region, target, arrived, rows=handle.rows)
             continue
         if region.temporary is not None:
             if region.flat is not None:
-                hold_gradients(region, rows=handle.rows)
+                own_gradients(region, rows=handle.rows)
                 assert region.grad_shard is not None
                 region.grad_shard.add_(region.temporary)
             elif not add_to_all(region, region.temporary, arrived):
@@ -374,7 +376,7 @@ def _settle(reduction: Reduction) -> None:
         call_post_hooks(hooked)
 
 
-def _hold(reduction: Reduction) -> None:
+def _hold_partial_sums(reduction: Reduction) -> None:
     """Keep sums over the shard group until the replicas' are asked for."""
     handle = reduction.handle
     handle.held = reduction.arrived

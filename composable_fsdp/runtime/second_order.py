@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.runtime.backward import Call, pre_backward_again
-from composable_fsdp.tree.state import RuntimeContext, Tape, _FSDPState
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.runtime.backward import UnitForward, pre_next_backward
+from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 Captured = Mapping[int, Tensor]
 """Gradients of full leaves with their graph, by index among a unit's leaves."""
@@ -67,8 +67,8 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
     one all-reduce over the replicate group; in a backward through the result one
     all-gather.
     """
-    call = Call(_state(handle), Tape())
-    hook = partial(pre_backward_again, call)
+    call = UnitForward(_state(handle), ForwardRecord())
+    hook = partial(pre_next_backward, call)
     found: dict[int, Tensor] = {}
     first = 0
     for region in handle.regions:

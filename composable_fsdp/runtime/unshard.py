@@ -11,7 +11,7 @@ buffers belongs to the gather stream::
 the gather stream wait for the event of the unit before it, and frees that one. So a
 block is reused only behind its last reader, at most one unit is kept beside the one in
 use, be it resharded or gathered ahead, and the CPU never waits. In backward it frees
-its unit at once in the same way (``make_room``).
+its unit at once in the same way (``wait_for_freed_memory``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, copy_async
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import stepped, views
+from composable_fsdp.flat import step_counts, views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.versions import (
     make_readable,
@@ -95,16 +95,16 @@ def _limit(handle: FlatParamHandle) -> int:
     return RETIRING_LIMIT if limited else RETIRING_UNLIMITED
 
 
-def make_room(context: RuntimeContext, handle: FlatParamHandle) -> None:
+def wait_for_freed_memory(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Free a resharded unit, if all that may be kept are kept. Sends nothing.
 
     For one that is gathered ahead: its all-gather then waits for the last reader of
     that unit, and runs beside the unit in use.
     """
-    retire(context, keep=_limit(handle) - 1)
+    free_oldest(context, keep=_limit(handle) - 1)
 
 
-def retire(context: RuntimeContext, *, keep: int) -> None:
+def free_oldest(context: RuntimeContext, *, keep: int) -> None:
     """Free resharded units until ``keep`` are left, oldest first. Sends nothing.
 
     Legal at any time: the gather stream waits for the last reader, and whatever it
@@ -152,7 +152,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.gathered or handle.retiring or handle.kept:
         return
     if handle.reduce_due and handle.needs_gather:
-        views.keep_waiting(handle)
+        views.add_waiting_to_reduce_buffers(handle)
     if not handle.needs_gather:
         handle.gathered = False
         return
@@ -172,7 +172,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.free_event.record(current)
         handle.retiring = True
         context.retiring.append(handle)
-        retire(context, keep=_limit(handle))
+        free_oldest(context, keep=_limit(handle))
 
 
 def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -186,16 +186,16 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.is_full:
         views.use_sharded(handle)
     if handle.gathered and handle.full_since is None:
-        handle.full_since = versions(handle)
+        handle.full_since = shard_versions(handle)
 
 
-def versions(handle: FlatParamHandle) -> tuple[int, ...]:
+def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
     """How often each sharded leaf, or all, was written to; ``.data`` hides a write.
 
     Steps of optimizers count besides: fused kernels leave versions as they are, and
     ranks that hold no element of the unit see no write at all.
     """
-    stepped.watch()
+    step_counts.start_counting_steps()
     flats = [r.flat for r in handle.regions if r.flat is not None]
     return (handle.steps, *(x._version for x in (*handle.leaves, *flats)))
 

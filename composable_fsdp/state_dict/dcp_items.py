@@ -16,7 +16,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import Box
-from composable_fsdp.state_dict.torch_asks import chunks_to_read, ranks_that_save
+from composable_fsdp.state_dict.dcp_caller import chunks_to_read, saving_ranks
 
 
 def chunks(boxes: Sequence[Box]) -> list[Any]:
@@ -81,7 +81,7 @@ def write_items(
         WriteItemType,
     )
 
-    ranks = ranks_that_save()
+    ranks = saving_ranks()
     if ranks < world_size:
         raise CheckpointError(
             f"{fqn!r} is in {world_size} parts, got {ranks} ranks to save it: "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.offload import on_device
 

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import CompositionError, PhaseError
-from composable_fsdp.naming import TRANSPARENT, shown
+from composable_fsdp.naming import TRANSPARENT, quoted
 from composable_fsdp.phases import Phase
-from composable_fsdp.runtime.recover import drop_full, settle
+from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
+from composable_fsdp.state_dict.barrier import barrier_before_gather
+from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import gather_unit
-from composable_fsdp.state_dict.in_force import settings_in_force
 from composable_fsdp.state_dict.loading import is_local, require_values, take_values
 from composable_fsdp.state_dict.local import (
     PLAN,
@@ -30,9 +31,13 @@ from composable_fsdp.state_dict.local import (
     plans_of,
     require_plan,
 )
-from composable_fsdp.state_dict.meeting import meet
 from composable_fsdp.state_dict.sharded import sharded_values
-from composable_fsdp.state_dict.unit_keys import Reach, keys_of, names_below, reaches
+from composable_fsdp.state_dict.unit_keys import (
+    HookScope,
+    hook_scopes,
+    keys_of,
+    names_below,
+)
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -49,16 +54,18 @@ def install_state_dict_hooks(state: _FSDPState) -> None:
     2.11).
     """
     for module in state.modules:
-        for at, reach in reaches(state, module):
+        for at, reach in hook_scopes(state, module):
             key = next(_keys)
             at._state_dict_hooks[key] = partial(_save, state, reach)
             at._load_state_dict_pre_hooks[key] = _Load(state, reach, at)
-    state.module._state_dict_pre_hooks[next(_keys)] = partial(meet, state)
+    state.module._state_dict_pre_hooks[next(_keys)] = partial(
+        barrier_before_gather, state
+    )
 
 
 def _save(
     state: _FSDPState,
-    reach: Reach,
+    reach: HookScope,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -74,12 +81,12 @@ def _save(
     """
     slots = keys_of(state, module, reach, state_dict, prefix)
     keys = {key: slot.index for key, slot in slots.items()}
-    fill(state, reach, module, keys, state_dict, prefix, local_metadata)
+    write_unit_values(state, reach, module, keys, state_dict, prefix, local_metadata)
 
 
-def fill(
+def write_unit_values(
     state: _FSDPState,
-    reach: Reach,
+    reach: HookScope,
     module: nn.Module,
     keys: dict[str, int],
     state_dict: dict[str, Any],
@@ -90,7 +97,7 @@ def fill(
 
     Collective, Raises: as ``_save``.
     """
-    settings = settings_in_force(state)
+    settings = effective_settings(state)
     kind, config = settings.state_dict_type, settings.state_dict_config
     if settings is state.state_dict_settings:
         _require_one_type(module, kind)
@@ -128,7 +135,7 @@ def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
         other = below.state_dict_settings.state_dict_type
         if other is not kind:
             raise CompositionError(
-                f"state_dict expects one type for all units; {shown(fqn)} is set to "
+                f"state_dict expects one type for all units; {quoted(fqn)} is set to "
                 f"{other.name}, the unit it is in to {kind.name}. Call "
                 "set_state_dict_type on the whole model, or state_dict on each unit "
                 "alone."
@@ -141,10 +148,10 @@ def _values(
     """The unit's parameters by slot index: full ones, or this rank's shards."""
     handle, context = state.handle, state.context
     if kind is StateDictType.SHARDED_STATE_DICT:
-        settle(state, "state_dict")
+        require_between_steps(state, "state_dict")
         return sharded_values(handle, to_cpu=to_cpu)
     if kind is StateDictType.LOCAL_STATE_DICT:
-        settle(state, "state_dict")
+        require_between_steps(state, "state_dict")
         return local_values(handle, to_cpu=to_cpu)
     if context is not None and context.summoned is not None and context.rank0_only:
         raise PhaseError(
@@ -161,7 +168,7 @@ def _values(
             )
             if (held := parameters.get(key)) is not None
         }
-    settle(state, "state_dict")
+    require_between_steps(state, "state_dict")
     return gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
 
 
@@ -170,7 +177,7 @@ class _Load:
 
     __slots__ = ("module", "reach", "state")
 
-    def __init__(self, state: _FSDPState, reach: Reach, module: nn.Module) -> None:
+    def __init__(self, state: _FSDPState, reach: HookScope, module: nn.Module) -> None:
         self.state, self.reach, self.module = state, reach, module
 
     def __call__(
@@ -195,8 +202,8 @@ class _Load:
         plan = state_dict.pop(prefix + PLAN, own_plan)
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # the modules show full parameters: torch copies them itself
-        settle(self.state, "load_state_dict")
-        drop_full(self.state)
+        require_between_steps(self.state, "load_state_dict")
+        free_all_full_params(self.state)
         if is_local(self.state):
             require_plan(handle, plan)
         for component in TRANSPARENT:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import shown, strip_wrapper
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import part_of
-from composable_fsdp.state_dict.in_force import settings_in_force
 from composable_fsdp.state_dict.local import LocalValue
-from composable_fsdp.state_dict.sharded import ShardedValue, unfit
+from composable_fsdp.state_dict.sharded import ShardedValue, mismatch
 from composable_fsdp.tree.state import _FSDPState
 
 _ON_META = (
@@ -33,11 +33,11 @@ _PARTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 def is_local(state: _FSDPState) -> bool:
     """Whether the unit is set to take local shards."""
-    kind = settings_in_force(state).state_dict_type
+    kind = effective_settings(state).state_dict_type
     return kind is StateDictType.LOCAL_STATE_DICT
 
 
-def is_taken(value: Tensor) -> bool:
+def is_loadable(value: Tensor) -> bool:
     """Whether ``value`` is this rank's part, for torch to assign."""
     return _PARTS.get(id(value)) is value
 
@@ -63,7 +63,7 @@ def require_values(
         module.named_buffers(remove_duplicate=False),
     )
     names = [strip_wrapper(prefix + name) for name, own in named if not own.is_meta]
-    found = [shown(name) for name in names if name in empty]
+    found = [quoted(name) for name in names if name in empty]
     if found:
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise CheckpointError(
@@ -113,7 +113,7 @@ def take_values(
                 continue
             problem = _ON_META
         if problem:
-            error_msgs.append(f"{shown(strip_wrapper(key))}: {problem}")
+            error_msgs.append(f"{quoted(strip_wrapper(key))}: {problem}")
         # The leaf itself: copying it is nothing, and assign=True keeps it.
         state_dict[key] = leaf
 
@@ -130,7 +130,7 @@ def _take(
 ) -> str:
     """Copy into this rank's shard what is its part; say why ``value`` does not fit."""
     if isinstance(value, ShardedValue):
-        problem = unfit(handle, region, slot, value)
+        problem = mismatch(handle, region, slot, value)
         if not problem:
             leaf.copy_(value.local)
         return problem

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import shown
-from composable_fsdp.state_dict.torch_asks import is_checkpointing
+from composable_fsdp.naming import quoted
+from composable_fsdp.state_dict.dcp_caller import is_checkpointing
 from composable_fsdp.tree.traversal import walk_states
 
 PLAN = "_composable_fsdp_plan"
@@ -70,7 +70,7 @@ def require_plan(handle: FlatParamHandle, found: object) -> None:
             f"its {key} was {_short(found[key])}, here it is {_short(own[key])}"
         )
     raise CheckpointError(
-        f"Unit {shown(handle.full_fqn)} is set to LOCAL_STATE_DICT and expects what "
+        f"Unit {quoted(handle.full_fqn)} is set to LOCAL_STATE_DICT and expects what "
         f"the same rank saved under the same plan, but {difference}. Pass the object "
         "that state_dict() returned, metadata included; for another world size or "
         "another policy save and load with FULL_STATE_DICT."

@@ -17,14 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composable_fsdp.naming import join, strip_wrapper
+from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning import walk
-from composable_fsdp.runtime.recover import drop_full, settle
-from composable_fsdp.state_dict.hooks import fill
-from composable_fsdp.state_dict.loading import is_taken, require_values, take_values
-from composable_fsdp.state_dict.meeting import meet
-from composable_fsdp.state_dict.unit_keys import Reach, reaches
+from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
+from composable_fsdp.state_dict.barrier import barrier_before_gather
+from composable_fsdp.state_dict.hooks import write_unit_values
+from composable_fsdp.state_dict.loading import is_loadable, require_values, take_values
+from composable_fsdp.state_dict.unit_keys import HookScope, hook_scopes
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 _PART = -1 << 20
@@ -40,7 +40,7 @@ def install_part_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
     handle = state.handle
     if handle.groups.shard is None:
         return
-    others = {id(at) for top in state.modules for at, _ in reaches(state, top)}
+    others = {id(at) for top in state.modules for at, _ in hook_scopes(state, top)}
     owners = set(map(id, handle.owners))
     for module in members:
         if OWNERS.get(module) is not state or id(module) in others:
@@ -71,13 +71,13 @@ def _save_part(
     for name, owner in module.named_modules(remove_duplicate=False):
         for key in owner._parameters:
             index = places.get((id(owner), key))
-            full_key = prefix + strip_wrapper(join(name, key))
+            full_key = prefix + strip_wrapper(join_name(name, key))
             if index is not None and full_key in state_dict:
                 keys[full_key] = index
     if keys:
-        meet(state, module, prefix, keep_vars=False)
-    reach = Reach(_start(state, module), is_split=True)
-    fill(state, reach, module, keys, state_dict, prefix, local_metadata)
+        barrier_before_gather(state, module, prefix, keep_vars=False)
+    reach = HookScope(_start(state, module), is_split=True)
+    write_unit_values(state, reach, module, keys, state_dict, prefix, local_metadata)
 
 
 def _places(state: _FSDPState) -> dict[tuple[int, str], int]:
@@ -147,7 +147,7 @@ class _LoadPart:
             for key in own
             if isinstance(value := state_dict.get(prefix + key), Tensor)
             and value is not own[key]
-            and not is_taken(value)
+            and not is_loadable(value)
         }
         if state is None or not given:
             return
@@ -155,8 +155,8 @@ class _LoadPart:
         if handle.phase is Phase.SUMMON and handle.is_full:
             return
         if not handle.on_meta:  # else some parts have values, and others get theirs
-            settle(state, "load_state_dict")
-            drop_full(state)
+            require_between_steps(state, "load_state_dict")
+            free_all_full_params(state)
         places = _places(state)
         slots = {
             prefix + key: places[id(self.module), key]

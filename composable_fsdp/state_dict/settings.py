@@ -25,7 +25,7 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import by_fields, by_name
 from composable_fsdp.tree.traversal import walk_states
 
@@ -97,8 +97,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     for fqn, _, state in rest:
         if state.state_dict_settings != first.state_dict_settings:
             raise CompositionError(
-                f"Units differ in their state dict settings: {shown(name)} has "
-                f"{first.state_dict_settings}, {shown(fqn)} has "
+                f"Units differ in their state dict settings: {quoted(name)} has "
+                f"{first.state_dict_settings}, {quoted(fqn)} has "
                 f"{state.state_dict_settings}. Call set_state_dict_type on the whole "
                 "model, or ask each unit alone."
             )

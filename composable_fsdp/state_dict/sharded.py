@@ -26,7 +26,7 @@ from composable_fsdp.access.gather import gather_part
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.boxes import Box, interval_boxes
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict import dcp_items
@@ -48,7 +48,7 @@ class LocalShard(NamedTuple):
     metadata: ShardPlace
 
 
-class Home:
+class GroupAndDevice:
     """Where the parts of a value can be gathered. Not pickled: it names a group."""
 
     __slots__ = ("device", "group")
@@ -57,7 +57,7 @@ class Home:
         self.group = None if group is None else GroupRef(group)
         self.device = device
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Home:
+    def __deepcopy__(self, memo: dict[int, object]) -> GroupAndDevice:
         return self
 
 
@@ -77,7 +77,7 @@ class ShardedValue(Tensor):
     """Elements of the flat buffer per rank."""
     rank: int
     world_size: int
-    home: Home | None
+    home: GroupAndDevice | None
     """None once it was pickled."""
     not_alone: str = ""
     """Of what ``optimizer.state_dict()`` shows unasked: what it is, for the message
@@ -91,7 +91,7 @@ class ShardedValue(Tensor):
         shard_numel: int,
         rank: int,
         world_size: int,
-        home: Home | None = None,
+        home: GroupAndDevice | None = None,
     ) -> ShardedValue:
         value: ShardedValue = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device
@@ -346,7 +346,7 @@ def sharded_value(
         region.layout.shard_numel,
         region.rank,
         region.layout.world_size,
-        Home(handle.groups.shard, handle.device),
+        GroupAndDevice(handle.groups.shard, handle.device),
     )
 
 
@@ -364,7 +364,7 @@ def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
-def unfit(
+def mismatch(
     handle: FlatParamHandle,
     region: FlatParameter,
     slot: ParameterSlot,

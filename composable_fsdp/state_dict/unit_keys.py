@@ -12,7 +12,7 @@ from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import wrapped_in
 
 
-class Reach(NamedTuple):
+class HookScope(NamedTuple):
     """What the hooks on a module see of a unit."""
 
     start: str = ""
@@ -23,10 +23,12 @@ class Reach(NamedTuple):
     """Whether several modules of the unit's module have hooks."""
 
 
-_ALL = Reach()
+_ALL = HookScope()
 
 
-def reaches(state: _FSDPState, module: nn.Module) -> list[tuple[nn.Module, Reach]]:
+def hook_scopes(
+    state: _FSDPState, module: nn.Module
+) -> list[tuple[nn.Module, HookScope]]:
     """Where the hooks of a unit belong: on its module, unless that passes calls on.
 
     A class with a ``state_dict`` of its own may call that of a child, and its own hooks
@@ -38,7 +40,7 @@ def reaches(state: _FSDPState, module: nn.Module) -> list[tuple[nn.Module, Reach
     while stack:
         start, current = stack.pop()
         alone = type(current).state_dict is not nn.Module.state_dict
-        reach = Reach(start, alone=alone, is_split=True)
+        reach = HookScope(start, alone=alone, is_split=True)
         if current is module or names_below(state, current, reach):
             found.append((current, reach))
         for name, child in current._modules.items() if alone else ():
@@ -49,7 +51,7 @@ def reaches(state: _FSDPState, module: nn.Module) -> list[tuple[nn.Module, Reach
 
 
 def names_below(
-    state: _FSDPState, module: nn.Module, reach: Reach
+    state: _FSDPState, module: nn.Module, reach: HookScope
 ) -> dict[str, ParameterSlot]:
     """The unit's parameters that the hooks on ``module`` see, by their names there."""
     start = len(reach.start)
@@ -66,7 +68,7 @@ def names_below(
 def keys_of(
     state: _FSDPState,
     module: nn.Module,
-    reach: Reach,
+    reach: HookScope,
     state_dict: dict[str, Any],
     prefix: str,
 ) -> dict[str, ParameterSlot]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp.naming import WRAPPED_MODULE, join, strip_wrapper
+from composable_fsdp.naming import WRAPPED_MODULE, join_name, strip_wrapper
 from composable_fsdp.state_dict.local import PLAN
 
 
@@ -57,7 +57,7 @@ def _add_component(
     # From here on metadata is not found: plans go with the values they belong to, and
     # get each wrapper's component as those do.
     for name, plan in local_metadata.get(PLAN, {}).items():
-        state_dict[prefix + join(name, PLAN)] = plan
+        state_dict[prefix + join_name(name, PLAN)] = plan
     inner = f"{prefix}{component}."
     _rename(state_dict, lambda key: key.startswith(prefix), prefix, inner)
 

@@ -21,17 +21,17 @@ from composable_fsdp.storage.directory import open_plain
 from composable_fsdp.storage.manifest import BLOCK, File
 from composable_fsdp.storage.writer import bytes_of
 
-Blame = Callable[[int, int], str]
+DescribeBytes = Callable[[int, int], str]
 """Names what lies in bytes ``[begin, end)`` of the payload."""
-Told = Callable[[tuple[Any, ...]], str]
-"""Names what was wanted: a ``Want``'s ``what``."""
+DescribeRequest = Callable[[tuple[Any, ...]], str]
+"""Names what was wanted: a ``ReadRequest``'s ``what``."""
 _LISTED = 500
 """Destinations that one system call may fill; systems take 1024."""
 _GAP = 4096
 """Bytes between two slices that are read and thrown away."""
 
 
-class Want(NamedTuple):
+class ReadRequest(NamedTuple):
     """Bytes ``[begin, end)`` of the payload, and where they go.
 
     ``into``: a contiguous tensor in host memory, if they go anywhere, from its byte
@@ -53,7 +53,9 @@ class Want(NamedTuple):
 class BlockFile:
     """One rank's file, opened when it is first needed."""
 
-    def __init__(self, path: str, file: File, blame: Blame, told: Told) -> None:
+    def __init__(
+        self, path: str, file: File, blame: DescribeBytes, told: DescribeRequest
+    ) -> None:
         self.path, self.file, self.blame, self.told = path, file, blame, told
         self._handle = -1
         self._good: set[int] = set()
@@ -63,7 +65,7 @@ class BlockFile:
         """Whether the file is there, whole, and has the right header."""
         return self._handle >= 0
 
-    def check(self, wants: Sequence[Want]) -> None:
+    def check(self, wants: Sequence[ReadRequest]) -> None:
         """Verify the header, and each block that ``wants`` touch; fill their ``into``.
 
         ``wants`` are in the order of the file.
@@ -94,7 +96,7 @@ class BlockFile:
                 else:
                     self._read(part, low)
 
-    def fill(self, wants: Sequence[Want]) -> None:
+    def fill(self, wants: Sequence[ReadRequest]) -> None:
         """Fill the ``into`` of all, checked before, in the order of the file."""
         if wants:
             self._open()
@@ -120,7 +122,7 @@ class BlockFile:
             os.close(self._handle)
             self._handle = -1
 
-    def _verify(self, block: int, buffer: memoryview, want: Want) -> None:
+    def _verify(self, block: int, buffer: memoryview, want: ReadRequest) -> None:
         start = block * BLOCK
         size = min(BLOCK, self.file.payload_nbytes - start)
         self._read(buffer[:size], start)
@@ -186,9 +188,9 @@ class BlockFile:
         )
 
 
-def _neighbours(wants: Sequence[Want]) -> Iterator[list[Want]]:
+def _neighbours(wants: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
     """What lies next to each other, which one system call reads."""
-    listed: list[Want] = []
+    listed: list[ReadRequest] = []
     end = 0
     for want in wants:
         if want.begin == want.end:

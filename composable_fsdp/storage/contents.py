@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.naming import TRANSPARENT, join, shown
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import TRANSPARENT, join_name, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.runtime.recover import require_idle, settle
+from composable_fsdp.runtime.recover import require_between_steps, require_idle
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_unit_state
@@ -99,7 +99,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     given = _names_given(module)
     for path, each in places(module):
         for key, tensor in _tensors(each):
-            name = given.get(id(tensor), join(path, key))
+            name = given.get(id(tensor), join_name(path, key))
             found = slot_of.get((id(each), key))
             if found is not None:
                 in_units[id(found[0])].setdefault(found[1], []).append(name)
@@ -125,7 +125,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     )
     _require_values(regions, tensors, what)
     own_states = {
-        join(path, OWN_STATE): each
+        join_name(path, OWN_STATE): each
         for path, each in places(module)
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
@@ -135,7 +135,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
 def _names_given(module: nn.Module) -> dict[int, str]:
     """Parameters that a class shows under another name than their place's, by id."""
     here = {
-        (id(parameter), join(path, key))
+        (id(parameter), join_name(path, key))
         for path, each in places(module, through_ddp=False)
         for key, parameter in each._parameters.items()
     }
@@ -159,7 +159,7 @@ def places(
         for name, child in reversed(current._modules.items()):
             if child is not None:
                 hidden = name in TRANSPARENT or name == outer
-                stack.append((path if hidden else join(path, name), child))
+                stack.append((path if hidden else join_name(path, name), child))
 
 
 def _wrapped_as(module: nn.Module) -> str | None:
@@ -191,7 +191,7 @@ def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
     found = _states(module)
     trees: dict[int, _FSDPState] = {}
     for state in found.values():
-        settle(state, what)
+        require_between_steps(state, what)
         if state.context is not None:
             trees.setdefault(id(state.context), state)
     # Units that were left full on purpose give that up: their shards are read or
@@ -225,7 +225,7 @@ def _names(
 def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{what} was called on a {type(module).__name__} that holds only a part of the "
-        f"fully sharded module to which {shown(name)} belongs. Pass the module that "
+        f"fully sharded module to which {quoted(name)} belongs. Pass the module that "
         "fully_shard was applied to, or the whole model."
     )
 
@@ -233,7 +233,7 @@ def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
 def _original_dtypes(states: dict[str, _FSDPState]) -> dict[str, torch.dtype]:
     """Buffers that mixed precision has cast, and their dtypes before."""
     return {
-        join(path, name): dtype
+        join_name(path, name): dtype
         for path, state in states.items()
         if state.precision is not None
         for name, dtype in state.precision.buffer_dtypes.items()
@@ -247,7 +247,7 @@ def _require_values(
     meta += [held.names[0] for held in tensors if held.tensor.is_meta]
     if meta:
         raise CheckpointError(
-            f"{what} expects values, and {', '.join(map(shown, meta[:8]))}"
+            f"{what} expects values, and {', '.join(map(quoted, meta[:8]))}"
             f"{' ..' if meta[8:] else ''} are on meta. Call model.to_empty(device=...) "
             "first, and set the buffers that are not persistent; load fills the rest."
         )

@@ -13,7 +13,7 @@ VARIABLE = "COMPOSABLE_FSDP_CRASH_AT"
 POINTS = ("before-write", "mid-file", "after-write", "before-rename", "after-rename")
 
 
-def here(point: str, rank: int) -> None:
+def crash_point(point: str, rank: int) -> None:
     """Die if the variable says so: no handler runs, nothing is flushed."""
     asked = os.environ.get(VARIABLE)
     if asked is None:

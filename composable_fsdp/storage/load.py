@@ -17,18 +17,18 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.runtime.buffers import unfilled_buffers
+from composable_fsdp.runtime.meta_buffers import unfilled_buffers
+from composable_fsdp.storage.compare import ComparedModel, LoadReport, compare_model
+from composable_fsdp.storage.consensus import Team, team_of
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
 from composable_fsdp.storage.directory import path_text
-from composable_fsdp.storage.fit import Fit, LoadReport, fit_model
 from composable_fsdp.storage.load_optim import OptimizerLoad, optimizer_loads
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Copy, Source
@@ -77,14 +77,14 @@ def load(
     report = LoadReport() if report is None else report
     error: Exception | None = None
     source: Source | None = path if isinstance(path, Source) else None
-    result: tuple[Fit, list[OptimizerLoad], list[Copy], Any] | None = None
+    result: tuple[ComparedModel, list[OptimizerLoad], list[Copy], Any] | None = None
     try:
         try:
             require_module(module, "load")
             source = source or open_source(path_text(path, "load"))
             optims = optimizers_in(optim, "load")
             contents = contents_of(module, "load")
-            fit = fit_model(source, contents, report, cast=cast)
+            fit = compare_model(source, contents, report, cast=cast)
             loads = optimizer_loads(source, contents, optims, report)
             if strict:
                 report.require_empty(source)
@@ -118,7 +118,7 @@ def _tell_unfilled(module: nn.Module) -> None:
     if names:
         warnings.warn(
             f"load filled what the checkpoint has; buffers "
-            f"{', '.join(map(shown, names[:8]))}{' ..' if names[8:] else ''} are not "
+            f"{', '.join(map(quoted, names[:8]))}{' ..' if names[8:] else ''} are not "
             "persistent, were on meta and have memory without values (to_empty). Set "
             "them before the first forward, which raises otherwise.",
             stacklevel=3,
@@ -128,7 +128,7 @@ def _tell_unfilled(module: nn.Module) -> None:
 @torch.no_grad()
 def _change(
     team: Team,
-    fit: Fit,
+    fit: ComparedModel,
     loads: list[OptimizerLoad],
     copies: list[Copy],
     state: dict[str, Any] | None,

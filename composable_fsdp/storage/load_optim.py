@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.names import is_absent
-from composable_fsdp.optim.over_originals import OverOriginals, over_originals
-from composable_fsdp.optim.parts import is_wrapper
+from composable_fsdp.optim.original_view import OverOriginals, over_originals
+from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS
-from composable_fsdp.optim.watch import meet
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
+from composable_fsdp.storage.compare import LoadReport, find
 from composable_fsdp.storage.contents import Contents, HeldTensor, named, not_in_module
-from composable_fsdp.storage.fit import LoadReport, find
 from composable_fsdp.storage.source import Copy, Source
 
 
@@ -54,7 +54,7 @@ def optimizer_loads(
     loads = [OptimizerLoad(source, contents, each, report) for each in optims]
     taken = {m.name for each in loads for group in each.groups for m in group if m}
     left = {name for each in loads for name in each.home} - taken
-    report.optimizer += [f"{shown(name)} is not in it" for name in sorted(left)]
+    report.optimizer += [f"{quoted(name)} is not in it" for name in sorted(left)]
     return loads
 
 
@@ -108,7 +108,7 @@ class OptimizerLoad:
         found = find(self.source, names)
         if found is None or found not in self.home:
             if self.source.param_groups is not None:
-                self.report.optimizer.append(f"{shown(names[0])} is missing")
+                self.report.optimizer.append(f"{quoted(names[0])} is missing")
             return None
         is_cut = not isinstance(held, HeldTensor)
         return Member(parameter, found, start, stop, shape, is_cut)
@@ -135,7 +135,7 @@ class OptimizerLoad:
                 continue
             if info.shape and member.is_cut:
                 self.report.optimizer.append(
-                    f"state {state!r} of {shown(member.name)} (expected "
+                    f"state {state!r} of {quoted(member.name)} (expected "
                     f"{member.shape}, the checkpoint has {info.shape})"
                 )
 
@@ -227,7 +227,7 @@ class OptimizerLoad:
                 if state:
                     states[i] = state
             index += len(ids)
-        meet(self.optim)
+        install_optimizer_hooks(self.optim)
         self.optim.load_state_dict({"state": states, "param_groups": options})
         self._keep_dtypes(states)
 

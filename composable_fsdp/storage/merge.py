@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.storage.manifest import (
     File,
     Json,
@@ -25,11 +25,11 @@ from composable_fsdp.storage.manifest import (
 )
 from composable_fsdp.storage.part import Part, RegionPart, StateKey
 
-Told = tuple[Part, File, dict[str, int]]
+RankPart = tuple[Part, File, dict[str, int]]
 """A rank's part, its file, and where the entries begin in it."""
 
 
-def merge(told: Sequence[Told]) -> Manifest:
+def merge(told: Sequence[RankPart]) -> Manifest:
     """One manifest of all ranks' parts, in rank order.
 
     Raises: CheckpointError, if a shard was written by nobody or by two ranks, or ranks
@@ -92,7 +92,7 @@ def _shifted(value: Json, shift: int) -> Json:
     return value
 
 
-def _regions(told: Sequence[Told], shifts: list[int]) -> list[Region]:
+def _regions(told: Sequence[RankPart], shifts: list[int]) -> list[Region]:
     shards: dict[tuple[str, int], dict[int, tuple[int, RegionPart]]] = {}
     for rank, (part, _, _) in enumerate(told):
         for region in part.regions:
@@ -100,8 +100,9 @@ def _regions(told: Sequence[Told], shifts: list[int]) -> list[Region]:
             if region.shard in known:
                 raise CheckpointError(
                     f"Ranks {known[region.shard][0]} and {rank} of the save hold the "
-                    f"same shard of unit {shown(region.unit)} "
-                    f"({shown(region.first)} ..) without being replicas of each other. "
+                    f"same shard of unit {quoted(region.unit)} "
+                    f"({quoted(region.first)} ..) without being replicas of each "
+                    "other. "
                     "Pass fully_shard a 2-D device_mesh (replicate, shard), or save on "
                     "the ranks of one copy."
                 )
@@ -110,7 +111,9 @@ def _regions(told: Sequence[Told], shifts: list[int]) -> list[Region]:
 
 
 def _region(
-    told: Sequence[Told], shifts: list[int], found: dict[int, tuple[int, RegionPart]]
+    told: Sequence[RankPart],
+    shifts: list[int],
+    found: dict[int, tuple[int, RegionPart]],
 ) -> Region:
     describer = next((r for r in found.values() if r[1].slots is not None), None)
     _, any_part = next(iter(found.values()))
@@ -118,7 +121,8 @@ def _region(
     missing = sorted(set(range(count)) - set(found))
     if missing or describer is None:
         raise CheckpointError(
-            f"Shards {missing} of unit {shown(any_part.unit)} ({shown(any_part.first)} "
+            f"Shards {missing} of unit {quoted(any_part.unit)} "
+            f"({quoted(any_part.first)} "
             "..) were written by no rank. Call save on every rank that the model is "
             "sharded over."
         )
@@ -170,7 +174,7 @@ def _states(
             having.setdefault(key, set()).update(found)
     for key, wanted in having.items():
         for rank, part in parts:
-            held = {i for i in wanted if _holds(part, slots[i])}
+            held = {i for i in wanted if _holds_elements(part, slots[i])}
             mine = set(part.states[key][1]) if key in part.states else set()
             if mine == held:
                 continue
@@ -181,8 +185,9 @@ def _states(
                 if key in each[1].states and lacking in each[1].states[key][1]
             )
             raise CheckpointError(
-                f"Optimizer state differs over ranks: unit {shown(part.unit)} "
-                f"({shown(part.first)} ..) has {_kinds(other)} on rank {other_rank} of "
+                f"Optimizer state differs over ranks: unit {quoted(part.unit)} "
+                f"({quoted(part.first)} ..) has {_kinds(other)} on rank {other_rank} "
+                "of "
                 f"the save and {_kinds(part)} on rank {rank}. Build the optimizer "
                 "with the same parameters in the same order on every rank, and step "
                 "all of them."
@@ -190,7 +195,7 @@ def _states(
     return {key: tuple(sorted(found)) for key, found in having.items()}
 
 
-def _holds(part: RegionPart, slot: Slot) -> bool:
+def _holds_elements(part: RegionPart, slot: Slot) -> bool:
     """Whether the rank of ``part`` holds elements of a parameter; or it has none."""
     numel, start = prod(slot.shape), part.shard * part.shard_numel
     if not numel:

@@ -14,11 +14,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import shown
-from composable_fsdp.storage.blocks import BlockFile, Want
+from composable_fsdp.naming import quoted
+from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.directory import MANIFEST, open_plain
 from composable_fsdp.storage.manifest import Manifest, Place, Region, Slot, Stored
-from composable_fsdp.storage.runs import Blame, Run, boxes_of, cut_runs, whole_runs
+from composable_fsdp.storage.runs import (
+    BytesDescription,
+    Run,
+    boxes_of,
+    cut_runs,
+    whole_runs,
+)
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
@@ -76,7 +82,7 @@ class NativeSource(Source):
             BlockFile(
                 os.path.join(self.path, file.name),
                 file,
-                Blame(manifest, i),
+                BytesDescription(manifest, i),
                 self._told,
             )
             for i, file in enumerate(manifest.files)
@@ -202,13 +208,13 @@ class NativeSource(Source):
 
     def _wants(
         self, copies: Sequence[Copy], filled: Sequence[bool]
-    ) -> list[list[Want]]:
+    ) -> list[list[ReadRequest]]:
         """What each file is asked for, in its order; with memory if it is filled."""
-        found: list[list[Want]] = [[] for _ in self.files]
+        found: list[list[ReadRequest]] = [[] for _ in self.files]
         for copy, is_filled in zip(copies, filled, strict=True):
             into, at = (copy.into if is_filled else None), 0
             for run in self._runs(copy.name, copy.state, copy.start, copy.stop):
-                found[run.file].append(Want(run.begin, run.end, into, at, copy))
+                found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
             wants.sort(key=lambda want: want.begin)
@@ -219,10 +225,12 @@ class NativeSource(Source):
     ) -> Tensor:
         # Checked before anything is allocated: a damaged manifest may claim any size.
         for run in runs:
-            self.files[run.file].check([Want(run.begin, run.end, None, 0, what)])
+            self.files[run.file].check([ReadRequest(run.begin, run.end, None, 0, what)])
         result, at = torch.empty(sum(r.stop - r.start for r in runs), dtype=dtype), 0
         for run in runs:
-            self.files[run.file].fill([Want(run.begin, run.end, result, at, what)])
+            self.files[run.file].fill(
+                [ReadRequest(run.begin, run.end, result, at, what)]
+            )
             at += run.end - run.begin
         return result
 
@@ -234,7 +242,7 @@ class NativeSource(Source):
         info = self._info(name, state)
         if not 0 <= start <= stop <= info.numel:
             raise ValueError(
-                f"elements [{start}, {stop}) were asked of {shown(name)}, which has "
+                f"elements [{start}, {stop}) were asked of {quoted(name)}, which has "
                 f"{info.numel}."
             )
         found = self._cut.get((name, state))
@@ -250,4 +258,4 @@ class NativeSource(Source):
         name, state, start, stop = what[:4]
         of = f"state {state!r} of " if state is not None else ""
         boxes = boxes_of(self._info(name, state).shape, start, stop)
-        return f"{of}{shown(name)} {boxes}"
+        return f"{of}{quoted(name)} {boxes}"

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import shown
-from composable_fsdp.optim.over_originals import over_originals
-from composable_fsdp.optim.parts import plain_values
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.original_view import over_originals
+from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import SCALARS
 from composable_fsdp.storage.contents import (
     Contents,
@@ -217,7 +217,7 @@ class PartMaker:
 
     def _region(self, held: HeldRegion, states: dict[int, dict[str, Any]]) -> None:
         layout, region = held.region.layout, held.region
-        require_storable(layout.dtype, shown(held.names[0][0] if held.names else ""))
+        require_storable(layout.dtype, quoted(held.names[0][0] if held.names else ""))
         key = f"region.{held.unit}.{held.index}"
         numel = (layout.shard_numel,)
         self.pieces.append(Piece(key, layout.dtype, numel, lambda: [region.shard]))
@@ -271,12 +271,12 @@ class PartMaker:
             )
 
     def _value(self, name: str, value: Any, fqn: str) -> Json:
-        where = f"optimizer state {name!r} of {shown(fqn)}"
+        where = f"optimizer state {name!r} of {quoted(fqn)}"
         return encode(value, where, partial(self._put, keep=True), python_values=True)
 
     def _single(self, held: HeldTensor, states: dict[int, dict[str, Any]]) -> None:
         name = held.names[0]
-        require_storable(held.dtype, shown(name))
+        require_storable(held.dtype, quoted(name))
         part = SinglePart(held.names, f"tensor.{name}")
         self.pieces.append(of_tensor(part.key, held.tensor, held.dtype))
         for key, value in states.get(id(held.tensor), {}).items():
@@ -306,7 +306,7 @@ def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
     if value.shape == leaf.shape:
         return True
     raise CheckpointError(
-        f"Optimizer state {name!r} of {shown(fqn)} has shape {tuple(value.shape)}; "
+        f"Optimizer state {name!r} of {quoted(fqn)} has shape {tuple(value.shape)}; "
         f"expected a number or the shape of this rank's shard, {tuple(leaf.shape)}. "
         "State that is not element-wise, or was made before fully_shard, cannot be "
         "saved in shards: use an element-wise optimizer, and make it hold state only "

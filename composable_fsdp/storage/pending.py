@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.outcome import Team
+from composable_fsdp.storage.consensus import Team
 
 
 class SaveFuture(Future[None]):
@@ -38,14 +38,14 @@ class SaveFuture(Future[None]):
 _pending: dict[tuple[int, ...], SaveFuture] = {}
 
 
-class Before(NamedTuple):
+class PendingOutcome(NamedTuple):
     """How the asynchronous save before this call ended, as one rank knows it."""
 
     failure: str = ""
     is_seen: bool = False
 
 
-def wait_for_pending(team: Team) -> Before:
+def wait_for_pending(team: Team) -> PendingOutcome:
     """Wait until no save of these ranks is running. Sends nothing.
 
     It stays remembered until ``raise_unseen``: the ranks may have something else to
@@ -53,13 +53,15 @@ def wait_for_pending(team: Team) -> Before:
     """
     future = _pending.get(team.ranks)
     if future is None:
-        return Before()
+        return PendingOutcome()
     seen = future.is_seen
     error = Future.exception(future)  # waits, and does not count as asked for
     if error is None:
-        return Before()
+        return PendingOutcome()
     text = str(error.args[0]) if error.args else str(error)
-    return Before(f"The asynchronous save of {future.path} failed. {text}", seen)
+    return PendingOutcome(
+        f"The asynchronous save of {future.path} failed. {text}", seen
+    )
 
 
 def remember(team: Team, future: SaveFuture) -> None:
@@ -82,7 +84,7 @@ def _tell_unseen() -> None:
 atexit.register(_tell_unseen)
 
 
-def raise_unseen(team: Team, answers: list[Before]) -> None:
+def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
     """Raise the failure that no rank has asked about; all ranks know all answers.
 
     The save is forgotten then.

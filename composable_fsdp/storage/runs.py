@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.manifest import Manifest, Place, Region, Slot, Stored
 from composable_fsdp.storage.validate import Entry, entries_by_file
@@ -58,7 +58,7 @@ def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> str:
     return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
 
 
-class Blame:
+class BytesDescription:
     """Names the parameters, with boxes, that lie in some bytes of a file's payload."""
 
     def __init__(self, manifest: Manifest, file: int) -> None:
@@ -91,4 +91,4 @@ def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
         stop = min(last - slot.offset, slot.numel)
         if start < stop and (state is None or i in state.slots):
             of = f"state {state.name!r} of " if state else ""
-            yield f"{of}{shown(slot.fqns[0])} {boxes_of(slot.shape, start, stop)}"
+            yield f"{of}{quoted(slot.fqns[0])} {boxes_of(slot.shape, start, stop)}"

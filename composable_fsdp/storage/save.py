@@ -22,6 +22,7 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage import crash
+from composable_fsdp.storage.consensus import Team, team_of
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
@@ -39,7 +40,6 @@ from composable_fsdp.storage.directory import (
 from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
-from composable_fsdp.storage.outcome import Team, team_of
 from composable_fsdp.storage.part import Part, PartMaker, add_missing, digest
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.validate import parse
@@ -146,12 +146,12 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
     try:
         if error is not None:
             raise error
-        crash.here("before-write", team.rank)
+        crash.crash_point("before-write", team.rank)
         begins = places_of(job.pieces)
         name = f"rank{team.rank:05d}.safetensors"
         file = write_file(os.path.join(job.temporary, name), job.pieces, rank=team.rank)
         told = job.part, file, begins
-        crash.here("after-write", team.rank)
+        crash.crash_point("after-write", team.rank)
     except Exception as raised:
         error = raised
     job.pieces.clear()
@@ -178,10 +178,10 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
         manifest = merge(told)
         _require_sound(manifest, job.path)
         write_synced(os.path.join(job.temporary, MANIFEST), manifest_bytes(manifest))
-        crash.here("before-rename", 0)
+        crash.crash_point("before-rename", 0)
         commit(job.temporary, job.path)
         committed = True
-        crash.here("after-rename", 0)
+        crash.crash_point("after-rename", 0)
         set_latest(job.path)
         if job.keep is not None:
             remove_older(job.path, job.keep)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.storage.manifest import (
     BLOCK,
     Json,
@@ -112,11 +112,11 @@ def _check_names(manifest: Manifest, file: str) -> None:
     names += [name for single in manifest.singles for name in single.fqns]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise _refuse(file, f"{', '.join(map(shown, repeated[:8]))} stand there twice")
+        raise _refuse(file, f"{', '.join(map(quoted, repeated[:8]))} stand there twice")
 
 
 def _check_region(region: Region, file: str) -> None:
-    where = f"region of unit {shown(region.unit)}"
+    where = f"region of unit {quoted(region.unit)}"
     ranks = len(region.shards)
     if not ranks or region.shard_numel * ranks != region.padded_numel:
         raise _refuse(
@@ -129,14 +129,14 @@ def _check_region(region: Region, file: str) -> None:
         if slot.offset < end:
             raise _refuse(
                 file,
-                f"{shown(slot.fqns[0])} begins at element {slot.offset} of the "
-                f"{where}, where {shown(last)} has not ended ({end})",
+                f"{quoted(slot.fqns[0])} begins at element {slot.offset} of the "
+                f"{where}, where {quoted(last)} has not ended ({end})",
             )
         end, last = slot.offset + slot.numel, slot.fqns[0]
         if end > region.padded_numel:
             raise _refuse(
                 file,
-                f"{shown(last)} of shape {slot.shape} ends at element {end} of the "
+                f"{quoted(last)} of shape {slot.shape} ends at element {end} of the "
                 f"{where}, which has {region.padded_numel}",
             )
     seen: set[tuple[str, int]] = set()
@@ -151,7 +151,8 @@ def _check_region(region: Region, file: str) -> None:
     for index, slot in enumerate(region.slots):
         if double := [name for name in slot.values if (name, index) in seen]:
             raise _refuse(
-                file, f"state {double[0]!r} of {shown(slot.fqns[0])} stands there twice"
+                file,
+                f"state {double[0]!r} of {quoted(slot.fqns[0])} stands there twice",
             )
 
 
@@ -169,7 +170,7 @@ def _check_state(region: Region, state: RegionState, where: str, file: str) -> N
             file,
             f"state {state.name!r} of the {where} has {len(state.shards)} shards, "
             f"expected {len(region.shards)} "
-            f"({shown(region.slots[indices[0]].fqns[0])})",
+            f"({quoted(region.slots[indices[0]].fqns[0])})",
         )
 
 
@@ -177,8 +178,8 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
     """Every tensor's bytes and where they lie."""
     for region in manifest.regions:
         count = region.shard_numel
-        first = shown(region.slots[0].fqns[0]) if region.slots else "nothing"
-        of = f"unit {shown(region.unit)} ({first} ..)"
+        first = quoted(region.slots[0].fqns[0]) if region.slots else "nothing"
+        of = f"unit {quoted(region.unit)} ({first} ..)"
         for r, at in enumerate(region.shards):
             size = region.dtype.itemsize
             end = at.begin + count * size
@@ -190,9 +191,9 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
                 end = at.begin + count * size
                 what = f"shard {r} of state {state.name!r} of {of}"
                 yield at, Entry(at.begin, end, size, what, region, r, state)
-    whole = [(shown(s.fqns[0]), s.tensor) for s in manifest.singles]
+    whole = [(quoted(s.fqns[0]), s.tensor) for s in manifest.singles]
     for single in manifest.singles:
-        name = shown(single.fqns[0])
+        name = quoted(single.fqns[0])
         whole += [(f"state {k!r} of {name}", v) for k, v in single.states.items()]
     whole += [
         (f"loose tensor {i} (extra, random states)", each)
@@ -272,7 +273,7 @@ def _check_values(manifest: Manifest, file: str) -> None:
     held += [(single.fqns[0], single.values) for single in manifest.singles]
     for name, values in held:
         for key, value in values.items():
-            check(value, f"state {key!r} of {shown(name)}")
+            check(value, f"state {key!r} of {quoted(name)}")
     if len(manifest.rng) not in (0, manifest.world_size):
         raise _refuse(
             file,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.blocks import Want
+from composable_fsdp.storage.blocks import ReadRequest
 from composable_fsdp.storage.directory import LATEST, MANIFEST, follow_latest
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource
@@ -70,7 +70,7 @@ def verify(
                 for begin in range(0, max(size, 1), BLOCK):
                     end = min(begin + BLOCK, size)
                     try:
-                        reader.check([Want(begin, end, None, 0, ())])
+                        reader.check([ReadRequest(begin, end, None, 0, ())])
                     except CheckpointError as error:
                         problems.append(_text(error))
                         if not reader.is_open:

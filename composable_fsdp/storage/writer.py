@@ -135,7 +135,7 @@ class _Payload:
                 self.blocks.append(self.crc)
                 self.crc = 0
             if self.done >= self.half:
-                crash.here("mid-file", self.rank)
+                crash.crash_point("mid-file", self.rank)
 
     def finish(self) -> tuple[int, ...]:
         """The checksums, the last block's included."""

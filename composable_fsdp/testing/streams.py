@@ -31,10 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp.comm import device as device_layer
 from composable_fsdp.flat import build as build_layer
-from composable_fsdp.flat import parameter, rebuild
+from composable_fsdp.flat import rebuild, region
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.parameter import FlatParameter
-from composable_fsdp.runtime import arrivals, graph_task, offload, unshard
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.runtime import grad_hooks, graph_task, offload, unshard
 
 Link = weakref.ref[FlatParameter]
 """What the hook of a leaf has of its region."""
@@ -331,7 +331,7 @@ def _of_streams(order: StreamOrder) -> Patches:
 def _of_memory(order: StreamOrder) -> Patches:
     """Where memory is given and taken, and where it is the host's."""
     resize = torch.UntypedStorage.resize_
-    new_shard = parameter._new_shard
+    new_shard = region._new_shard
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         block = order.block(storage)
@@ -355,7 +355,7 @@ def _of_memory(order: StreamOrder) -> Patches:
 
     return [
         (torch.UntypedStorage, "resize_", resize_),
-        (parameter, "_new_shard", host_shard),
+        (region, "_new_shard", host_shard),
         (offload, "copy_async", copy_async),
         (unshard, "copy_async", copy_async),
     ]
@@ -363,7 +363,7 @@ def _of_memory(order: StreamOrder) -> Patches:
 
 def _of_autograd(order: StreamOrder) -> Patches:
     """Nodes of leaves run on the stream they were made on."""
-    arrival, accumulators = arrivals._arrival, arrivals._accumulators
+    arrival, accumulators = grad_hooks._make_grad_hook, grad_hooks._accumulators
     finish = graph_task.finish_task
 
     def arrival_there(index: int) -> Callable[[Link, Tensor], None]:
@@ -391,7 +391,7 @@ def _of_autograd(order: StreamOrder) -> Patches:
         finish(*args)
 
     return [
-        (arrivals, "_arrival", arrival_there),
-        (arrivals, "_accumulators", note_stream),
+        (grad_hooks, "_make_grad_hook", arrival_there),
+        (grad_hooks, "_accumulators", note_stream),
         (graph_task, "finish_task", finish_behind_leaves),
     ]

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import nn
 
-from composable_fsdp.flat.forms import has_two_forms
+from composable_fsdp.flat.full_forms import has_two_forms
 from composable_fsdp.flat.handle import FlatParamHandle
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"

@@ -10,8 +10,8 @@ from typing import cast
 
 from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.naming import join, shown
-from composable_fsdp.tree.agree import give_logs
+from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.tree.order_logs import assign_order_logs
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -54,7 +54,7 @@ def _initialise(top: _FSDPState) -> None:
             "that holds them, too."
         )
     found = list(walk_states(top.module))
-    _check_equal([(join(top.fqn, fqn), state) for fqn, _, state in found])
+    _check_equal([(join_name(top.fqn, fqn), state) for fqn, _, state in found])
     # The caches are slots of the base class, so only the class changes: every reference
     # to this state, weak ones included, stays good.
     top.__class__ = _RootFSDPState
@@ -78,7 +78,7 @@ def _initialise(top: _FSDPState) -> None:
     context.streams = make_streams(root.device)
     if context.streams is not None:
         context.streams.reads_host = context.offload
-    give_logs(context)
+    assign_order_logs(context)
 
 
 def forget_root(context: RuntimeContext) -> None:
@@ -100,6 +100,7 @@ def _check_equal(found: list[tuple[str, _FSDPState]]) -> None:
             mine, other = getattr(first.options, name), getattr(state.options, name)
             if mine != other:
                 raise CompositionError(
-                    f"{name} must be equal in one tree: {shown(first_fqn)} has {mine}, "
-                    f"{shown(fqn)} has {other}. Pass the same value to both calls."
+                    f"{name} must be equal in one tree: {quoted(first_fqn)} has "
+                    f"{mine}, "
+                    f"{quoted(fqn)} has {other}. Pass the same value to both calls."
                 )

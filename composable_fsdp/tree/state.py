@@ -23,7 +23,7 @@ from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import shown
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.order import ExecutionOrder
 from composable_fsdp.tree.precision import Precision
@@ -31,8 +31,9 @@ from composable_fsdp.tree.precision import Precision
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
-class Schedule:
-    """What every rank does in the backward of one forward; see ``runtime.fill``.
+class BackwardSchedule:
+    """What every rank does in the backward of one forward; see
+    ``runtime.write_unit_values``.
 
     ``uses``: the unit of each use. ``begins``: per unit, how many uses had been
     recorded when its first forward began. ``next``: the use that backward reached last.
@@ -55,7 +56,7 @@ class Schedule:
         self.begins[state] = min(begin, self.begins.get(state, begin))
 
 
-class Tape:
+class ForwardRecord:
     """What one forward through the root leaves for its backward.
 
     ``order``: uses of units that will see a backward. ``open_calls``: per unit,
@@ -65,7 +66,9 @@ class Tape:
 
     __slots__ = ("mode", "open_calls", "order", "reached", "schedule", "task")
 
-    def __init__(self, mode: Hashable = (), schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, mode: Hashable = (), schedule: BackwardSchedule | None = None
+    ) -> None:
         self.mode = mode
         """Which forward this was: first unit, training or not, gradients or not."""
         self.task = self.reached = -1
@@ -120,7 +123,7 @@ class RuntimeContext:
         self.precisions: tuple[_FSDPState, ...] = ()
         """Units whose buffers are cast."""
         self.streams: Streams | None = None
-        self.tape = Tape()
+        self.tape = ForwardRecord()
         self.outermost: _FSDPState | None = None
         """The unit whose forward began the iteration, while it runs."""
         self.frame: FrameType | None = None
@@ -129,7 +132,7 @@ class RuntimeContext:
         """Graph tasks that raised and are still in ``tasks``."""
         self.tasks: dict[int, list[_FSDPState]] = {}
         """Per live graph task, the units whose backward it runs, first come first."""
-        self.filling: list[Tape] = []
+        self.filling: list[ForwardRecord] = []
         """Forwards whose backward runs and in which all ranks send the same."""
         self.retiring: deque[FlatParamHandle] = deque()
         """Units resharded on the CPU that the GPU may still read; oldest first."""
@@ -269,7 +272,7 @@ class _FSDPState:
         """
         if not self.fqn and self._is_root is None and self.modules:
             return f"({type(self.module).__name__})"
-        return shown(self.fqn)
+        return quoted(self.fqn)
 
     @property
     def title(self) -> str:

@@ -25,7 +25,7 @@ from composable_fsdp.compose.registry import (
 )
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import TRANSPARENT, join
+from composable_fsdp.naming import TRANSPARENT, join_name
 from composable_fsdp.planning.assign import API, REPLICATE
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 
@@ -83,7 +83,7 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
         if current._modules:
             for name, child in reversed(current._modules.items()):
                 if child is not None:
-                    path = fqn if name in TRANSPARENT else join(fqn, name)
+                    path = fqn if name in TRANSPARENT else join_name(fqn, name)
                     stack.append((path, child))
 
 

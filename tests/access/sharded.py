@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.naming import join
+from composable_fsdp.naming import join_name
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.world import RankPool
@@ -56,12 +56,12 @@ def own_parts(
     ``model`` is the root and has run once.
     """
     return {
-        join(state.handle.full_fqn, slot.fqn): (
+        join_name(state.handle.full_fqn, slot.fqn): (
             leaf,
             part_of(
                 region,
                 slot,
-                full[join(state.handle.full_fqn, slot.fqn)],
+                full[join_name(state.handle.full_fqn, slot.fqn)],
                 like=leaf,
             ),
         )

@@ -17,8 +17,8 @@ from composable_fsdp import (
     optim_state_dict,
     unshard_params,
 )
-from composable_fsdp.access.summon import _unshard_state
 from composable_fsdp.access.unshard_params import _unshard_params_recurse
+from composable_fsdp.access.unsharded_unit import _unshard_state
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import World

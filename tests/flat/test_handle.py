@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.flat import storage, views
+from composable_fsdp.flat import memory, views
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.planning.assign import PlanRequest
@@ -73,12 +73,12 @@ def test_unsharding_twice_shows_the_same_full_leaves_at_every_place() -> None:
         views.allocate_full(handle)
         views.use_full(handle)
         assert inner[0].weight is inner[1].weight
-        assert all(storage.is_allocated(region.full) for region in handle.regions)
+        assert all(memory.is_allocated(region.full) for region in handle.regions)
         shown.append(inner[0].weight)
         views.use_sharded(handle)
         views.free_full(handle)
         assert inner[0].weight is inner[1].weight is weight
-        assert not any(storage.is_allocated(region.full) for region in handle.regions)
+        assert not any(memory.is_allocated(region.full) for region in handle.regions)
 
     assert shown[0] is shown[1] is not weight
     assert handle.regions[0].full_leaves[1].shape == (4, 4)

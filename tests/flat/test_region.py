@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat import storage
-from composable_fsdp.flat.parameter import FlatParameter, build_region
+from composable_fsdp.flat import memory
+from composable_fsdp.flat.region import FlatParameter, build_region
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.planning.options import Dtypes
 
@@ -66,7 +66,7 @@ def region_of(
 
 def gather(region: FlatParameter, shards: Sequence[Tensor]) -> None:
     """Do what the all-gather does: fill ``full`` with the ranks' shards."""
-    storage.allocate(region.full)
+    memory.allocate(region.full)
     with torch.no_grad():
         region.full.copy_(torch.cat(list(shards)))
 
@@ -130,7 +130,7 @@ def test_attributes_are_seen_from_both_leaves() -> None:
     params = parameters([(4, 2)])
     params[0].optim_group = "a"  # type: ignore[attr-defined]  # a user's attribute
     region = region_of(params, world_size=2)
-    storage.allocate(region.full)  # a failure prints the leaves
+    memory.allocate(region.full)  # a failure prints the leaves
     sharded, full = region.leaves[0], region.full_leaves[0]
 
     full.seen = 1  # type: ignore[attr-defined]
@@ -164,10 +164,10 @@ def test_full_buffers_have_no_memory_after_build() -> None:
     region = region_of(parameters(), world_size=2)
 
     assert region.reduce_buffer is not None
-    assert not storage.is_allocated(region.full)
-    assert not storage.is_allocated(region.reduce_buffer)
+    assert not memory.is_allocated(region.full)
+    assert not memory.is_allocated(region.reduce_buffer)
     assert region.grad_shard is None
-    assert storage.is_allocated(region.shard)
+    assert memory.is_allocated(region.shard)
 
 
 def test_writing_into_full_leaves_the_version_of_full_leaves_alone() -> None:
@@ -240,7 +240,7 @@ def test_views_of_the_reduce_buffer_have_the_shapes_of_the_parameters() -> None:
     """Parameters and padding together are the whole buffer, each once."""
     region = region_of(parameters(), world_size=3)
     assert region.reduce_buffer is not None
-    storage.allocate(region.reduce_buffer)
+    memory.allocate(region.reduce_buffer)
     region.reduce_buffer.zero_()
 
     for piece in (*region.reduce_views, *region.gaps):

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from composable_fsdp import fully_shard, replicate, unshard
 from composable_fsdp.testing.world import World
-from composable_fsdp.tree.added import PENDING
+from composable_fsdp.tree.late_registration import PENDING
 from tests.access.sharded import RankCount, both_paths
 from tests.runtime.reference import (
     apply_units,

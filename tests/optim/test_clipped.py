@@ -26,7 +26,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.flat.noted import NOTES
+from composable_fsdp.flat.grad_samples import GRAD_SAMPLES
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -238,7 +238,7 @@ def check_quiet(world: World) -> tuple[list[str], list[bool]]:
         for at in range(40):
             optimizer.zero_grad()
             backward(loss_of(model, gpt_input(at % 4, world.rank)))
-            noted.append(bool(NOTES))
+            noted.append(bool(GRAD_SAMPLES))
             clip_grad_norm_(model, 0.1)
             optimizer.step()
     return [call.op for call in calls], noted
@@ -257,7 +257,7 @@ def check_group_gone(world: World) -> None:
     group = dist.new_group([0, 1])
     earlier = fully_shard(TinyGPT(), process_group=group)
     backward(loss_of(earlier, gpt_input(0, world.rank)))
-    assert NOTES
+    assert GRAD_SAMPLES
     for parameter in earlier.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(2)

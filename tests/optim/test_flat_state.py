@@ -37,7 +37,7 @@ from composable_fsdp import (
     set_full_optim_state,
     state_dict_type,
 )
-from composable_fsdp.optim.parts import local_state_dict
+from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy

@@ -21,7 +21,7 @@ from composable_fsdp import (
     set_state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.optim.parts import local_state_dict
+from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World

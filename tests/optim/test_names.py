@@ -26,7 +26,7 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.naming import strip_wrapper
-from composable_fsdp.optim.parts import local_state_dict
+from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.testing.place import _same
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, both_paths, message_of

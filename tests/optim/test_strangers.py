@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import flat_parameters, fully_shard, replicate
-from composable_fsdp.optim.strangers import _fingerprint
+from composable_fsdp.optim.unmanaged_params import _fingerprint
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import World
 from tests.access.sharded import RankCount, message_of

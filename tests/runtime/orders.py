@@ -14,7 +14,7 @@ from torch import nn
 
 from composable_fsdp import FullyShardedDataParallel
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.naming import join, strip_wrapper
+from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.testing.models import build, legal_units, module_at
 from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
@@ -120,7 +120,8 @@ def order_of(model: nn.Module) -> Order:
     assert list(root._all_handles) == handles == [state.handle for state in states]
     assert all(state.context is context for state in states)
     return [
-        (h.full_fqn, tuple(join(h.full_fqn, fqn) for fqn in h._fqns)) for h in handles
+        (h.full_fqn, tuple(join_name(h.full_fqn, fqn) for fqn in h._fqns))
+        for h in handles
     ]
 
 

@@ -19,7 +19,7 @@ from composable_fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.naming import join
+from composable_fsdp.naming import join_name
 from composable_fsdp.phases import Phase
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.testing.models import tiny_mlp
@@ -63,7 +63,7 @@ def require_gradients(
         for region in handle.regions:
             slots = zip(region.layout.parameters, region.leaves, strict=True)
             for slot, leaf in slots:
-                name = join(handle.full_fqn, slot.fqn)
+                name = join_name(handle.full_fqn, slot.fqn)
                 values = [
                     g for gradients in per_rank if (g := gradients[name]) is not None
                 ]

@@ -18,7 +18,7 @@ from composable_fsdp import (
     no_sync,
     unshard_params,
 )
-from composable_fsdp.flat import storage
+from composable_fsdp.flat import memory
 from composable_fsdp.testing.tiny import tiny_mlp
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -43,7 +43,7 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
 def has_memory(model: nn.Module) -> bool:
     """Whether the flat gradient of the unit has."""
     (region,) = _get_fsdp_handles(model)[0].trainable
-    return region.grad_shard is not None and storage.is_allocated(region.grad_shard)
+    return region.grad_shard is not None and memory.is_allocated(region.grad_shard)
 
 
 @pytest.mark.req("U-03")

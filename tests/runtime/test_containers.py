@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.runtime.casting import map_tensors, tensors_in
+from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
 from tests.runtime.corners import OPEN, WRAPS, Record
 
 OPAQUE = ("object", "object with slots", "distribution")

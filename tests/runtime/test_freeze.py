@@ -19,7 +19,7 @@ from composable_fsdp import (
     optim_state_dict_to_load,
 )
 from composable_fsdp.comm.collectives import CallRecord, record
-from composable_fsdp.naming import join
+from composable_fsdp.naming import join_name
 from composable_fsdp.testing.models import TinyGPT
 from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -300,7 +300,7 @@ def check_state(world: World) -> None:
     assert differences(again.state_dict(), model.state_dict()) == {}
     for name, values in optim_state_dict(again, other)["state"].items():
         for key, value in values.items():
-            assert torch.equal(value, saved["state"][name][key]), join(name, key)
+            assert torch.equal(value, saved["state"][name][key]), join_name(name, key)
 
 
 def test_states_are_saved_and_loaded_across_the_move(ranks: RankCount) -> None:

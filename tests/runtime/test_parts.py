@@ -28,7 +28,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.flat.guards import REFUSE
+from composable_fsdp.flat.part_guards import REFUSE
 from composable_fsdp.testing.models import TinyGPT, build, legal_units
 from composable_fsdp.testing.recipes import ModelRecipe
 from composable_fsdp.testing.strategies import FEATURES, model_recipes

@@ -24,9 +24,9 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.comm.groups import RankLayout, resolve_device
+from composable_fsdp.flat.external_changes import _device
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.integrity import _device
-from composable_fsdp.runtime.casting import to_device
+from composable_fsdp.runtime.nested_tensors import to_device
 from composable_fsdp.testing.models import TinyGPT, tiny_mlp
 from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.state import _get_module_fsdp_state

@@ -19,7 +19,7 @@ import torch
 
 from composable_fsdp import async_save, export_safetensors, load, save, verify
 from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.storage import outcome
+from composable_fsdp.storage import consensus
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from composable_fsdp.testing.world import World
@@ -342,7 +342,7 @@ def check_alone(world: World, folder: Path) -> tuple[str, list[str]]:
         return "", []
     with (
         warnings.catch_warnings(record=True) as told,
-        mock.patch.object(outcome, "NOTICE_AFTER", 0.2),
+        mock.patch.object(consensus, "NOTICE_AFTER", 0.2),
     ):
         warnings.simplefilter("always")
         error = TimeoutError("no other rank has come")
@@ -351,7 +351,7 @@ def check_alone(world: World, folder: Path) -> tuple[str, list[str]]:
             time.sleep(0.5)
             raise RuntimeError(error)
 
-        with mock.patch.object(outcome, "private_group", wait):
+        with mock.patch.object(consensus, "private_group", wait):
             text = message_of(lambda: save(folder / "x", wrong))
     return text, [str(each.message) for each in told]
 

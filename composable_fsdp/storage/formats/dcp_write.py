@@ -20,7 +20,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import NOTES
-from composable_fsdp.storage.formats.tree import Later, nested_tree
+from composable_fsdp.storage.formats.tree import DeferredTensor, nested_tree
 from composable_fsdp.storage.source import Source
 
 DATA = "__0_0.distcp"
@@ -70,7 +70,7 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 def _has_parts(values: list[Any]) -> bool:
     return any(
-        isinstance(each, Mapping | Later | Tensor)
+        isinstance(each, Mapping | DeferredTensor | Tensor)
         or (isinstance(each, list) and _has_parts(each))
         for each in values
     )
@@ -87,7 +87,7 @@ def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> 
     )
 
     key = ".".join(map(str, path))
-    value = value.read() if isinstance(value, Later) else value
+    value = value.read() if isinstance(value, DeferredTensor) else value
     begin, offset = file.tell(), None
     torch.save(value, file)
     if isinstance(value, Tensor):

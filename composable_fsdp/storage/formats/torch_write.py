@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.storage.formats.safetensors_write import write_elements
-from composable_fsdp.storage.formats.tree import Later, nested_tree, pieces
+from composable_fsdp.storage.formats.tree import DeferredTensor, nested_tree, pieces
 from composable_fsdp.storage.source import Source, TensorInfo
 
 
@@ -35,15 +35,15 @@ def write_torch(out: Path, source: Source) -> None:
 Key = tuple[str, ...]
 
 
-def _laters(value: Any) -> Iterator[Later]:
-    if isinstance(value, Later):
+def _laters(value: Any) -> Iterator[DeferredTensor]:
+    if isinstance(value, DeferredTensor):
         yield value
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _laters(each)
 
 
-def _spill(later: Later, path: Path) -> None:
+def _spill(later: DeferredTensor, path: Path) -> None:
     with path.open("wb") as file:
         for start, stop in pieces(later.info):
             write_elements(file, later.slices(start, stop))
@@ -51,7 +51,7 @@ def _spill(later: Later, path: Path) -> None:
 
 def _mapped(value: Any, files: dict[Key, Path], mapped: dict[Key, Tensor]) -> Any:
     """``value`` with its tensors mapped from files; one tensor for tied names."""
-    if isinstance(value, Later):
+    if isinstance(value, DeferredTensor):
         if value.key not in mapped:
             mapped[value.key] = _map(value.info, files[value.key])
         return mapped[value.key]

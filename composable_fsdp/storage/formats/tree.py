@@ -17,7 +17,7 @@ Read = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class DeferredTensor:
     """A tensor that will be read; ``key`` is equal for names of one tensor."""
 
     key: tuple[str, ...]
@@ -38,7 +38,7 @@ def nested_tree(source: Source) -> dict[str, Any]:
     Both names of tied parameters stand in the model, so that it loads strictly.
     """
     model = {
-        name: Later(("model", name), info, _model_read(source, name))
+        name: DeferredTensor(("model", name), info, _model_read(source, name))
         for name, info in source.model.items()
     }
     for name, kept in source.aliases.items():
@@ -48,7 +48,9 @@ def nested_tree(source: Source) -> dict[str, Any]:
         state: dict[str, dict[str, Any]] = {}
         for name in (*source.optim, *source.optim_values):
             state[name] = {
-                key: Later(("optim", name, key), info, _optim_read(source, name, key))
+                key: DeferredTensor(
+                    ("optim", name, key), info, _optim_read(source, name, key)
+                )
                 for key, info in source.optim.get(name, {}).items()
             }
             state[name].update(source.optim_values.get(name, {}))

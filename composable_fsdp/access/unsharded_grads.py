@@ -1,0 +1,174 @@
+"""Full gradients on the full parameters of one unit, while a block runs.
+
+Whether a parameter has a gradient is asked over the shard group first: a rank may hold
+no element of it, and still has to send what the others send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
+from composable_fsdp.comm import collectives
+from composable_fsdp.flat import memory
+from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import FlatParameter, full_views, shard_views
+
+T = TypeVar("T")
+
+
+class UnshardedGrads:
+    """The gradients that a block shows on ``leaves`` (none on other ranks)."""
+
+    __slots__ = ("_handle", "_leaves", "_rank0_only")
+
+    def __init__(
+        self, handle: FlatParamHandle, leaves: list[nn.Parameter], rank0_only: bool
+    ) -> None:
+        self._handle, self._leaves = handle, leaves
+        self._rank0_only = rank0_only
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Make of the shards' gradients what the block made of the full ones.
+
+        Collective: none; with ``rank0_only`` one broadcast of a byte per parameter over
+        the shard group and one over the replicas, and one scatter per region.
+        """
+        handle = self._handle
+        has = _flags(handle, [leaf.grad for leaf in self._leaves])
+        if self._rank0_only:
+            for group in (handle.groups.shard, handle.groups.replicate):
+                if group is not None:
+                    collectives.broadcast(has, group)
+        wanted = has.tolist()
+        shards = [
+            _new_shard(handle, region, flags)
+            for region, flags in _by_region(handle, wanted)
+        ]
+        fulls = []
+        if self._leaves:
+            fulls = [
+                _full_gradient(handle, region, leaves)
+                for region, leaves in _by_region(handle, self._leaves)
+            ]
+        spread_flat_values(handle, shards, fulls, from_first=self._rank0_only)
+        for (region, flags), shard in zip(
+            _by_region(handle, wanted), shards, strict=True
+        ):
+            _set_gradients(handle, region, flags, shard)
+
+    def hide(self) -> None:
+        """Take the gradients off the full leaves, which outlive the block."""
+        for leaf in self._leaves:
+            leaf.grad = None
+
+
+@torch.no_grad()
+def unshard_grads(
+    handle: FlatParamHandle,
+    leaves: list[nn.Parameter],
+    *,
+    rank0_only: bool,
+    to_cpu: bool,
+) -> UnshardedGrads:
+    """Set ``.grad`` of ``leaves``, the full ones shown here, to the full gradients.
+
+    Collective: one all-reduce of a byte per parameter over the shard group; and, if
+    any has a gradient, one all-gather, or one gather per region with ``rank0_only``.
+    """
+    group = handle.groups.shard
+    own = [g for r in handle.regions for g in leaf_gradients(r, handle)]
+    has = _flags(handle, own)
+    if group is not None and has.numel():
+        collectives.all_reduce(has, group, maximum=True)
+    wanted = has.tolist()
+    shown = UnshardedGrads(handle, leaves, rank0_only)
+    if not any(wanted):
+        return shown
+    shards = []
+    for (region, flags), (_, gradients) in zip(
+        _by_region(handle, wanted), _by_region(handle, own), strict=True
+    ):
+        shard = _new_shard(handle, region, flags)
+        if shard.numel():
+            views, _ = shard_views(region, shard, rows=handle.rows)
+            for gradient, view in zip(gradients, views, strict=True):
+                if gradient is not None:
+                    view.copy_(gradient)
+        shards.append(shard)
+    fulls = gather_flat_values(handle, shards, first_only=rank0_only)
+    if not leaves:
+        return shown
+    for (region, flags), (_, full_leaves), full in zip(
+        _by_region(handle, wanted), _by_region(handle, leaves), fulls, strict=True
+    ):
+        if not any(flags):
+            continue
+        views, _ = full_views(region.layout, full.cpu() if to_cpu else full)
+        for leaf, view, flag in zip(full_leaves, views, flags, strict=True):
+            leaf.grad = view if flag else None
+    return shown
+
+
+def _by_region(
+    handle: FlatParamHandle, values: list[T]
+) -> list[tuple[FlatParameter, list[T]]]:
+    """Cut ``values``, one per leaf of the unit, by regions."""
+    result, start = [], 0
+    for region in handle.regions:
+        stop = start + len(region.leaves)
+        result.append((region, values[start:stop]))
+        start = stop
+    return result
+
+
+def _flags(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> Tensor:
+    """One byte per leaf of the unit, on the compute device: has it a gradient?"""
+    held = [each is not None for each in gradients] or [False] * len(handle.leaves)
+    return torch.tensor(held, dtype=torch.uint8, device=handle.device)
+
+
+def _new_shard(
+    handle: FlatParamHandle, region: FlatParameter, flags: list[int]
+) -> Tensor:
+    """A zeroed ``(shard_numel,)``; empty if no parameter has a gradient."""
+    numel = region.layout.shard_numel if any(flags) else 0
+    return memory.new_buffer(numel, region.layout.dtype, handle.device).zero_()
+
+
+def _full_gradient(
+    handle: FlatParamHandle, region: FlatParameter, leaves: list[nn.Parameter]
+) -> Tensor:
+    """The gradients of the full ``leaves`` as one ``(padded_numel,)``, or none."""
+    if all(leaf.grad is None for leaf in leaves):
+        return memory.new_buffer(0, region.layout.dtype, handle.device)
+    numel = region.layout.padded_numel
+    full = memory.new_buffer(numel, region.layout.dtype, handle.device).zero_()
+    views, _ = full_views(region.layout, full)
+    for leaf, view in zip(leaves, views, strict=True):
+        if leaf.grad is not None:
+            # Sparse ones as well: an error here would leave the other ranks waiting.
+            view.copy_(leaf.grad.to_dense())
+    return full
+
+
+def _set_gradients(
+    handle: FlatParamHandle, region: FlatParameter, flags: list[int], shard: Tensor
+) -> None:
+    """Set the sharded leaves' gradients to their parts of ``shard``, or to None."""
+    if not any(flags):
+        # The buffer is empty then: there is nothing to cut.
+        if region.flat is not None:
+            region.flat.grad = None
+        for leaf in region.leaves:
+            leaf.grad = None
+        return
+    views, _ = shard_views(region, shard, rows=handle.rows)
+    for i, flag in enumerate(flags):
+        set_leaf_gradient(handle, region, i, views[i] if flag else None)

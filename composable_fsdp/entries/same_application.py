@@ -1,0 +1,233 @@
+"""Whether a module is sharded already as a call asks: what ``if_sharded="skip"`` means.
+
+What is in force is compared and not how it was spelled: the call is planned as if the
+units of the earlier one were not there, and the two plans must give the same units the
+same parameters, options and ranks. While it is planned, the tree is shown as it was ::
+
+    block.weight (k, 4) ->  a meta tensor (8, 4)      so that policies count elements
+    registry of block   ->  without fully_shard       units of other calls stay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp.comm.groups import HYBRID, RankLayout, resolve_device
+from composable_fsdp.comm.nodes import node_size
+from composable_fsdp.compose.registry import get_state, has_api, remove_state, set_state
+from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.entries.apply import Application
+from composable_fsdp.errors import CompositionError
+from composable_fsdp.naming import WRAPPED_MODULE, quoted
+from composable_fsdp.planning.assign import API
+from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.options import PER_MODULE, UnitOptions
+from composable_fsdp.planning.planner import Target, plan_modules
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+
+def is_same_application(modules: Sequence[nn.Module], application: Application) -> bool:
+    """Whether ``modules`` are a unit, and all is as ``application`` would make it.
+
+    Only reads, and sends nothing.
+    Raises: CompositionError, naming what differs; as ``apply``, for what no module
+    could be sharded with.
+    """
+    state = get_state(modules[0], API) if modules else None
+    if not isinstance(state, _FSDPState):
+        return False
+    found = _difference(modules, state, application)
+    if found:
+        raise CompositionError(
+            f"fully_shard(if_sharded='skip') found {type(modules[0]).__name__} "
+            f"{quoted(state.fqn)} sharded with other settings: {found}. Use the same "
+            "settings, or a fresh module."
+        )
+    return True
+
+
+def _difference(
+    modules: Sequence[nn.Module], state: _FSDPState, application: Application
+) -> str:
+    """What is not as ``application`` asks, in words; empty if nothing is."""
+    if list(map(id, modules)) != list(map(id, state.modules)):
+        return (
+            f"it is one unit of {len(state.modules)} modules, this call asks for a "
+            f"unit of {len(modules)}"
+        )
+    made = [
+        each
+        for module in modules
+        for _, _, each in walk_states(module)
+        if each.application == state.application
+    ]
+    with _as_before(made) as stand_ins:
+        request = application.request
+        ignored = frozenset(
+            id(stand_ins[i]) if i in stand_ins else i
+            for i in request.ignored_parameters
+        )
+        _, targets = plan_modules(modules, request._replace(ignored_parameters=ignored))
+    own = {id(each.module): each for each in made}
+    wanted = _by_unit(targets, own)
+    for key, target in wanted.items():
+        if key not in own:
+            return f"this call makes a unit of {quoted(target.plan.fqn)}, which is none"
+    for key, each in own.items():
+        if key not in wanted:
+            return f"{each.name} is a unit, and this call makes none of it"
+    for key, target in wanted.items():
+        found = _unit_difference(own[key], target, application)
+        if found:
+            return f"unit {quoted(target.plan.fqn)} {found}"
+    return ""
+
+
+def _by_unit(
+    targets: Sequence[Target], own: Mapping[int, _FSDPState]
+) -> dict[int, Target]:
+    """The targets by their module's identity; that of a wrapper is what it holds.
+
+    A policy may choose a wrapper, what it holds, or both: then one has no parameters.
+    """
+    found: dict[int, Target] = {}
+    for target in targets:
+        module = target.modules[0]
+        inner = module._modules.get(WRAPPED_MODULE)
+        key = id(module) if inner is None or id(module) in own else id(inner)
+        is_empty = not any(target.parameters)
+        if key in found and is_empty:
+            continue
+        if inner is not None and is_empty and key not in own and has_api(inner, API):
+            continue  # a unit of another call, which stays as it is
+        found[key] = target
+    return found
+
+
+@contextmanager
+def _as_before(made: Sequence[_FSDPState]) -> Iterator[dict[int, nn.Parameter]]:
+    """Show the tree as it was before ``made``; stand-ins by the leaves' identity."""
+    undo: list[Any] = []
+    stand_ins: dict[int, nn.Parameter] = {}
+    try:
+        for state in made:
+            for module in state.modules:
+                remove_state(module, API)
+                undo.append((set_state, module, API, state))
+            _show_whole(state, stand_ins, undo)
+        yield stand_ins
+    finally:
+        for act, *args in reversed(undo):
+            act(*args)
+
+
+def _show_whole(
+    state: _FSDPState, stand_ins: dict[int, nn.Parameter], undo: list[Any]
+) -> None:
+    """Put a meta tensor of the whole shape into every place of the unit's leaves."""
+    handle = state.handle
+    whole = {
+        slot.index: nn.Parameter(
+            torch.empty(slot.shape, dtype=layout.dtype, device="meta"),
+            requires_grad=layout.trainable,
+        )
+        for layout in handle.origin
+        for slot in layout.parameters
+    }
+    for region in handle.regions:
+        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
+            stand_ins[id(leaf)] = whole[slot.index]
+    for place, table, key in zip(
+        handle.places, handle.tables, handle.keys, strict=True
+    ):
+        undo.append((table.__setitem__, key, table[key]))
+        table[key] = whole[place.slot_index]
+
+
+def _unit_difference(
+    state: _FSDPState, target: Target, application: Application
+) -> str:
+    has, asked = _in_force(state.options), _in_force(target.plan.options)
+    for name, value in asked.items():
+        if has[name] != value:
+            return f"has {name}={has[name]}, this call asks for {value}"
+    here = _members(state.ranks, state.options.strategy)
+    there = _members(application.ranks, state.options.strategy)
+    if here != there:
+        return f"is over {here}, this call asks for {there}"
+    if application.device_id is not None:
+        device = resolve_device(application.device_id, application.ranks, ())
+        if device != state.device:
+            return f"computes on {state.device}, this call asks for {device}"
+    return _parameter_difference(state.handle.origin, target.plan.regions)
+
+
+def _parameter_difference(
+    has: Sequence[RegionLayout], asked: Sequence[RegionLayout]
+) -> str:
+    ours, theirs = (
+        {slot.fqns: layout for layout in layouts for slot in layout.parameters}
+        for layouts in (has, asked)
+    )
+    for fqns in ours.keys() - theirs.keys():
+        return f"holds {fqns[0]!r}, which this call leaves out (ignored, or elsewhere)"
+    for fqns in theirs.keys() - ours.keys():
+        return f"does not hold {fqns[0]!r} (ignored, or elsewhere), and this call does"
+    if tuple(has) != tuple(asked):
+        return (
+            f"lies in {len(has)} regions, this call lays it out otherwise, in "
+            f"{len(asked)} (group_by)"
+        )
+    return ""
+
+
+def _in_force(options: UnitOptions) -> dict[str, object]:
+    """What ``options`` do, by name; what has no effect is as if it were not said."""
+    found = {name: getattr(options, name) for name in PER_MODULE}
+    del found["use_orig_params"]  # both values mean the same
+    del found["group_by"]  # seen in the regions: another function may say the same
+    offload = options.cpu_offload
+    found["cpu_offload"] = offload is not None and offload.offload_params
+    return {**found, "mixed_precision": _precision_in_force(options)}
+
+
+def _precision_in_force(options: UnitOptions) -> dict[str, object]:
+    mixed = options.mixed_precision
+    if mixed is None:
+        return {}
+    found: dict[str, Any] = {f.name: getattr(mixed, f.name) for f in fields(mixed)}
+    # Of these classes the policy has made units of their own.
+    del found["_module_classes_to_ignore"]
+    found["reduce_dtype"] = mixed.reduce_dtype or mixed.param_dtype
+    if mixed.param_dtype is None:
+        # Nothing to cast to.
+        del found["cast_forward_inputs"], found["cast_root_forward_inputs"]
+    if found["reduce_dtype"] is None:
+        del found["keep_low_precision_grads"]
+    return {name: value for name, value in found.items() if value not in (None, False)}
+
+
+def _members(ranks: RankLayout, strategy: ShardingStrategy) -> str:
+    """Who shares a unit's parameters and who holds copies of them, in words."""
+    if ranks.replicate is None and strategy in HYBRID:
+        # As node_groups does it, which makes the groups.
+        world, size = ranks.world_size, node_size(ranks.world_size)
+        place = dist.get_rank() % size
+        start = dist.get_rank() - place
+        shard = list(range(start, start + size))
+        copies = list(range(place, world, size))
+    else:
+        groups = ranks.for_strategy(strategy)
+        shard, copies = (
+            [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+            for group in (groups.shard, groups.replicate)
+        )
+    return f"ranks {sorted(shard)}, with copies on {sorted(copies)}"

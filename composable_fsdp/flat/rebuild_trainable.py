@@ -1,0 +1,87 @@
+"""Laying a unit out anew when parameters were frozen or unfrozen since build.
+
+Leaves stay the same objects with the same elements, so ``.grad`` and optimizer state
+stay good; their data moves to the shards of the new regions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from composable_fsdp.flat.build import build_handle, set_divisions
+from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
+from composable_fsdp.flat.handle import FlatParamHandle, remember_leaves
+from composable_fsdp.planning.planner import Target
+from composable_fsdp.planning.split import split_region
+
+_KEPT = (
+    "__weakref__",
+    "backward_log",
+    "epoch",
+    "forward_log",
+    "fqn",
+    "full_fqn",
+    "origin",
+    "reduce_log",
+    "rule",
+)
+"""What is of the unit and not of its regions."""
+
+
+def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
+    """Make regions that are trainable or frozen as their leaves are now.
+
+    The unit must be idle, sharded and without memory for full parameters. ``plan`` says
+    the truth afterwards. Hooks have to be put on the new full leaves. Returns whether
+    flat parameters were retired. Sends nothing.
+    """
+    before = handle.regions
+    made = build_handle(
+        _target(handle),
+        groups=handle.groups,
+        device=handle.device,
+        sharded=True,
+        guarded=handle.guards,  # the parts are the same modules
+    )
+    for name in FlatParamHandle.__slots__:
+        if name not in _KEPT:
+            setattr(handle, name, getattr(made, name))
+    handle.epoch += 1
+    set_divisions(handle)
+    remember_leaves(handle)
+    return rebind_flat_parameters(handle, before)
+
+
+def _target(handle: FlatParamHandle) -> Target:
+    leaves = {
+        slot.index: leaf
+        for region in handle.regions
+        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
+    }
+    layouts = tuple(
+        part
+        for layout in handle.origin
+        for part in split_region(
+            layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
+        )
+    )
+    order = [slot.index for layout in layouts for slot in layout.parameters]
+    at = {index: i for i, index in enumerate(order)}
+    placed = sorted(
+        zip(handle.places, handle.owners, strict=True),
+        key=lambda pair: at[pair[0].slot_index],
+    )
+    return Target(
+        plan=replace(handle.plan, regions=layouts),
+        modules=(),
+        members=(),
+        parameters=tuple(
+            tuple(leaves[slot.index] for slot in layout.parameters)
+            for layout in layouts
+        ),
+        places=tuple(place for place, _ in placed),
+        keys=tuple(place.name for place, _ in placed),
+        owners=tuple(owner for _, owner in placed),
+        parent=0,
+        units_below=(),
+    )

@@ -1,0 +1,89 @@
+"""What one rank refuses, told to the ranks that would wait for it.
+
+Before an exchange that has room for a text (``raise_on_all_ranks``), or before the
+first of many broadcasts (``require_success_on_all_ranks``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.errors import CheckpointError, FSDPError
+from composable_fsdp.flat.flat_parameter import find_flat
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
+from composable_fsdp.tree.traversal import _get_fsdp_states
+
+
+def units_known(model: object, optim: object) -> list[_FSDPState]:
+    """The units in ``model``; if that is no module, those that ``optim`` steps on.
+
+    These only if they have one shard group: the order of several is the model's to say.
+    """
+    if isinstance(model, nn.Module):
+        return _get_fsdp_states(model)
+    optims = optim if isinstance(optim, (list, tuple)) else [optim]
+    groups = [g for each in optims for g in getattr(each, "param_groups", ())]
+    parameters = [p for group in groups for p in group["params"]]
+    places = (find_leaf(p) or find_flat(p) for p in parameters)
+    handles = dict.fromkeys(place[0] for place in places if place is not None)
+    states = [_get_module_fsdp_state(handle.infos[0].module) for handle in handles]
+    units = [state for state in states if state is not None]
+    return units if len(shard_groups(units)) == 1 else []
+
+
+def shard_groups(units: Sequence[_FSDPState]) -> list[dist.ProcessGroup]:
+    """The groups over which units are cut, each once, in the order of the units."""
+    groups = [unit.handle.groups.shard for unit in units]
+    return list(dict.fromkeys(group for group in groups if group is not None))
+
+
+@contextmanager
+def raise_on_all_ranks(units: Sequence[_FSDPState]) -> Iterator[None]:
+    """If the block raises, tell the ranks that are on their way to the exchange.
+
+    Collective: none; else as ``require_same_state``, in which the others are.
+    """
+    try:
+        yield
+    except Exception as error:
+        for group in shard_groups(units):
+            collectives.all_gather_object(([], text_of(error)), group)
+        raise
+
+
+@contextmanager
+def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """If the block raises on one of the ranks, raise on all of them.
+
+    Collective: one gather of texts over each of ``groups``.
+    Raises: what the block raised; on the other ranks CheckpointError with its text.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    said = "" if own is None else f"On rank {_rank()}: {text_of(own)}"
+    for group in groups:
+        said = next(filter(None, collectives.all_gather_object(said, group)), "")
+    if own is not None:
+        raise own
+    if said:
+        raise CheckpointError(said)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def text_of(error: Exception) -> str:
+    """What an error says, without the rank that ours add; with its kind if not ours."""
+    if isinstance(error, (FSDPError, TypeError)) and error.args:
+        return str(error.args[0])
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,104 @@
+"""Optimizers and full parameters: made of them, or stepping while they are shown.
+
+``unshard``, ``unshard_params`` and a forward put full parameters into the modules for a
+while. An optimizer made then holds objects that never get a gradient; a step on the
+shards inside a block of ``unshard_params`` is undone by its end. Both would train
+nothing without a word, so both are refused at the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp.access.unsharded_unit import UNSHARDED
+from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.flat.flat_parameter import find_flat
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.optim.step_checks import flat_name, leaf_name
+from composable_fsdp.phases import Phase
+
+_NAMED = 3
+
+
+def parameters_of(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of all groups."""
+    return [p for group in optim.param_groups for p in group["params"]]
+
+
+def handles_of(optim: torch.optim.Optimizer) -> list[FlatParamHandle]:
+    """The units of whose leaves or flat parameters ``optim`` holds some."""
+    owners = (find_leaf(p) or find_flat(p) for p in parameters_of(optim))
+    return list({id(owner[0]): owner[0] for owner in owners if owner}.values())
+
+
+def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
+    """Refuse a step on shards that a block of ``unshard_params`` shows full.
+
+    Raises: PhaseError, on all ranks alike; nothing was stepped.
+    """
+    if not UNSHARDED:
+        return
+    for parameter in parameters_of(optim):
+        leaf, flat = find_leaf(parameter), find_flat(parameter)
+        found = leaf or flat
+        if found is None or found[0].phase is not Phase.SUMMON:
+            continue
+        name = leaf_name(*leaf) if leaf else flat_name(*flat) if flat else ""
+        raise PhaseError(
+            f"{type(optim).__name__}.step() was called inside unshard_params, which "
+            f"shows {name} full; the end of the block would write the full values over "
+            "the step. Call it after the block."
+        )
+
+
+def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
+    """Whether ``optim`` steps on full parameters that a block shows with gradients.
+
+    ``unshard_params(module, with_grads=True)`` gives those, and its end keeps what is
+    written into them. Full parameters without a gradient, or of no block, are refused:
+    they get none, as long as the optimizer lives.
+
+    Raises: CompositionError, on the ranks that hold some; nothing was stepped.
+    """
+    strangers = [p for p in parameters_of(optim) if not (find_leaf(p) or find_flat(p))]
+    if not strangers:
+        return False
+    # A full leaf shares the dict of attributes with its original, whatever form or
+    # block it was made for.
+    originals = _originals()
+    found = [
+        (p, *originals[key]) for p in strangers if (key := id(_vars(p))) in originals
+    ]
+    if not found:
+        return False
+    if all(handle.phase is Phase.SUMMON for _, handle, _ in found) and any(
+        p.grad is not None for p, *_ in found
+    ):
+        return True
+    names = ", ".join(leaf_name(handle, i) for _, handle, i in found[:_NAMED])
+    more = f" and {len(found) - _NAMED} more" if found[_NAMED:] else ""
+    raise CompositionError(
+        f"{type(optim).__name__} holds the full parameters of {names}{more}, which "
+        "modules showed when it was given them (inside unshard_params, after unshard, "
+        "or inside a forward); expected the sharded ones, which get the gradients: "
+        "its steps would change nothing. Make the optimizer of module.parameters() "
+        "after the block, or after reshard(module)."
+    )
+
+
+def _originals() -> dict[int, tuple[FlatParamHandle, int]]:
+    """Every sharded leaf there is, by the identity of its dict of attributes."""
+    links = {id(link): link for link in list(LEAVES.values())}
+    handles = [handle for link in links.values() if (handle := link()) is not None]
+    return {
+        id(vars(leaf)): (handle, index)
+        for handle in handles
+        for index, leaf in enumerate(handle.leaves)
+    }
+
+
+def _vars(parameter: Any) -> object:
+    return getattr(parameter, "__dict__", None)

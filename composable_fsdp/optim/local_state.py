@@ -1,0 +1,86 @@
+"""This rank's shards of an optimizer's state, out and in, under an equal plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.keys import aligned_groups
+from composable_fsdp.optim.names import Named
+from composable_fsdp.optim.own_state_dict import joined_state
+from composable_fsdp.runtime.recover import require_between_steps
+from composable_fsdp.state_dict.local import (
+    PLAN,
+    LocalValue,
+    as_local,
+    plans_of,
+    require_plan,
+)
+from composable_fsdp.tree.traversal import _get_fsdp_states, walk_states
+
+
+def local_state(
+    model: nn.Module,
+    optims: Sequence[torch.optim.Optimizer],
+    given: Sequence[dict[str, Any]],
+    *,
+    to_cpu: bool,
+) -> dict[str, Any]:
+    """Return this rank's shards of the state under the plain names, and the plans.
+
+    Tensors share the optimizer's memory unless they go to the host. Sends nothing.
+    """
+    for state in _get_fsdp_states(model):
+        require_between_steps(state, "optim_state_dict")
+    groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
+    result = {
+        named.fqn: {
+            key: _shown(named, value, to_cpu=to_cpu)
+            for key, value in joined["state"][named.fqn].items()
+        }
+        for members in groups
+        for named in members
+        if named.fqn in joined["state"]
+    }
+    return {
+        "state": result,
+        "param_groups": aligned_groups(groups, joined, own),
+        PLAN: plans_of(model),
+    }
+
+
+def _shown(named: Named, value: Any, *, to_cpu: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_part = named.is_cut and value.shape == named.parameter.shape
+    return as_local(named.handle if is_part else None, value, to_cpu=to_cpu)
+
+
+def require_plans(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Refuse local state of another plan. Raises: CheckpointError, naming the unit."""
+    plans = saved.get(PLAN) if isinstance(saved, dict) else None
+    for fqn, _, state in walk_states(model):
+        require_plan(state.handle, plans.get(fqn) if isinstance(plans, dict) else None)
+
+
+def local_part(named: Named, name: str, value: Any) -> Any:
+    """A copy of ``value``, if it has this rank's shape or is a scalar.
+
+    A copy, because it may be the memory of the optimizer that gave it.
+    """
+    if isinstance(value, LocalValue):
+        value = value.plain()
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim == 0 or value.shape == named.parameter.shape:
+        return value.clone()
+    raise CheckpointError(
+        f"Optimizer state {name!r} of {quoted(named.fqn)} has shape "
+        f"{tuple(value.shape)}; expected a scalar or this rank's shard, "
+        f"{tuple(named.parameter.shape)}."
+    )

@@ -1,0 +1,145 @@
+"""An optimizer over flat parameters, dressed as one over the originals.
+
+For what reads or writes the state of one parameter after the other, in place: state by
+name, and the native checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.flat_parameter import FlatParamRecord, find_flat
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.flat_state import (
+    Part,
+    flatten_state,
+    has_flats,
+    is_elementwise,
+    originals,
+    part_of_state,
+    parts_of,
+    require_flattenable,
+    same_scalar,
+)
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
+
+Values = dict[str, Any]
+
+
+def over_originals(optim: Any) -> Any:
+    """``optim``, or if it has flat parameters what it looks like over the originals."""
+    groups = getattr(optim, "param_groups", None)
+    return OverOriginals(optim) if groups and has_flats(groups) else optim
+
+
+class OverOriginals:
+    """``param_groups``, ``state``, ``defaults`` and ``load_state_dict`` per original.
+
+    ``state`` shows each its part of the optimizer's state, in the optimizer's memory.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+        self.defaults = getattr(optim, "defaults", {})
+        self.param_groups = originals(optim.param_groups)
+        found = (find_flat(p) for g in optim.param_groups for p in g["params"])
+        self.flats = [(each[1], parts_of(*each)) for each in found if each is not None]
+        self.state = _States(optim, self.flats)
+        self._made: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+        """Memory for a state of ``leaf`` that is not there yet, in its shape.
+
+        In that of the flat parameter's state, which ``load_state_dict`` then takes as
+        it is: nothing is there twice.
+        """
+        place = self.state.places.get(id(leaf))
+        if place is None:
+            return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+        flat, part = place
+        made = self._made.setdefault(flat.parameter, {})
+        if name not in made:
+            made[name] = leaf.new_zeros(flat.layout.shard_numel, dtype=dtype)
+        return part.view(made[name]).detach()
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Load a state by numbers of the originals. Raises: as ``join``."""
+        install_optimizer_hooks(self.optim)
+        groups, present = self.optim.param_groups, dict(self.optim.state)
+        for parameter, made in self._made.items():
+            present[parameter] = {**present.get(parameter, {}), **made}
+        self.optim.load_state_dict(flatten_state(groups, given, present))
+
+    def require_joinable(self, values_of: Callable[[nn.Parameter], Values]) -> None:
+        """Refuse what ``load_state_dict`` would, of values that are not read yet.
+
+        Raises: CheckpointError, as ``require_flattenable`` of ``per_original``.
+        """
+        for _, parts in self.flats:
+            require_flattenable(parts, [values_of(part.leaf) for part in parts])
+
+
+class _States:
+    """``optim.state`` by originals: ``[leaf]`` and ``.get(leaf, default)``."""
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        flats: list[tuple[FlatParamRecord, list[Part]]],
+    ) -> None:
+        self._whole = optim.state
+        self.places = {
+            id(part.leaf): (flat, part) for flat, parts in flats for part in parts
+        }
+
+    def __getitem__(self, leaf: nn.Parameter) -> Values:
+        place = self.places.get(id(leaf))
+        if place is None:
+            values: Values = self._whole[leaf]
+            return values
+        return _PartState(self._whole[place[0].parameter], *place)
+
+    def get(self, leaf: nn.Parameter, default: Any = None) -> Any:
+        """The state of a leaf, or ``default`` where there is none."""
+        place = self.places.get(id(leaf))
+        key = leaf if place is None else place[0].parameter
+        return self[leaf] if self._whole.get(key) else default
+
+
+class _PartState(Values):
+    """The state of one original; what is set here is written into the flat state."""
+
+    def __init__(self, whole: Values, flat: FlatParamRecord, part: Part) -> None:
+        super().__init__(
+            {name: part_of_state(part, flat, name, v) for name, v in whole.items()}
+        )
+        self._whole, self._flat, self._part = whole, flat, part
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        part, whole = self._part, self._whole
+        if not is_elementwise(part, name, value):
+            if name in whole and not same_scalar(whole[name], value):
+                raise CheckpointError(
+                    f"Optimizer state {name!r} of {quoted(part.name)} is {whole[name]} "
+                    f"and cannot be set to {value}: the parameters of its flat "
+                    "parameter have one value. Load all of them: "
+                    "optim_state_dict_to_load(model, optim, state)."
+                )
+            whole[name] = value
+        else:
+            flat = whole.get(name)
+            if flat is None:
+                flat = value.new_zeros(self._flat.layout.shard_numel)
+            whole[name] = flat = flat.to(value.dtype)
+            value = part.view(flat).copy_(value.view(part.leaf.shape))
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Set each; that of dict would set them here alone."""
+        for name, value in Values(*args, **kwargs).items():
+            self[name] = value

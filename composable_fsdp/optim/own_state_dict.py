@@ -1,0 +1,147 @@
+"""An optimizer's own state dict, with this rank's parts as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.optim.flat_state import originals, unflatten_state
+from composable_fsdp.optim.flat_state_dict import per_original
+from composable_fsdp.optim.keys import state_by_name
+from composable_fsdp.optim.names import (
+    Group,
+    Named,
+    given_names,
+    is_absent,
+    name_parameters,
+)
+from composable_fsdp.planning.checks import is_dtensor
+from composable_fsdp.state_dict.sharded import ShardedValue
+
+wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
+"""Whether ``optim.state_dict()`` is called by us, who know what parts they are."""
+
+
+def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optim.state_dict()`` with plain tensors of this rank's shapes, per original.
+
+    Without state of parameters of which this rank holds no element.
+    """
+    token = wants_parts.set(True)
+    try:
+        found = unflatten_state(optim.param_groups, _plain(optim, optim.state_dict()))
+    finally:
+        wants_parts.reset(token)
+    # Of an absent parameter an earlier load may have left some, which no step has
+    # brought up to date.
+    state, number = dict(found["state"]), 0
+    for group in originals(optim.param_groups):
+        for parameter in group["params"]:
+            if is_absent(parameter) and is_empty(state.get(number, {})):
+                state.pop(number, None)
+            number += 1
+    return {**found, "state": state}
+
+
+def is_empty(values: Any) -> bool:
+    """Whether a state has no element; one from before a cut, or of a mean, has."""
+    return isinstance(values, dict) and not any(
+        isinstance(value, Tensor) and value.ndim and value.numel()
+        for value in values.values()
+    )
+
+
+def _plain(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        key: plain_values(optim, values) if isinstance(values, dict) else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def plain_values(
+    optim: torch.optim.Optimizer, values: dict[str, Any]
+) -> dict[str, Any]:
+    """The state ``values`` of a parameter, quantised ones as what they stand for.
+
+    What wraps other tensors has no memory of its own: to read it would crash.
+    Raises: CheckpointError, for such state that cannot say its values.
+    """
+    if not any(map(is_wrapper, values.values())):
+        return values
+    return {
+        name: _dequantised(optim, name, value) if is_wrapper(value) else value
+        for name, value in values.items()
+    }
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether ``value`` is a tensor made of others, as quantised state is."""
+    if type(value) is Tensor or not isinstance(value, Tensor) or is_dtensor(value):
+        return False
+    wraps: bool = is_traceable_wrapper_subclass(value)
+    return wraps
+
+
+def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
+    if type(value).dequantize is not Tensor.dequantize:
+        plain: Tensor = value.dequantize()
+        if type(plain) is Tensor and plain.shape == value.shape:
+            return plain
+    raise CheckpointError(
+        f"{type(optim).__name__}'s state {name!r} is a {type(value).__name__}, which "
+        "wraps other tensors; expected plain tensors, or a subclass whose dequantize() "
+        "gives one of the same shape. Save it by torch.save(optim.state_dict()) on "
+        "each rank, under StateDictType.SHARDED_STATE_DICT, or use an optimizer with "
+        "plain state."
+    )
+
+
+def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same state dict with ``local`` in the place of every sharded value."""
+    return {
+        **state_dict,
+        "state": {
+            key: {
+                name: value.local if isinstance(value, ShardedValue) else value
+                for name, value in values.items()
+            }
+            if isinstance(values, dict)
+            else values
+            for key, values in state_dict["state"].items()
+        },
+    }
+
+
+def joined_state(
+    model: nn.Module,
+    optims: Sequence[torch.optim.Optimizer],
+    given: Sequence[dict[str, Any]],
+    what: str,
+) -> tuple[list[list[Named]], dict[str, Any], list[Group]]:
+    """The groups of all optimizers, named; their states by name; the groups themselves.
+
+    ``given`` is what each one's ``state_dict()`` returned. Units must be sharded.
+
+    Raises: CheckpointError, as ``state_by_name``.
+    """
+    members: list[list[Named]] = []
+    own: list[Group] = []
+    state: dict[str, Any] = {}
+    options: list[Group] = []
+    for optim, saved in zip(optims, given, strict=True):
+        groups = originals(optim.param_groups)
+        names = name_parameters(model, groups, given_names(optim))
+        saved = per_original(optim, saved)
+        saved = unwrapped(state_by_name(saved, model, names, groups, what))
+        members += names
+        own += groups
+        state.update(saved["state"])
+        options += saved["param_groups"]
+    return members, {"state": state, "param_groups": options}, own

@@ -1,0 +1,96 @@
+"""Taking up what was done to a unit's parameters outside the step.
+
+A model that was sharded on meta gets its values after, a model may be moved or cast
+before its first forward: the units find out when they are next needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from composable_fsdp.comm.device import make_streams
+from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.external_changes import require_leaves, shards_are_unchanged
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.runtime.grad_hooks import install_grad_hooks
+from composable_fsdp.runtime.offload import synchronize_copy_stream
+from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.runtime.reduce import finish_reduction
+from composable_fsdp.runtime.unshard import free_oldest
+from composable_fsdp.tree.root import root_of
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+
+
+def adopt_external_changes(state: _FSDPState) -> None:
+    """Make the unit's shards hold what its modules show. It must be sharded.
+
+    Sends nothing.
+
+    Raises: PlanError, as ``require_leaves``; or if the parameters got values and a
+    buffer is still on meta.
+    """
+    handle, context = state.handle, state.context
+    if shards_are_unchanged(handle):
+        return
+    if context is not None:
+        # Old buffers go now, so nothing may still read them.
+        _finish_reduction(context, handle)
+        free_oldest(context, keep=0)
+        synchronize_copy_stream(context)
+    device, was_on_meta = handle.device, handle.on_meta
+    if not require_leaves(handle):
+        return
+    install_grad_hooks(state)
+    if was_on_meta:
+        _place_buffers(state)
+    if handle.device != device:
+        _move_unit(state, context)
+
+
+def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    if context.reducing is not None and context.reducing.handle is handle:
+        for region in handle.trainable:
+            if any(leaf.dtype != region.layout.dtype for leaf in region.leaves):
+                raise PlanError(
+                    f"Parameters of unit {handle.name} were cast while its gradients "
+                    "are being reduced (set_is_last_backward(False)). Cast them after "
+                    "the backward that is the last."
+                )
+    finish_reduction(context)
+
+
+def adopt_external_changes_unless_meta(state: _FSDPState) -> None:
+    """The same, but a unit whose parameters are all on meta is left so."""
+    shown_now = [parameters.get(name) for parameters, name, _, _ in state.handle.swaps]
+    if not state.handle.on_meta or any(p is None or not p.is_meta for p in shown_now):
+        adopt_external_changes(state)
+
+
+def _place_buffers(state: _FSDPState) -> None:
+    """Buffers got values with the parameters, and belong where those compute."""
+    meta = []
+    for name, buffer in own_buffers(state):
+        if buffer.is_meta:
+            meta.append(quoted(join_name(state.fqn, name)))
+        elif buffer.device != state.handle.device:
+            buffer.data = buffer.to(state.handle.device)
+    if meta:
+        raise PlanError(
+            f"Parameters of unit {state.name} got values, and buffers "
+            f"{', '.join(meta)} are still on meta. A state dict has persistent buffers "
+            "only: call model.to_empty(device=...) and set the others."
+        )
+
+
+def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
+    """Have the tree compute where the unit's parameters are now."""
+    device: torch.device = state.handle.device
+    state.device = device
+    if context is None:
+        return
+    root = root_of(context)
+    if root.device != device and not root.handle.regions:
+        root.device = device
+    if root.device == device and context.streams is None:
+        context.streams = make_streams(device)

@@ -1,0 +1,116 @@
+"""Buffers that were on meta: which of them nobody has filled since.
+
+``to_empty`` gives a buffer memory and no values, and a checkpoint has none for those
+that are not persistent (the frequencies of rotary embeddings). While it is on meta such
+a buffer is an ``UnfilledBuffer``, which marks the memory that it gets::
+
+    meta buffer --to_empty--> all NaN (integers: the smallest) --fill--> values
+
+What is all marks at the first forward was never written. An object that is assigned in
+its place has values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+
+class UnfilledBuffer(Tensor):
+    """A buffer on meta. Whatever is made of it is a plain tensor.
+
+    ``DisableTorchFunctionSubclass`` checked on torch 2.13 and 2.11.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+            if func is torch.empty_like and not made.is_meta:
+                _mark(made)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnfilledBuffer:
+        memo[id(self)] = made = as_unfilled(torch.empty_like(self))
+        return made
+
+
+def as_unfilled(buffer: Tensor) -> UnfilledBuffer:
+    """The same buffer on meta, to be put in its place."""
+    return buffer.as_subclass(UnfilledBuffer)
+
+
+def mark_meta_buffers(modules: Iterable[nn.Module]) -> bool:
+    """Put an ``UnfilledBuffer`` in the place of each buffer on meta; whether any
+    was."""
+    made: dict[int, UnfilledBuffer] = {}
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                # One that several modules hold stays one.
+                made.setdefault(id(buffer), as_unfilled(buffer))
+                module._buffers[key] = made[id(buffer)]
+    return bool(made)
+
+
+@torch.no_grad()
+def _mark(buffer: Tensor) -> None:
+    if buffer.is_floating_point() or buffer.is_complex():
+        buffer.fill_(torch.nan)
+    elif buffer.dtype is not torch.bool:
+        buffer.fill_(torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max)
+
+
+def _is_marked(buffer: Tensor) -> bool:
+    if not buffer.numel() or buffer.is_meta or buffer.dtype is torch.bool:
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().all())
+    info = torch.iinfo(buffer.dtype)
+    return bool((buffer == (info.min or info.max)).all())
+
+
+def _unfilled(states: Iterable[tuple[str, _FSDPState]]) -> Iterator[str]:
+    for fqn, state in states:
+        if state.awaits_buffers:
+            for name, buffer in own_buffers(state):
+                if _is_marked(buffer):
+                    yield join_name(fqn, name)
+
+
+def unfilled_buffers(module: nn.Module) -> list[str]:
+    """Names of buffers that have memory since they were on meta, and no values."""
+    return list(_unfilled((fqn, state) for fqn, _, state in walk_states(module)))
+
+
+def require_filled(states: Sequence[_FSDPState]) -> None:
+    """Refuse a forward with buffers that have memory and no values. Sends nothing.
+
+    Raises: PlanError, naming them.
+    """
+    names = list(_unfilled((state.fqn, state) for state in states))
+    if names:
+        raise PlanError(
+            f"Buffers {', '.join(map(quoted, names[:8]))}"
+            f"{f' and {len(names) - 8} more' if len(names) > 8 else ''} were on meta "
+            "and nothing has filled them since they got memory (to_empty); a forward "
+            "would compute with garbage. A checkpoint has persistent buffers only: "
+            "set the others, or pass a param_init_fn that does, on every rank."
+        )
+    for state in states:
+        state.awaits_buffers = False

@@ -1,0 +1,139 @@
+"""Walking inputs and outputs of any shape, fast for a tensor or a tuple of them.
+
+Containers that pytree knows are walked by it; others as what they are (dataclass,
+mapping, list), outputs at last by their attributes. A tensor that is missed would be an
+error in backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Set,
+)
+from dataclasses import is_dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from composable_fsdp.runtime.container_copies import ContainerCopy, items_of, set_item
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """Return the tensors in ``value``, left to right, at any depth."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, _PLAIN):
+        return []
+    found: list[Tensor] = []
+    _collect(value, found, set())
+    return found
+
+
+def _collect(value: object, found: list[Tensor], seen: set[int]) -> None:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif not isinstance(leaf, _PLAIN) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            for inner in _inside(leaf):
+                _collect(inner, found, seen)
+
+
+def _inside(leaf: object) -> Iterable[object]:
+    """What an object that pytree does not know holds; not what it could compute."""
+    if isinstance(leaf, (type, nn.Module)) or callable(leaf):
+        return ()
+    if isinstance(leaf, Mapping):
+        return leaf.values()
+    if isinstance(leaf, (list, tuple, Set)):
+        return leaf
+    slots = [s for kind in type(leaf).__mro__ for s in getattr(kind, "__slots__", ())]
+    held = [getattr(leaf, slot) for slot in slots if hasattr(leaf, slot)]
+    return [*held, *getattr(leaf, "__dict__", {}).values()]
+
+
+def map_tensors(
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    copies: list[ContainerCopy] | None = None,
+) -> Any:
+    """Return ``value`` with every tensor replaced by ``change(tensor)``.
+
+    Containers without a tensor that changes are returned as they are, so that their
+    identity is kept where nothing is to be done. Of others a copy is made; those that
+    can be written to are noted in ``copies``, if given, and copied once each.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if copies:
+        for each in copies:
+            if each.original is value:
+                return each.copy
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
+        items = [map_tensors(item, change, copies) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        make: Any = getattr(value, "_make", tuple)
+        return make(items)
+    given = items_of(value)
+    if given is None:
+        return _map_node(value, change, copies)
+    before = {key: map_tensors(i, change, copies) for key, i in given.items()}
+    if all(map(is_, before.values(), given.values())):
+        # One that only pytree knows may have tensors elsewhere.
+        return value if _is_plain(value) else _map_node(value, change, copies)
+    made = copy.copy(value)
+    for key, item in before.items():
+        if item is not given[key]:
+            set_item(made, key, item)
+    if copies is not None:
+        copies.append(ContainerCopy(value, made, given, before))
+    return made
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (MutableMapping, MutableSequence)) or is_dataclass(value)
+
+
+def _map_node(
+    value: Any, change: Callable[[Tensor], Tensor], copies: list[ContainerCopy] | None
+) -> Any:
+    """The same for what only pytree knows; what nobody knows is returned as it is."""
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    if spec.is_leaf():
+        return value
+    changed = [map_tensors(part, change, copies) for part in parts]
+    if all(map(is_, changed, parts)):
+        return value
+    return pytree.tree_unflatten(changed, spec)
+
+
+def to_device(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    copies: list[ContainerCopy] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments with their tensors on ``device``; ``None`` if they are."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device)
+
+    moved = tuple([map_tensors(value, move, copies) for value in args])
+    named = {key: map_tensors(value, move, copies) for key, value in kwargs.items()}
+    if all(map(is_, moved, args)) and all(map(is_, named.values(), kwargs.values())):
+        return None
+    return moved, named

@@ -1,0 +1,196 @@
+"""What of a checkpoint goes where in a model: compared first, verified, then copied."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import quoted
+from composable_fsdp.storage.contents import Contents
+from composable_fsdp.storage.source import Copy, Source, TensorInfo
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What did not fit, by name; ``load`` adds to it. All empty: everything fitted.
+
+    ``misshaped`` and ``dtypes`` say what was expected and what the checkpoint has.
+    ``untied`` names tensors that the model ties to another one with other values there;
+    each rank compares its own part.
+    ``optimizer`` holds the same of the optimizer's parameters and states.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    untied: list[str] = field(default_factory=list)
+    optimizer: list[str] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        """Whether everything fitted."""
+        return not self._lines()
+
+    def _lines(self) -> list[str]:
+        parts = {
+            "missing in the checkpoint": map(quoted, self.missing),
+            "not in the model": map(quoted, self.unexpected),
+            "of another shape": self.misshaped,
+            "of another dtype": self.dtypes,
+            "tied in the model and different in the checkpoint": self.untied,
+            "of the optimizer": self.optimizer,
+        }
+        lines = [(what, ", ".join(names)) for what, names in parts.items()]
+        return [f"{what}: {names}" for what, names in lines if names]
+
+    def require_empty(self, source: Source) -> None:
+        """Raise CheckpointError, listing what did not fit."""
+        if self.is_empty():
+            return
+        way_out = "load(..., strict=False) loads what fits"
+        if self.dtypes:
+            way_out = f"load(..., cast=True) converts dtypes, {way_out}"
+        raise CheckpointError(
+            f"The checkpoint{_path(source)} does not fit the model; nothing was "
+            f"loaded. {'; '.join(self._lines())}. Load it into the model that was "
+            f"saved; {way_out}."
+        )
+
+    def warn(self) -> None:
+        """Tell what was left out, if anything was."""
+        if not self.is_empty():
+            warnings.warn(
+                f"load left out what does not fit. {'; '.join(self._lines())}.",
+                stacklevel=4,  # warn, load, its inference_mode, the caller
+            )
+
+
+def _path(source: Source) -> str:
+    path = getattr(source, "path", None)
+    return f" {path}" if path else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedModel:
+    """What this rank reads of the model."""
+
+    source: Source
+    copies: list[Copy]
+    own_states: list[tuple[nn.Module, str]]
+
+    def require_writable(self) -> None:
+        """Raise CheckpointError for a tensor whose elements share memory."""
+        for each in self.copies:
+            into = each.into
+            if any(
+                s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)
+            ):
+                raise CheckpointError(
+                    f"Elements of {quoted(each.name)} share memory (it is expanded), "
+                    "so "
+                    "nothing can be loaded into it. Register a clone() of it."
+                )
+
+    def set_own_states(self) -> None:
+        """Give modules their extra states."""
+        for module, name in self.own_states:
+            module.set_extra_state(self.source.own_states[name])
+
+
+def find(source: Source, names: tuple[str, ...]) -> str | None:
+    """Under which of its names the checkpoint has a tensor, tied ones included."""
+    for name in names:
+        if name in source.model:
+            return name
+        if name in source.aliases:
+            return source.aliases[name]
+    return None
+
+
+def compare_model(
+    source: Source, contents: Contents, report: LoadReport, *, cast: bool
+) -> ComparedModel:
+    """Compare names, shapes and dtypes; what does not fit goes to ``report``.
+
+    Reads no tensors but those saved under several names of a tied parameter, and
+    changes nothing.
+    """
+    copies: list[Copy] = []
+    used: set[str] = set()
+
+    def fits(
+        names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> str | None:
+        found = find(source, names)
+        if found is None:
+            report.missing.append(names[0])
+            return None
+        used.update((found, *names))
+        ok = _is_fitting(names[0], shape, dtype, source.model[found], report, cast)
+        return found if ok else None
+
+    for held, i in contents.slots():
+        slot = held.region.layout.parameters[i]
+        dtype = held.region.layout.dtype
+        found = fits(held.names[i], slot.shape, dtype)
+        start, stop, at = held.part(slot)
+        if found is not None and stop > start:
+            into = held.region.shard[at : at + stop - start]
+            copies.append(Copy(found, None, start, stop, into))
+            report.untied += _untied(source, held.names[i], copies[-1])
+    for tensor in contents.tensors:
+        found = fits(tensor.names, tuple(tensor.tensor.shape), tensor.dtype)
+        if found is not None:
+            numel = tensor.tensor.numel()
+            copies.append(Copy(found, None, 0, numel, tensor.tensor.detach()))
+            report.untied += _untied(source, tensor.names, copies[-1])
+    report.unexpected += [name for name in source.model if name not in used]
+    own_states = contents.own_states
+    report.missing += [name for name in own_states if name not in source.own_states]
+    report.unexpected += [name for name in source.own_states if name not in own_states]
+    fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
+    return ComparedModel(source, copies, fitting)
+
+
+def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
+    """Other names of a tied tensor under which the checkpoint has other values."""
+    others = [name for name in names if name in source.model and name != target.name]
+    if not others:
+        return []
+    span = target.start, target.stop
+    info, value = source.model[target.name], source.read_model(target.name, *span)
+    return [
+        f"{quoted(name)} (tied to {quoted(target.name)})"
+        for name in others
+        if source.model[name] != info
+        or not _same_bytes(source.read_model(name, *span), value)
+    ]
+
+
+def _same_bytes(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _is_fitting(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    info: TensorInfo,
+    report: LoadReport,
+    cast: bool,
+) -> bool:
+    if info.shape != shape:
+        report.misshaped.append(
+            f"{quoted(name)} (expected {shape}, the checkpoint has {info.shape})"
+        )
+        return False
+    if info.dtype != dtype and not cast:
+        report.dtypes.append(
+            f"{quoted(name)} (expected {dtype}, the checkpoint has {info.dtype})"
+        )
+        return False
+    return True
