@@ -1,0 +1,48 @@
+"""Recorded steps: collectives, training states and numbers stay as they were.
+
+A refactoring must not change them. Where a change is meant, write the files anew with
+``python -m tests.goldens --write`` and read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.goldens import recorded
+from tests.goldens.programs import PROGRAMS
+from tests.goldens.recorded import Golden, RankCount
+
+
+@pytest.fixture(scope="module")
+def found(ranks: RankCount) -> dict[tuple[str, str], Golden]:
+    return recorded.record_all(ranks)
+
+
+@pytest.mark.req("S1-36", "S1-42", "B-19", "U-03")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_step_sends_passes_through_and_computes_what_was_recorded(
+    found: dict[tuple[str, str], Golden], name: str
+) -> None:
+    """Collectives and training states exactly, numbers closely, on both doors."""
+    for door in PROGRAMS[name].doors:
+        told = recorded.differences(name, recorded.read(name), found[name, door])
+        if told:
+            pytest.fail(f"Through {door}:\n" + "\n".join(told), pytrace=False)
+
+
+def test_each_file_belongs_to_a_program() -> None:
+    """No recording is left that nothing compares."""
+    assert {path.stem for path in recorded.FOLDER.glob("*.json")} == set(PROGRAMS)
+
+
+def test_a_difference_is_told_by_line_and_by_number() -> None:
+    """The comparison sees a collective too many and a number that moved."""
+    old = recorded.read("full_shard")
+    new = recorded.read("full_shard")
+    new[1]["lines"] = [*new[1]["lines"], "  all_reduce 1 float32 over 2"]
+    new[0]["numbers"]["loss 0"] += 0.01
+
+    told = recorded.differences("full_shard", old, new)
+
+    assert told[0].startswith("full_shard, rank 0, loss 0: recorded ")
+    assert told[-1] == "+  all_reduce 1 float32 over 2"
