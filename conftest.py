@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from composable_fsdp.testing import world as worlds
+from tests.support import world as worlds
 
 # Read by pytest-timeout where it is installed; an option of its own would be an error
 # where it is not.
@@ -22,7 +22,7 @@ os.environ.setdefault("PYTEST_TIMEOUT", "120")
 
 collect_ignore_glob: list[str] = []
 if find_spec("hypothesis") is not None:
-    from composable_fsdp.testing.strategies import register_profiles
+    from tests.support.strategies import register_profiles
 
     register_profiles()
 else:

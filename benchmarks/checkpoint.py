@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_fsdp as ours
 from benchmarks.tables import say, table
-from composable_fsdp.testing.pool import RankPool
-from composable_fsdp.testing.world import World
+from tests.support.pool import RankPool
+from tests.support.world import World
 
 NAMES = ("fsdp1 dcp", "fsdp2 dcp", "ours dcp", "ours native")
 WIDTH = 1024

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 from composable_fsdp import CustomPolicy, MixedPrecision, fully_shard, plan
 from composable_fsdp.planning.memory import PeakMemory
-from composable_fsdp.testing import seam
-from composable_fsdp.testing.memory import LiveBytes
-from composable_fsdp.testing.tiny import TinyBlock
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support import seam
+from tests.support.memory import LiveBytes
+from tests.support.tiny import TinyBlock
 
 NAMES = ("plain", "fsdp2", "ours")
 WARM_UP = 4

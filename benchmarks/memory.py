@@ -44,10 +44,10 @@ from composable_fsdp import (
     fully_shard,
     plan,
 )
-from composable_fsdp.testing.memory import LiveBytes, cuda_order, fake_tensors
-from composable_fsdp.testing.tiny import TinyBlock
-from composable_fsdp.testing.world import fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support.memory import LiveBytes, cuda_order, fake_tensors
+from tests.support.tiny import TinyBlock
+from tests.support.world import fake_world
 
 LAYERS = 20
 COMPUTE, REDUCE = torch.bfloat16, torch.float32

@@ -10,7 +10,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composable_fsdp.testing.tiny import TinyBlock
+from tests.support.tiny import TinyBlock
 
 
 class Gpt(nn.Module):

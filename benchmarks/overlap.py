@@ -40,8 +40,8 @@ from benchmarks.schedule import (
     seconds,
 )
 from benchmarks.tables import say_versions, table
-from composable_fsdp.testing.memory import LiveBytes, fake_tensors
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support.memory import LiveBytes, fake_tensors
 
 MB = 1e6
 

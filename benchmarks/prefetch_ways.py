@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from composable_fsdp import BackwardPrefetch, fully_shard, plan
-from composable_fsdp.testing.tiny import TinyBlock
+from tests.support.tiny import TinyBlock
 
 WORLD = 8
 PRE, POST = BackwardPrefetch

@@ -39,7 +39,7 @@ from composable_fsdp import (
     fully_shard,
     plan,
 )
-from composable_fsdp.testing.memory import fake_tensors
+from tests.support.memory import fake_tensors
 
 LAYERS = 126
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

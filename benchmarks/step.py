@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import composable_fsdp as ours
 from benchmarks.tables import fixed, say_versions, table
-from composable_fsdp.testing.pool import RankPool
-from composable_fsdp.testing.tiny import TinyBlock, TinyGPT
-from composable_fsdp.testing.world import World
+from tests.support.pool import RankPool
+from tests.support.tiny import TinyBlock, TinyGPT
+from tests.support.world import World
 
 NAMES = ("ddp", "fsdp1", "fsdp2", "ours")
 PRECISIONS = ("fp32", "bf16")

@@ -36,8 +36,8 @@ from composable_fsdp import Block, ModuleWrapPolicy, fully_shard, plan
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.planning.unit_plan import Traffic
-from composable_fsdp.testing.tiny import TinyBlock
-from composable_fsdp.testing.world import fake_world
+from tests.support.tiny import TinyBlock
+from tests.support.world import fake_world
 
 MODEL = {"layers": 8, "width": 256, "vocab": 1024}
 GOAL_PADDING = 0.01

@@ -24,7 +24,7 @@ from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from property_tests.casting import named, shown
 from property_tests.combination_pair import Pair, states_of
-from tests.runtime.reference import sgd
+from tests.support.reference import sgd
 
 
 class Broken(RuntimeError):

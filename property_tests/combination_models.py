@@ -31,9 +31,9 @@ from composable_fsdp import (
     replicate,
 )
 from composable_fsdp.planning.wrapping import post_order_apply
-from composable_fsdp.testing.models import Node, legal_units, module_at
-from composable_fsdp.testing.world import World
 from property_tests.combination_recipes import HYBRID, Combination, Unit
+from tests.support.models import Node, legal_units, module_at
+from tests.support.world import World
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MIXED: dict[str, MixedPrecision | None] = {

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from composable_fsdp import MixedPrecision, set_reduce_scatter_unused_params
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.testing.models import build
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from property_tests.casting import named
 from property_tests.combination_models import Layout, add_hook, add_switches, shard
 from property_tests.combination_recipes import Combination
-from tests.runtime.reference import sgd, wide_input
+from tests.support.models import build
+from tests.support.reference import sgd, wide_input
+from tests.support.world import World
 
 Leaves = dict[str, Tensor]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from composable_fsdp.testing.recipes import ModelRecipe, _Short
+from tests.support.recipes import ModelRecipe, _Short
 
 Strategy = Literal[
     "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"

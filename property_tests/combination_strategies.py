@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
 from property_tests.combination_recipes import (
     HYBRID,
     Action,
@@ -15,6 +14,7 @@ from property_tests.combination_recipes import (
     Step,
     Unit,
 )
+from tests.support.strategies import FEATURES, model_recipes
 
 INDEX = st.integers(0, 4)
 MIXED = ["none", "none", "none", "compute", "low", "reduce", "kept", "inputs", "output"]

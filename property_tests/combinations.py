@@ -12,7 +12,6 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.phases import Phase
 from composable_fsdp.state_dict.full import part_of
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -21,6 +20,7 @@ from property_tests.casting import named
 from property_tests.combination_pair import Pair, tops_of
 from property_tests.combination_recipes import Combination, Micro, Step
 from property_tests.combination_steps import carry_out, expect
+from tests.support.world import World
 
 
 def run_combination(world: World, combination: Combination) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from composable_fsdp.testing.recipes import _Short
+from tests.support.recipes import _Short
 
 Action = tuple[Any, ...]
 """Name of a function of ``program_actions``, and its arguments."""

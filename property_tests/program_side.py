@@ -18,13 +18,13 @@ from composable_fsdp import (
     set_reshard_after_backward,
 )
 from composable_fsdp.state_dict.full import part_of
-from composable_fsdp.testing.models import legal_units
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.casting import named
 from property_tests.program_model import build, unit_paths
 from property_tests.program_recipes import Options, Program
-from tests.runtime.reference import apply_units
+from tests.support.models import legal_units
+from tests.support.reference import apply_units
+from tests.support.world import World
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),

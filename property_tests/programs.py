@@ -20,13 +20,13 @@ from torch import Tensor
 
 from composable_fsdp import get_full_grad
 from composable_fsdp.errors import FSDPError
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests import program_actions
 from property_tests.casting import named
 from property_tests.program_recipes import Action, Program
 from property_tests.program_refusals import REFUSALS
 from property_tests.program_side import Side, equal_parts, own_parts
+from tests.support.world import World
 
 REDUCING = (
     "backward",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 
 from composable_fsdp.planning.boxes import Box, interval_boxes
-from composable_fsdp.testing.strategies import shapes_with_interval
+from tests.support.strategies import shapes_with_interval
 
 Case = tuple[tuple[int, ...], int, int]
 

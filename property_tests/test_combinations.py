@@ -8,10 +8,10 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from composable_fsdp.testing.world import RankPool
 from property_tests.combination_strategies import combinations
 from property_tests.combinations import run_combination
 from property_tests.live import examples
+from tests.support.world import RankPool
 
 RankCount = Callable[[int], RankPool]
 

@@ -26,13 +26,11 @@ from composable_fsdp import (
     get_full_optim_state,
     optim_state_dict,
 )
-from composable_fsdp.testing.models import build, legal_units
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool, World
 from property_tests.live import batches, examples
-from tests.runtime.reference import (
+from tests.support.models import build, legal_units
+from tests.support.place import _same
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -42,6 +40,8 @@ from tests.runtime.reference import (
     train,
     wide_input,
 )
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composable_fsdp import CPUOffload, MixedPrecision, fully_shard
-from composable_fsdp.testing.world import RankPool, World
 from property_tests.live import batches, examples
-from tests.access.sharded import own_parts
-from tests.runtime.reference import backward, wide_input
+from tests.support.reference import backward, wide_input
+from tests.support.sharded import own_parts
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Action = tuple[str, int]

@@ -13,10 +13,6 @@ import pytest
 from hypothesis import example, given
 
 from composable_fsdp import CustomPolicy, plan
-from composable_fsdp.testing.models import build, module_at
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool, fake_world
 from property_tests.live import batches, examples
 from tests.runtime.orders import (
     SUB1_SUB2,
@@ -26,6 +22,10 @@ from tests.runtime.orders import (
     mark_replicated,
     sharded_units,
 )
+from tests.support.models import build, module_at
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool, fake_world
 
 RankCount = Callable[[int], RankPool]
 

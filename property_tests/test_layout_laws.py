@@ -20,7 +20,7 @@ from composable_fsdp.planning.layout import (
     sharded_shape,
 )
 from composable_fsdp.planning.partition import EXACT_CLASSES, SHARD_ALIGNMENT
-from composable_fsdp.testing.strategies import shapes, world_sizes
+from tests.support.strategies import shapes, world_sizes
 
 DTYPES = (
     torch.float32,

@@ -14,14 +14,12 @@ from hypothesis import given
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import build, legal_units
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from property_tests.live import batches, examples
-from tests.runtime.reference import (
+from tests.support.models import build, legal_units
+from tests.support.place import _same
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import (
     STRATEGIES,
     apply_units,
     backward,
@@ -29,6 +27,8 @@ from tests.runtime.reference import (
     sgd,
     wide_input,
 )
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

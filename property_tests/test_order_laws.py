@@ -18,13 +18,13 @@ from torch import nn
 
 from composable_fsdp import BackwardPrefetch, CustomPolicy, no_sync, plan
 from composable_fsdp.comm import agreement
-from composable_fsdp.testing.models import build, legal_units, module_at
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankFailure, RankPool, World
 from property_tests.live import batches, examples
 from tests.runtime.events import units_of, unused, watched
-from tests.runtime.reference import apply_units, backward, loss_of, wide_input
+from tests.support.models import build, legal_units, module_at
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import apply_units, backward, loss_of, wide_input
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankFailure, RankPool, World
 
 RankCount = Callable[[int], RankPool]
 MODES = [*BackwardPrefetch, None]

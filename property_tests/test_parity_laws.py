@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 
 from composable_fsdp import ShardingStrategy
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool
 from property_tests.live import batches, examples
 from tests.runtime.parity import check_clipped, check_parity
-from tests.runtime.reference import STRATEGIES
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import STRATEGIES
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool
 
 RankCount = Callable[[int], RankPool]
 

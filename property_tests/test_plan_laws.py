@@ -17,9 +17,9 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.planner import plan
 from composable_fsdp.planning.unit_plan import Traffic
-from composable_fsdp.testing.models import build, legal_units, module_at
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes, world_sizes
+from tests.support.models import build, legal_units, module_at
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.strategies import FEATURES, model_recipes, world_sizes
 
 Choice = dict[nn.Module, dict[str, Any]]
 

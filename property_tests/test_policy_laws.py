@@ -22,10 +22,10 @@ from composable_fsdp.planning.policies import (
     evaluate_policy,
 )
 from composable_fsdp.planning.wrapping import post_order_apply
-from composable_fsdp.testing.models import Node, build, module_at
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
 from composable_fsdp.wrap import always_wrap_policy, size_based_auto_wrap_policy
+from tests.support.models import Node, build, module_at
+from tests.support.recipes import ModelRecipe
+from tests.support.strategies import FEATURES, model_recipes
 
 Question = tuple[str, bool, int]
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from composable_fsdp.testing.world import RankPool
 from property_tests.live import examples
 from property_tests.program_examples import EXAMPLES
 from property_tests.program_recipes import Program
 from property_tests.program_strategies import programs
 from property_tests.programs import run_programs
+from tests.support.world import RankPool
 
 RankCount = Callable[[int], RankPool]
 

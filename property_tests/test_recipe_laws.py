@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from composable_fsdp.testing.models import (
+from tests.support.models import (
     build,
     legal_units,
     module_at,
     shardable_paths,
 )
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.strategies import FEATURES, model_recipes
 
 
 @given(recipe=model_recipes())

@@ -20,13 +20,11 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     unshard_params,
 )
-from composable_fsdp.testing.models import build, legal_units
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool, World
 from property_tests.live import batches, examples
-from tests.runtime.reference import (
+from tests.support.models import build, legal_units
+from tests.support.place import _same
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
@@ -34,6 +32,8 @@ from tests.runtime.reference import (
     loss_of,
     wide_input,
 )
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

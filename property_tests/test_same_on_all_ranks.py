@@ -28,12 +28,12 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import FSDPError
-from composable_fsdp.testing.models import build, legal_units
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.strategies import model_recipes
-from composable_fsdp.testing.world import RankPool, World
 from property_tests.live import batches, examples
-from tests.runtime.reference import apply_units, backward, loss_of, sgd, wide_input
+from tests.support.models import build, legal_units
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.reference import apply_units, backward, loss_of, sgd, wide_input
+from tests.support.strategies import model_recipes
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Action = tuple[str, int]

@@ -18,14 +18,14 @@ from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from composable_fsdp.testing.models import build, legal_units, module_at
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.live import examples
-from tests.access.sharded import message_of
-from tests.runtime.reference import PATHS, apply_units
+from tests.support.models import build, legal_units, module_at
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import PATHS, apply_units
+from tests.support.sharded import message_of
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import fake_world
 
 DEFAULTS: dict[str, list[Any]] = {
     "strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],

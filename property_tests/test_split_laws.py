@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions
 from composable_fsdp.planning.partition import SHARD_ALIGNMENT
 from composable_fsdp.planning.split import split_region
-from composable_fsdp.testing.strategies import world_sizes
 from property_tests.test_layout_laws import units
+from tests.support.strategies import world_sizes
 
 
 @given(specs=units(), world_size=world_sizes(), data=st.data())

@@ -22,12 +22,12 @@ from hypothesis.stateful import (
 )
 
 from composable_fsdp import ShardingStrategy
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool
 from property_tests.live import examples
 from property_tests.training_state import Action, Options, run_program
-from tests.runtime.reference import STRATEGIES
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.reference import STRATEGIES
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool
 
 RankCount = Callable[[int], RankPool]
 

@@ -12,10 +12,6 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.testing.models import build, legal_units, module_at
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import World, single_rank_group
 from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import OWNERS, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
@@ -23,6 +19,10 @@ from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
     _get_fsdp_states_with_modules,
 )
+from tests.support.models import build, legal_units, module_at
+from tests.support.recipes import ModelRecipe
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import World, single_rank_group
 
 TREES = model_recipes(features=FEATURES - {"replicate"})
 

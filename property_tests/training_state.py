@@ -33,20 +33,20 @@ from composable_fsdp import (
 )
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Phase
-from composable_fsdp.testing.models import build, legal_units
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.casting import shown
-from tests.access.sharded import own_parts
-from tests.runtime.reference import (
+from tests.support.models import build, legal_units
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import (
     apply_units,
     backward,
     loss_of,
     sgd,
     wide_input,
 )
+from tests.support.sharded import own_parts
+from tests.support.world import World
 
 Action = tuple[Any, ...]
 """Name of a method of ``Trio``, and its arguments."""

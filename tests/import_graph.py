@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"state_dict", "optim"}),
     frozenset({"storage"}),
     frozenset({"entries"}),
-    frozenset({"inspection", "integrations", "testing"}),
+    frozenset({"inspection", "integrations"}),
 )
 """Parts of the package, lowest first; a part imports from its own layer or lower."""
 
@@ -53,6 +53,7 @@ FORBIDDEN = (
     "torch.distributed.fsdp",
     "torch.distributed._composable",
     "torch.nn.parallel",
+    "tests",
 )
 
 

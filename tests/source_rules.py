@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from tests.import_graph import DOORS, FORBIDDEN, PACKAGE, Module, imports
 
 COLLECTIVES_HOME = f"{PACKAGE}.comm.collectives"
-TESTING = f"{PACKAGE}.testing"
-"""The harness talks to its own ranks between runs; that is not the library."""
-GROUP_MAKERS_HOME = (f"{PACKAGE}.comm.nodes", f"{PACKAGE}.testing")
-"""Modules, and packages with all they hold, that may make process groups."""
+GROUP_MAKERS_HOME = f"{PACKAGE}.comm.nodes"
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -107,7 +104,7 @@ def collective_uses(modules: dict[str, Module]) -> list[str]:
     """Uses of torch.distributed's collectives outside their one home."""
     found: dict[str, None] = {}
     for module in modules.values():
-        if module.name == COLLECTIVES_HOME or module.name.startswith(TESTING):
+        if module.name == COLLECTIVES_HOME:
             continue
         for line, name in [*uses(module), *_group_method_calls(module)]:
             if _is_collective(name) or name in _GROUP_METHODS:
@@ -116,11 +113,11 @@ def collective_uses(modules: dict[str, Module]) -> list[str]:
 
 
 def group_makers(modules: dict[str, Module]) -> list[str]:
-    """Places that make process groups outside their homes."""
+    """Places that make process groups outside their one home."""
     return [
-        f"{module.at(line)} -> {name}: only {' and '.join(GROUP_MAKERS_HOME)}"
+        f"{module.at(line)} -> {name}: only {GROUP_MAKERS_HOME}"
         for module in modules.values()
-        if not f"{module.name}.".startswith(tuple(f"{h}." for h in GROUP_MAKERS_HOME))
+        if module.name != GROUP_MAKERS_HOME
         for line, name in uses(module)
         if _from_distributed(name) and name.rpartition(".")[2].startswith(_GROUP_MAKERS)
     ]

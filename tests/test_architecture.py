@@ -73,8 +73,10 @@ def test_no_two_modules_import_each_other(package: dict[str, Module]) -> None:
     assert import_graph.cycles(package) == []
 
 
-def test_torchs_own_fsdp_and_ddp_are_not_used(package: dict[str, Module]) -> None:
-    """Nothing of the three packages that this one rewrites is imported or reached."""
+def test_torchs_own_fsdp_and_ddp_and_the_tests_are_not_used(
+    package: dict[str, Module],
+) -> None:
+    """The package uses nothing of the packages that it rewrites, nor of the tests."""
     assert source_rules.forbidden_uses(package) == []
 
 
@@ -156,9 +158,9 @@ Rule = Callable[[dict[str, Module]], list[str]]
         pytest.param(
             import_graph.layer_violations,
             "inspection/report",
-            "import composable_fsdp.testing.models",
-            "composable_fsdp/inspection/report.py:1 -> composable_fsdp.testing.models: "
-            "only doors import 'testing'",
+            "import composable_fsdp.integrations.models",
+            "composable_fsdp/inspection/report.py:1 -> "
+            "composable_fsdp.integrations.models: only doors import 'integrations'",
             id="between-tips",
         ),
         pytest.param(
@@ -211,7 +213,7 @@ Rule = Callable[[dict[str, Module]], list[str]]
             "tree/root",
             "import torch.distributed as dist\ngroup = dist.new_group([0])",
             "composable_fsdp/tree/root.py:2 -> torch.distributed.new_group: "
-            "only composable_fsdp.comm.nodes and composable_fsdp.testing",
+            "only composable_fsdp.comm.nodes",
             id="group",
         ),
         pytest.param(
@@ -227,7 +229,7 @@ def test_a_broken_rule_is_found(
     tmp_path: Path, rule: Rule, file: str, text: str, message: str
 ) -> None:
     """Each rule names the place and the reason in a package that breaks it once."""
-    around = {"runtime/hooks": "", "tree/__init__": "", "testing/models": ""}
+    around = {"runtime/hooks": "", "tree/__init__": "", "integrations/models": ""}
     package = fake_package(tmp_path, {**around, file: text})
 
     assert rule(package) == [message]

@@ -22,9 +22,9 @@ from composable_fsdp import _traversal_utils
 from composable_fsdp._common_utils import _get_module_fsdp_state
 from composable_fsdp._composable_state import _get_module_state
 from composable_fsdp._unshard_param_utils import _unshard_params_recurse
-from composable_fsdp.testing.tiny import tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.state import _RootFSDPState
+from tests.support.tiny import tiny_mlp
+from tests.support.world import World
 
 TORCH = "torch.distributed.fsdp"
 OURS = "composable_fsdp"

@@ -17,11 +17,18 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, build, tiny_mlp
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import (
+from tests.support.models import TinyGPT, build, tiny_mlp
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.reference import (
+    STRATEGIES,
+    apply_units,
+    averaged_gradients,
+    gpt_input,
+    loss_of,
+    wide_input,
+)
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -30,14 +37,7 @@ from tests.access.sharded import (
     own_gradient,
     own_parts,
 )
-from tests.runtime.reference import (
-    STRATEGIES,
-    apply_units,
-    averaged_gradients,
-    gpt_input,
-    loss_of,
-    wide_input,
-)
+from tests.support.world import World
 
 INF = float("inf")
 NORMS = (2.0, 1.0, 3.0, INF)

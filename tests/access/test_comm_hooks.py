@@ -23,10 +23,10 @@ from composable_fsdp import (
     register_comm_hook,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import (
+from tests.support.models import TinyGPT
+from tests.support.reference import gpt_input, loss_of
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -34,7 +34,7 @@ from tests.access.sharded import (
     own_gradient,
     own_parts,
 )
-from tests.runtime.reference import gpt_input, loss_of
+from tests.support.world import World
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from composable_fsdp import ShardedGradScaler, fully_shard
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, one_to_three_ranks, several_ranks
-from tests.runtime.reference import backward, differences, loss_of, sgd, wide_input
+from tests.support.models import tiny_mlp
+from tests.support.reference import backward, differences, loss_of, sgd, wide_input
+from tests.support.sharded import RankCount, one_to_three_ranks, several_ranks
+from tests.support.world import World
 
 x_of = wide_input(8)
 

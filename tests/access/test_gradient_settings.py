@@ -28,10 +28,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.flat.reduce_rule import split_factor
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import (
+from tests.access.test_no_sync import assert_gradients, summed_then_averaged
+from tests.support.models import TinyGPT
+from tests.support.reference import gpt_input, loss_of, tolerance_at
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -40,8 +41,7 @@ from tests.access.sharded import (
     own_gradient,
     own_parts,
 )
-from tests.access.test_no_sync import assert_gradients, summed_then_averaged
-from tests.runtime.reference import gpt_input, loss_of, tolerance_at
+from tests.support.world import World
 
 
 def backward(model: nn.Module, batch: int, rank: int) -> None:

@@ -27,13 +27,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.access.manual import UnshardHandle
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, module_at, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.live import examples
-from tests.access.sharded import own_gradient
 from tests.runtime.events import units_of, watched
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, module_at, tiny_mlp
+from tests.support.reference import (
     PATHS,
     apply_units,
     assert_same_training,
@@ -46,6 +44,8 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.sharded import own_gradient
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

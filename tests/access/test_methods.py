@@ -13,10 +13,9 @@ from torch import Tensor, nn
 import composable_fsdp
 from composable_fsdp import CompositionError, fully_shard, register_forward_method
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     PATHS,
     apply_units,
     assert_same_training,
@@ -25,6 +24,7 @@ from tests.runtime.reference import (
     gpt_units,
     sgd,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy, no_sync
 from composable_fsdp.comm.collectives import CallRecord, record
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import (
+from tests.support.models import TinyGPT
+from tests.support.reference import STRATEGIES, gpt_input, loss_of, tolerance_at
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -23,7 +23,7 @@ from tests.access.sharded import (
     own_parts,
     several_ranks,
 )
-from tests.runtime.reference import STRATEGIES, gpt_input, loss_of, tolerance_at
+from tests.support.world import World
 
 
 def backward(model: nn.Module, batch: int, rank: int) -> None:

@@ -23,12 +23,10 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, gpt, message_of
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.place import _same
+from tests.support.reference import (
     STRATEGIES,
     averaged_gradients,
     backward,
@@ -36,6 +34,8 @@ from tests.runtime.reference import (
     loss_of,
     tolerance_at,
 )
+from tests.support.sharded import RankCount, both_paths, gpt, message_of
+from tests.support.world import World
 
 KINDS: dict[str, dict[str, Any]] = {
     **{strategy.name: {"strategy": strategy} for strategy in STRATEGIES},

@@ -18,19 +18,9 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
-from tests.access.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    is_full,
-    message_of,
-    one_to_three_ranks,
-    several_ranks,
-)
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     STRATEGIES,
     apply_units,
     averaged_gradients,
@@ -41,6 +31,16 @@ from tests.runtime.reference import (
     tolerance_at,
     wide_input,
 )
+from tests.support.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    is_full,
+    message_of,
+    one_to_three_ranks,
+    several_ranks,
+)
+from tests.support.world import World
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 everywhere = pytest.mark.parametrize("rank0_only", [False, True], ids=["all", "first"])

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import ShardingStrategy, fully_shard, unshard_params
-from composable_fsdp.testing.memory import LiveBytes
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World, fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import RankCount, both_paths, gpt, is_full, message_of
-from tests.runtime.reference import (
+from tests.support.memory import LiveBytes
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.place import _same
+from tests.support.reference import (
     STRATEGIES,
     apply_units,
     averaged_gradients,
@@ -27,6 +25,8 @@ from tests.runtime.reference import (
     loss_of,
     tolerance_at,
 )
+from tests.support.sharded import RankCount, both_paths, gpt, is_full, message_of
+from tests.support.world import World, fake_world
 
 OPTIONS = ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

@@ -20,10 +20,16 @@ from composable_fsdp import (
 from composable_fsdp.access.unshard_params import _unshard_params_recurse
 from composable_fsdp.access.unsharded_unit import _unshard_state
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
+    STRATEGIES,
+    apply_units,
+    differences,
+    gpt_input,
+    loss_of,
+)
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -33,13 +39,7 @@ from tests.access.sharded import (
     several_ranks,
     step,
 )
-from tests.runtime.reference import (
-    STRATEGIES,
-    apply_units,
-    differences,
-    gpt_input,
-    loss_of,
-)
+from tests.support.world import World
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 

@@ -15,10 +15,10 @@ from composable_fsdp import (
     set_reshard_after_backward,
     unshard,
 )
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, gpt
-from tests.runtime.reference import backward, gpt_input, loss_of
+from tests.support.models import TinyGPT
+from tests.support.reference import backward, gpt_input, loss_of
+from tests.support.sharded import RankCount, gpt
+from tests.support.world import World
 
 
 def by_hand(model: nn.Module, x: Tensor) -> None:

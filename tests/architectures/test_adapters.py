@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from composable_fsdp import plan
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.world import RankPool, World
 from tests.architectures.test_training import by_class, checkpoint, shard
 from tests.architectures.zoo import (
     Built,
@@ -29,7 +28,7 @@ from tests.architectures.zoo import (
     needs_transformers,
     own_loss,
 )
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     adamw,
     assert_same_training,
@@ -37,6 +36,7 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 RANK = 2

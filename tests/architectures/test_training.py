@@ -24,7 +24,6 @@ from composable_fsdp import (
     transformer_auto_wrap_policy,
     unshard_params,
 )
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import walk_states
 from tests.architectures.zoo import (
     ARCHITECTURES,
@@ -34,7 +33,7 @@ from tests.architectures.zoo import (
     needs_transformers,
     own_loss,
 )
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     adamw,
     assert_same_training,
@@ -42,6 +41,7 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Change = Callable[[nn.Module], object]

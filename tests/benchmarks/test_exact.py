@@ -8,7 +8,7 @@ import torch
 from benchmarks import memory, scale, traffic
 from benchmarks.models import Gpt
 from benchmarks.traffic import UNITS, VARIANTS, padding
-from composable_fsdp.testing.memory import LiveBytes
+from tests.support.memory import LiveBytes
 
 SMALL = {"width": 64, "hidden": 96, "heads": 4, "kv_heads": 2, "vocab": 128}
 

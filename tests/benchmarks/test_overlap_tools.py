@@ -19,7 +19,7 @@ from benchmarks.prefetch_ways import Roberta
 from benchmarks.schedule import Event, Schedule, hidden, seconds
 from benchmarks.trace import StreamUse, hidden_part, stream_uses
 from composable_fsdp.comm import collectives
-from composable_fsdp.testing import seam
+from tests.support import seam
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from composable_fsdp.comm import agreement
-from composable_fsdp.testing.world import World
+from tests.support.world import World
 
 
 @pytest.mark.parametrize("said", [True, False])

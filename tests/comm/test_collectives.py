@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.testing.world import RankPool, World
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

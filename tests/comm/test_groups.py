@@ -10,8 +10,8 @@ from torch import nn
 from composable_fsdp import fully_shard
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat.build import set_divisions
-from composable_fsdp.testing.world import fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support.world import fake_world
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from composable_fsdp.planning.assign import PlanRequest, assign_units
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan_modules
 from composable_fsdp.runtime.build import build_units
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.state import _FSDPState
+from tests.support.world import World
 
 
 @pytest.mark.req("S1-39")

@@ -26,10 +26,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.naming import TRANSPARENT
-from composable_fsdp.testing.models import TinyBlock, TinyGPT
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.runtime.reference import (
+from tests.support.models import TinyBlock, TinyGPT
+from tests.support.reference import (
     PATHS,
     apply_units,
     assert_same_training,
@@ -41,6 +40,7 @@ from tests.runtime.reference import (
     train_reference,
     trained_reference,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Recompute = Callable[[nn.Module], nn.Module]

@@ -18,11 +18,9 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyBlock, TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import message_of
-from tests.runtime.reference import (
+from tests.support.models import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.reference import (
     adamw,
     apply_units,
     assert_same_training,
@@ -35,6 +33,8 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.sharded import message_of
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -27,12 +27,12 @@ from composable_fsdp import (
     lambda_auto_wrap_policy,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.tiny import TinyBlock, TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from composable_fsdp.wrap import enable_wrap, wrap
-from tests.access.sharded import RankCount, both_paths, message_of
-from tests.runtime.reference import gpt_input
+from tests.support.reference import gpt_input
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.tiny import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.world import World
 
 Make = Callable[[nn.Module], dict[str, Any]]
 BLOCKS = ModuleWrapPolicy({TinyBlock})

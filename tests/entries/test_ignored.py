@@ -13,9 +13,9 @@ from torch import nn
 from composable_fsdp import ModuleWrapPolicy, fully_shard, unshard_params
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.testing.tiny import TinyBlock, TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import PATHS, apply_units, backward, gpt_input, loss_of
+from tests.support.reference import PATHS, apply_units, backward, gpt_input, loss_of
+from tests.support.tiny import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
 SCRIPT = Path(__file__).with_name("fsdp1_script.py")
 

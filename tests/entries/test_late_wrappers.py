@@ -16,11 +16,11 @@ from composable_fsdp import (
     set_modules_to_forward_prefetch,
     set_reshard_after_forward,
 )
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import RankCount, both_paths
-from tests.runtime.reference import apply_units
+from tests.support.reference import apply_units
+from tests.support.sharded import RankCount, both_paths
+from tests.support.world import World
 
 
 class Layer(nn.Module):

@@ -25,10 +25,9 @@ from composable_fsdp import (
     replicate,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyBlock, TinyGPT, module_at, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.runtime.reference import (
+from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
+from tests.support.reference import (
     PATHS,
     adamw,
     assert_same_training,
@@ -42,6 +41,7 @@ from tests.runtime.reference import (
     train_reference,
     trained_reference,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Compose = Callable[[TinyGPT, str], nn.Module]

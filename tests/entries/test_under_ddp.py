@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import FullyShardedDataParallel, fully_shard, replicate
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
-from tests.runtime.reference import (
+from tests.support.models import tiny_mlp
+from tests.support.reference import (
     PATHS,
     adamw,
     differences,
@@ -23,6 +21,8 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 x_of = wide_input(8)
 

@@ -16,10 +16,9 @@ from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from composable_fsdp.testing.models import TinyBlock, TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.runtime.reference import (
+from tests.support.models import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.reference import (
     PATHS,
     adamw,
     apply_units,
@@ -31,6 +30,7 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp
 from composable_fsdp import FullyShardedDataParallel
-from composable_fsdp.testing.tiny import tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount
+from tests.support.sharded import RankCount
+from tests.support.tiny import tiny_mlp
+from tests.support.world import World
 
 NAMES = (
     "sharding_strategy",

@@ -36,10 +36,10 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import World, fake_world
-from tests.access.sharded import message_of
-from tests.runtime.reference import backward
+from tests.support.models import tiny_mlp
+from tests.support.reference import backward
+from tests.support.sharded import message_of
+from tests.support.world import World, fake_world
 
 Call = Callable[[Any], object]
 

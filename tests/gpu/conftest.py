@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from composable_fsdp.testing.world import RankPool
+from tests.support.world import RankPool
 
 
 @pytest.fixture(scope="module")

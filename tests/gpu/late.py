@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import fully_shard, no_sync
 from composable_fsdp.runtime import reduce, unshard
-from composable_fsdp.testing.models import TinyGPT
+from tests.support.models import TinyGPT
 
 LONG = 2_000_000
 """Cycles of a delay: about a millisecond."""

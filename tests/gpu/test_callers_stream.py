@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.device_steps import BF16, world
 from composable_fsdp import CPUOffload
 from tests.gpu.late import LONG, delayed, gpt, sleep, train
-from tests.runtime.reference import backward
+from tests.support.reference import backward
 
 GPUS = torch.cuda.device_count()
 

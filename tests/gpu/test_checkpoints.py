@@ -21,10 +21,9 @@ from composable_fsdp import (
     state_dict_type,
     verify,
 )
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.place import _same
+from tests.support.reference import (
     adamw,
     apply_units,
     backward,
@@ -32,6 +31,7 @@ from tests.runtime.reference import (
     gpt_units,
     loss_of,
 )
+from tests.support.world import RankPool, World
 
 GPUS = torch.cuda.device_count()
 

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     STRATEGIES,
     adamw,
     apply_units,
@@ -28,6 +27,7 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 GPUS = torch.cuda.device_count()
 

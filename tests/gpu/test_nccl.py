@@ -14,12 +14,11 @@ import torch
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.world import RankPool, World
 from tests.gpu.counts import GPUS, NEEDS_NCCL, RANK_COUNTS, RUNNABLE
 from tests.runtime.orders import SUB1_SUB2, check_on_ranks
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
@@ -30,6 +29,7 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 pytestmark = NEEDS_NCCL
 

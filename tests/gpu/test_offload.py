@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.runtime import offload
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.offloading import (
     accumulate,
@@ -23,7 +22,7 @@ from tests.runtime.offloading import (
     three_points,
     train_offloaded,
 )
-from tests.runtime.reference import (
+from tests.support.reference import (
     STRATEGIES,
     adamw,
     assert_same_training,
@@ -31,6 +30,7 @@ from tests.runtime.reference import (
     loss_of,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 GPUS = torch.cuda.device_count()
 RUNNABLE = [count for count in (1, 2, 4) if count <= GPUS] or [1]

@@ -9,17 +9,17 @@ import torch
 from torch import nn, optim
 
 from composable_fsdp import reshard, set_reshard_after_backward
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import message_of
 from tests.optim.models import Mixed, train_plain
-from tests.runtime.reference import (
+from tests.support.reference import (
     apply_units,
     backward,
     differences,
     loss_of,
     wide_input,
 )
+from tests.support.sharded import message_of
+from tests.support.world import RankPool, World
 
 pytestmark = [
     pytest.mark.gpu,

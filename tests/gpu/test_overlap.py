@@ -20,8 +20,8 @@ from benchmarks.trace import StreamUse, record, stream_uses
 from composable_fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from composable_fsdp.flat import views
 from composable_fsdp.runtime import backward, forward
-from composable_fsdp.testing.models import TinyGPT
 from tests.gpu.late import LONG, delayed, gpt, slow_compute, train
+from tests.support.models import TinyGPT
 
 GPUS = torch.cuda.device_count()
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import CPUOffload, PlanError, fully_shard
-from composable_fsdp.testing.world import RankPool, World, single_rank_group
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.reference import backward
+from tests.support.reference import backward
+from tests.support.world import RankPool, World, single_rank_group
 
 GPUS = torch.cuda.device_count()
 

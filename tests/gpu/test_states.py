@@ -17,9 +17,8 @@ from composable_fsdp import (
     state_dict_type,
     unshard_params,
 )
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     STRATEGIES,
     adamw,
     apply_units,
@@ -28,6 +27,7 @@ from tests.runtime.reference import (
     gpt_units,
     loss_of,
 )
+from tests.support.world import RankPool, World
 
 GPUS = torch.cuda.device_count()
 

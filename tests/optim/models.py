@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.testing.world import World
-from tests.runtime.reference import (
+from tests.support.reference import (
     apply_units,
     averaged_gradients,
     backward,
     loss_of,
     wide_input,
 )
+from tests.support.world import World
 
 
 class Mixed(nn.Module):

@@ -38,18 +38,18 @@ from composable_fsdp import (
     set_state_dict_type,
 )
 from composable_fsdp.optim.names import is_absent
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of, several_ranks
 from tests.optim.models import by_name
-from tests.runtime.reference import (
+from tests.runtime.test_absent import INPUT, Narrow, narrow, once
+from tests.support.place import _same
+from tests.support.reference import (
     PATHS,
     averaged_gradients,
     backward,
     differences,
     loss_of,
 )
-from tests.runtime.test_absent import INPUT, Narrow, narrow, once
+from tests.support.sharded import RankCount, message_of, several_ranks
+from tests.support.world import World
 
 FSDP = FullyShardedDataParallel
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

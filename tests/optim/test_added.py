@@ -15,10 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from composable_fsdp import fully_shard, replicate, unshard
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.late_registration import PENDING
-from tests.access.sharded import RankCount, both_paths
-from tests.runtime.reference import (
+from tests.support.reference import (
     apply_units,
     averaged_gradients,
     backward,
@@ -26,6 +24,8 @@ from tests.runtime.reference import (
     loss_of,
     wide_input,
 )
+from tests.support.sharded import RankCount, both_paths
+from tests.support.world import World
 
 INPUT = wide_input(8)
 

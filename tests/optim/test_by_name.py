@@ -24,11 +24,11 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.optim.own_state_dict import local_state_dict
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, message_of
-from tests.runtime.reference import apply_units, averaged_gradients, wide_input
+from tests.support.models import tiny_mlp
+from tests.support.place import _same
+from tests.support.reference import apply_units, averaged_gradients, wide_input
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 with warnings.catch_warnings():
     # It compiles by torch.jit what it exports.

@@ -27,11 +27,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.grad_samples import GRAD_SAMPLES
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import RankCount, gpt, message_of
-from tests.runtime.reference import PATHS, backward, gpt_input, loss_of, wide_input
+from tests.support.models import TinyGPT
+from tests.support.reference import PATHS, backward, gpt_input, loss_of, wide_input
+from tests.support.sharded import RankCount, gpt, message_of
+from tests.support.world import World
 
 Change = Callable[[nn.Module, int], object]
 """What a user does to gradients before step ``int``."""

@@ -40,10 +40,10 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.place import _same
+from tests.support.reference import STRATEGIES, adamw, apply_units
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -52,7 +52,7 @@ from tests.access.sharded import (
     several_ranks,
     step,
 )
-from tests.runtime.reference import STRATEGIES, adamw, apply_units
+from tests.support.world import World
 
 FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 SHARDED = StateDictType.SHARDED_STATE_DICT

@@ -10,9 +10,6 @@ import pytest
 from torch import Tensor, nn, optim
 
 from composable_fsdp import optim_state_dict, optim_state_dict_to_load
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths
 from tests.optim.models import (
     Mixed,
     by_name,
@@ -21,7 +18,10 @@ from tests.optim.models import (
     train_sharded,
     two_groups,
 )
-from tests.runtime.reference import PATHS, differences
+from tests.support.place import _same
+from tests.support.reference import PATHS, differences
+from tests.support.sharded import RankCount, both_paths
+from tests.support.world import World
 
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
 EVERY: dict[str, Make] = {

@@ -24,12 +24,10 @@ from composable_fsdp import (
     save,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyBlock, TinyGPT
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import UNITS, RankCount, message_of, one_to_three_ranks
-from tests.runtime.reference import (
+from tests.support.models import TinyBlock, TinyGPT
+from tests.support.place import _same
+from tests.support.reference import (
     apply_units,
     backward,
     differences,
@@ -37,6 +35,8 @@ from tests.runtime.reference import (
     loss_of,
     tolerance_at,
 )
+from tests.support.sharded import UNITS, RankCount, message_of, one_to_three_ranks
+from tests.support.world import World
 
 
 def kind(name: str, parameter: nn.Parameter) -> Hashable:

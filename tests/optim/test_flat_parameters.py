@@ -32,19 +32,10 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    one_to_three_ranks,
-    several_ranks,
-)
 from tests.optim.models import INPUT, mixed
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     STRATEGIES,
     Optimize,
     adamw,
@@ -61,6 +52,15 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    one_to_three_ranks,
+    several_ranks,
+)
+from tests.support.world import World
 
 x_of = wide_input(8)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -41,20 +41,10 @@ from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    one_to_three_ranks,
-    several_ranks,
-    step,
-)
 from tests.optim.models import INPUT, mixed
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.place import _same
+from tests.support.reference import (
     adamw,
     backward,
     differences,
@@ -64,6 +54,16 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    one_to_three_ranks,
+    several_ranks,
+    step,
+)
+from tests.support.world import World
 
 FSDP = FullyShardedDataParallel
 State = dict[str, Any]

@@ -17,12 +17,12 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     replicate,
 )
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, message_of
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
-from tests.runtime.reference import PATHS, apply_units, averaged_gradients
+from tests.support.models import tiny_mlp
+from tests.support.place import _same
+from tests.support.reference import PATHS, apply_units, averaged_gradients
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 WHOLE: dict[str, Make] = {

@@ -16,18 +16,18 @@ from composable_fsdp import (
     set_reshard_after_backward,
     unshard,
 )
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import RankCount, both_paths, message_of
 from tests.optim.models import INPUT, Mixed, mixed, train_plain
 from tests.optim.test_every_optimizer import EVERY, FUSED, WAYS, made
-from tests.runtime.reference import (
+from tests.support.reference import (
     apply_units,
     averaged_gradients,
     backward,
     differences,
     loss_of,
 )
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 STALE = "PhaseError: The shards of fully sharded module "
 

@@ -16,12 +16,12 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     state_dict_type,
 )
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, gpt, message_of, step
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
 from tests.optim.models import two_groups as groups_of
+from tests.support.models import TinyGPT
+from tests.support.place import _same
+from tests.support.sharded import RankCount, both_paths, gpt, message_of, step
+from tests.support.world import World
 
 
 def trained(world: World, path: str) -> tuple[nn.Module, optim.Optimizer]:

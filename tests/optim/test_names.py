@@ -27,10 +27,10 @@ from composable_fsdp import (
 )
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.own_state_dict import local_state_dict
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, message_of
 from tests.optim.models import Mixed, by_name, train_plain, train_sharded
+from tests.support.place import _same
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 
 def put(module: nn.Module, path: str) -> Any:

@@ -30,20 +30,10 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.own_state_dict import local_state_dict
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
-    UNITS,
-    RankCount,
-    both_paths,
-    message_of,
-    one_to_three_ranks,
-    several_ranks,
-    step,
-)
 from tests.optim.models import by_name
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.place import _same
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
@@ -55,6 +45,16 @@ from tests.runtime.reference import (
     loss_of,
     tolerance_at,
 )
+from tests.support.sharded import (
+    UNITS,
+    RankCount,
+    both_paths,
+    message_of,
+    one_to_three_ranks,
+    several_ranks,
+    step,
+)
+from tests.support.world import World
 
 FSDP = FullyShardedDataParallel
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

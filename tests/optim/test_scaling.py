@@ -17,10 +17,10 @@ from composable_fsdp import (
     fully_shard,
     replicate,
 )
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of, one_to_three_ranks
-from tests.runtime.reference import backward, loss_of, wide_input
+from tests.support.models import tiny_mlp
+from tests.support.reference import backward, loss_of, wide_input
+from tests.support.sharded import RankCount, message_of, one_to_three_ranks
+from tests.support.world import World
 
 x_of = wide_input(8)
 Scaler = torch.amp.GradScaler

@@ -19,10 +19,10 @@ from composable_fsdp import (
     save,
     state_dict_type,
 )
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, gpt, message_of, one_to_three_ranks, step
+from tests.support.models import tiny_mlp
+from tests.support.place import _same
+from tests.support.sharded import RankCount, gpt, message_of, one_to_three_ranks, step
+from tests.support.world import World
 
 Optims = list[torch.optim.Optimizer]
 

@@ -17,10 +17,10 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, message_of
 from tests.optim.models import INPUT, Mixed, mixed, train_plain, train_sharded
-from tests.runtime.reference import backward, differences, loss_of
+from tests.support.reference import backward, differences, loss_of
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 HALF = MixedPrecision(param_dtype=torch.bfloat16)
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from composable_fsdp import flat_parameters, fully_shard, replicate
 from composable_fsdp.optim.unmanaged_params import _fingerprint
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
-from tests.runtime.reference import gpt_input
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import gpt_input
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

@@ -20,10 +20,10 @@ from composable_fsdp import (
     optim_state_dict,
     state_dict_type,
 )
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, message_of
-from tests.runtime.reference import adamw, apply_units, loss_of, wide_input
+from tests.support.models import tiny_mlp
+from tests.support.reference import adamw, apply_units, loss_of, wide_input
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 State = dict[str, Any]
 

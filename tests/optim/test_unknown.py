@@ -18,11 +18,11 @@ from composable_fsdp import (
     flat_parameters,
     fully_shard,
 )
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, message_of
 from tests.optim.models import INPUT, Mixed, mixed, train_plain, train_sharded
-from tests.runtime.reference import backward, differences, loss_of
+from tests.support.models import tiny_mlp
+from tests.support.reference import backward, differences, loss_of
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 
 class Own(optim.Optimizer):

@@ -21,11 +21,11 @@ from composable_fsdp import (
     fully_shard,
     plan,
 )
-from composable_fsdp.testing.memory import LiveBytes, cuda_order, fake_tensors
-from composable_fsdp.testing.tiny import TinyBlock
-from composable_fsdp.testing.world import fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.reference import backward
+from tests.support.memory import LiveBytes, cuda_order, fake_tensors
+from tests.support.reference import backward
+from tests.support.tiny import TinyBlock
+from tests.support.world import fake_world
 
 KEEPING = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

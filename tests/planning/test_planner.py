@@ -17,8 +17,8 @@ from composable_fsdp.planning.assign import PlanRequest, lowest_common_ancestor
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan, plan_modules
 from composable_fsdp.planning.policies import ModuleWrapPolicy
-from composable_fsdp.testing.models import TinyBlock, TinyGPT
 from tests.planning.trees import linears, names_of, snapshot, units
+from tests.support.models import TinyBlock, TinyGPT
 
 
 def test_a_meta_model_is_planned_without_a_process_group_and_stays_as_it_was() -> None:

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import wrap as fsdp1
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.wrapping import post_order_apply
-from composable_fsdp.testing.models import TinyBlock, TinyGPT
 from composable_fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -29,6 +28,7 @@ from composable_fsdp.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
+from tests.support.models import TinyBlock, TinyGPT
 
 Options = dict[str, Any]
 

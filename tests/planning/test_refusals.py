@@ -16,9 +16,9 @@ from composable_fsdp.errors import CompositionError, FSDPError, PlanError
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan, plan_modules
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import fake_world
 from tests.planning.trees import linears, names_of, snapshot, units
+from tests.support.models import TinyGPT
+from tests.support.world import fake_world
 
 Build = Callable[[], nn.Module]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.reference import backward
+from tests.support.reference import backward
 
 Corner = Callable[[Any, Tensor], list[Tensor]]
 

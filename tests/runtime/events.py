@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from composable_fsdp.flat import views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import strip_wrapper
-from composable_fsdp.testing.models import TinyGPT, module_at
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.runtime.reference import apply_units, backward, gpt_input, loss_of
+from tests.support.models import TinyGPT, module_at
+from tests.support.reference import apply_units, backward, gpt_input, loss_of
 
 Event = tuple[str, str]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.testing.models import TinyGPT
+from tests.support.models import TinyGPT
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:

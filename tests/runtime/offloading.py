@@ -15,11 +15,9 @@ from composable_fsdp import (
     clip_grad_norm_,
     no_sync,
 )
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import own_gradient
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     Input,
     adamw,
     apply_units,
@@ -32,6 +30,8 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.sharded import own_gradient
+from tests.support.world import World
 
 OFFLOAD = CPUOffload(offload_params=True)
 CPU = torch.device("cpu")

@@ -16,9 +16,6 @@ from composable_fsdp import FullyShardedDataParallel
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.testing.models import build, legal_units, module_at
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
@@ -26,7 +23,10 @@ from composable_fsdp.tree.traversal import (
     _get_fsdp_states,
     _get_fsdp_states_with_modules,
 )
-from tests.runtime.reference import PATHS, STYLES, apply_units
+from tests.support.models import build, legal_units, module_at
+from tests.support.recipes import ModelRecipe, ModuleRecipe
+from tests.support.reference import PATHS, STYLES, apply_units
+from tests.support.world import World
 
 Order = list[tuple[str, tuple[str, ...]]]
 """Per handle: the name of its unit, and the names of its parameters, from the root."""

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy
-from composable_fsdp.testing.models import build, legal_units
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.world import World
-from tests.runtime.reference import (
+from tests.support.models import build, legal_units
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import (
     Input,
     adamw,
     apply_units,
@@ -27,6 +26,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import World
 
 
 def inputs_on(world: World, recipe: ModelRecipe) -> Input:

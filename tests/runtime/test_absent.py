@@ -20,9 +20,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.optim.names import is_absent
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, several_ranks
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     apply_units,
     averaged_gradients,
@@ -31,6 +29,8 @@ from tests.runtime.reference import (
     loss_of,
     wide_input,
 )
+from tests.support.sharded import RankCount, several_ranks
+from tests.support.world import World
 
 INPUT = wide_input(4)
 

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import ShardingStrategy, fully_shard, no_sync
 from composable_fsdp.comm import agreement
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import RankFailure, RankPool, World, fake_world
-from tests.runtime.reference import (
+from tests.support.models import tiny_mlp
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -30,6 +29,7 @@ from tests.runtime.reference import (
     sgd,
     wide_input,
 )
+from tests.support.world import RankFailure, RankPool, World, fake_world
 
 RankCount = Callable[[int], RankPool]
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES

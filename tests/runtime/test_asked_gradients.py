@@ -19,9 +19,9 @@ from composable_fsdp import (
     set_is_last_backward,
     set_requires_all_reduce,
 )
-from composable_fsdp.testing.models import module_at
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import PATHS, STRATEGIES, apply_units, backward
+from tests.support.models import module_at
+from tests.support.reference import PATHS, STRATEGIES, apply_units, backward
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 WIDTH = 6

@@ -22,12 +22,12 @@ from composable_fsdp import (
 from composable_fsdp.naming import join_name
 from composable_fsdp.phases import Phase
 from composable_fsdp.state_dict.full import part_of
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import own_gradient
 from tests.runtime.corners import CORNERS, UNITS, WIDTH, Chain, Corner
-from tests.runtime.reference import PATHS, STRATEGIES, apply_units
+from tests.support.models import tiny_mlp
+from tests.support.reference import PATHS, STRATEGIES, apply_units
+from tests.support.sharded import own_gradient
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Gradients = dict[str, Tensor | None]

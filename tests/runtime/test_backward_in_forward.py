@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
@@ -21,6 +20,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

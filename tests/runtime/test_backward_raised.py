@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -26,6 +25,7 @@ from tests.runtime.reference import (
     sgd,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

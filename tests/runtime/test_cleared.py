@@ -19,10 +19,10 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.flat import memory
-from composable_fsdp.testing.tiny import tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import RankCount
+from tests.support.sharded import RankCount
+from tests.support.tiny import tiny_mlp
+from tests.support.world import World
 
 
 def sharded() -> nn.Module:

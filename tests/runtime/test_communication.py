@@ -17,9 +17,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.testing.models import TinyGPT, module_at
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.runtime.traffic import Counts, counts, planned
+from tests.support.models import TinyGPT, module_at
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -29,7 +29,7 @@ from tests.runtime.reference import (
     loss_of,
     sgd,
 )
-from tests.runtime.traffic import Counts, counts, planned
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

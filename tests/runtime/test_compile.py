@@ -15,9 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from composable_fsdp import checkpoint, fully_shard, replicate
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World, fake_world
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     PATHS,
     apply_units,
     gpt_input,
@@ -27,6 +26,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World, fake_world
 
 RankCount = Callable[[int], RankPool]
 Compile = Callable[[nn.Module, str], None]

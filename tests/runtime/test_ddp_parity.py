@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm import collectives
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import adamw, apply_units, backward, loss_of, wide_input
+from tests.support.reference import adamw, apply_units, backward, loss_of, wide_input
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 WIDTH = 6

@@ -21,11 +21,10 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -38,6 +37,7 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

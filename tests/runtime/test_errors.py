@@ -22,9 +22,9 @@ from composable_fsdp import (
     fully_shard,
     unshard_params,
 )
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import PATHS, backward, loss_of
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import PATHS, backward, loss_of
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Snapshot = list[tuple[Any, ...]]

@@ -19,10 +19,10 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import RankCount, own_gradient, own_parts
-from tests.runtime.reference import backward
+from tests.support.reference import backward
+from tests.support.sharded import RankCount, own_gradient, own_parts
+from tests.support.world import World
 
 WIDTH = 4
 

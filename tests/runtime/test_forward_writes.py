@@ -18,8 +18,7 @@ from composable_fsdp import (
     fully_shard,
     unshard,
 )
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -30,6 +29,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 WIDTH = 6

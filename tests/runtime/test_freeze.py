@@ -20,17 +20,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.naming import join_name
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    one_to_three_ranks,
-)
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     STRATEGIES,
     adamw,
     apply_units,
@@ -42,6 +34,14 @@ from tests.runtime.reference import (
     loss_of,
     tolerance_at,
 )
+from tests.support.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    one_to_three_ranks,
+)
+from tests.support.world import World
 
 Frozen = Callable[[str], bool]
 # Per step, which parameters are frozen: parts of units, whole units, all but one, none.

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from composable_fsdp import MixedPrecision, get_full_grad
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import PATHS, apply_units, averaged_gradients, backward
+from tests.support.reference import PATHS, apply_units, averaged_gradients, backward
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import PlanError, fully_shard, load, save, unshard_params
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from tests.runtime.metas import on_meta
-from tests.runtime.reference import PATHS, apply_units, differences
+from tests.support.models import tiny_mlp
+from tests.support.reference import PATHS, apply_units, differences
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 both_paths = pytest.mark.parametrize("path", PATHS)

@@ -17,10 +17,8 @@ from composable_fsdp import (
     no_sync,
     set_requires_gradient_sync,
 )
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, gpt, own_gradient, own_parts
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     apply_units,
     assert_same_training,
     backward,
@@ -32,6 +30,8 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.sharded import RankCount, both_paths, gpt, own_gradient, own_parts
+from tests.support.world import World
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,

@@ -16,12 +16,11 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.runtime.graph_task import finish_task
-from composable_fsdp.testing.models import TinyGPT, module_at, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree import root as root_module
 from composable_fsdp.tree import traversal
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, module_at, tiny_mlp
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -34,6 +33,7 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy, checkpoint_wrapper, fully_shard
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.access.sharded import RankCount
-from tests.runtime.reference import backward
+from tests.support.reference import backward
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
 X = torch.ones(1, 2)
 IN_PARTS = ["", "a", "b", "aba"]

@@ -22,8 +22,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.runtime.materialize import reset_parameters
-from composable_fsdp.testing.models import TinyBlock, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World, fake_world
 from tests.runtime.metas import (
     Known,
     call_counts,
@@ -36,7 +34,8 @@ from tests.runtime.metas import (
     on_meta,
     tied_gpt,
 )
-from tests.runtime.reference import (
+from tests.support.models import TinyBlock, tiny_mlp
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
@@ -50,6 +49,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World, fake_world
 
 RankCount = Callable[[int], RankPool]
 Make = Callable[[], nn.Module]

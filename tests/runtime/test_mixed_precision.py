@@ -30,11 +30,8 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.precision import overridden_classes
 from composable_fsdp.runtime import precision as runtime_precision
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.tiny import tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
-from tests.access.sharded import own_gradient
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -46,6 +43,9 @@ from tests.runtime.reference import (
     train,
     wide_input,
 )
+from tests.support.sharded import own_gradient
+from tests.support.tiny import tiny_mlp
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 BF16 = torch.bfloat16

@@ -27,8 +27,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.runtime import offload
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.offloading import (
     OFFLOAD,
@@ -37,7 +35,8 @@ from tests.runtime.offloading import (
     three_points,
     train_offloaded,
 )
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
@@ -51,6 +50,7 @@ from tests.runtime.reference import (
     train,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)

@@ -18,7 +18,7 @@ from benchmarks.link_group import link_world
 from benchmarks.schedule import Schedule, Span, hidden, on_streams, seconds
 from composable_fsdp import BackwardPrefetch
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.reference import PATHS, apply_units
+from tests.support.reference import PATHS, apply_units
 
 PRE, POST = BackwardPrefetch
 WIDTH = 8

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import MixedPrecision, PhaseError, fully_shard, unshard_params
-from composable_fsdp.testing.world import RankPool, World
 from tests.runtime.corners import OPEN, WRAPS
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     adamw,
     apply_units,
@@ -23,6 +22,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard, no_sync
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     Optimize,
@@ -36,6 +35,7 @@ from tests.runtime.reference import (
     trained_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 OPTIMIZERS: list[Optimize] = [sgd, adamw]

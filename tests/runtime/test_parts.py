@@ -29,13 +29,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.part_guards import REFUSE
-from composable_fsdp.testing.models import TinyGPT, build, legal_units
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from property_tests.live import batches, examples
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, build, legal_units
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -47,6 +45,8 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

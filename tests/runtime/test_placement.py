@@ -27,11 +27,10 @@ from composable_fsdp.comm.groups import RankLayout, resolve_device
 from composable_fsdp.flat.external_changes import _device
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.runtime.nested_tensors import to_device
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     PATHS,
     Optimize,
     adamw,
@@ -48,6 +47,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 META = torch.device("meta")

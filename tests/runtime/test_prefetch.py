@@ -17,8 +17,6 @@ from composable_fsdp import (
     set_modules_to_forward_prefetch,
 )
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import RankPool, World
 from composable_fsdp.tree import traversal
 from tests.runtime.events import (
     EncoderDecoder,
@@ -30,7 +28,8 @@ from tests.runtime.events import (
     units_of,
     unused,
 )
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     PATHS,
     adamw,
     apply_units,
@@ -41,6 +40,7 @@ from tests.runtime.reference import (
     trained_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 Steps = list[tuple[list[Event], list[Event]]]

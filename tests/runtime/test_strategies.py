@@ -25,11 +25,10 @@ from composable_fsdp import (
     plan,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, module_at
-from composable_fsdp.testing.tiny import tiny_mlp
-from composable_fsdp.testing.world import RankPool, World, fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.reference import (
+from tests.runtime.traffic import Counts, counts, planned
+from tests.support.models import TinyGPT, module_at
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     adamw,
@@ -44,7 +43,8 @@ from tests.runtime.reference import (
     train_reference,
     trained_reference,
 )
-from tests.runtime.traffic import Counts, counts, planned
+from tests.support.tiny import tiny_mlp
+from tests.support.world import RankPool, World, fake_world
 
 RankCount = Callable[[int], RankPool]
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

@@ -1,6 +1,6 @@
 """On CUDA whatever two streams share is ordered: the CUDA path, watched on the CPU.
 
-The watcher (``composable_fsdp.testing.streams``) knows which bytes each op of each
+The watcher (``tests.support.streams``) knows which bytes each op of each
 stream reads and writes. The model is built on a stream of its own, so hooks of leaves
 run there and not where forward does.
 """
@@ -48,12 +48,12 @@ from composable_fsdp.runtime.comm_hooks import (
     allreduce_hook,
     bf16_compress_hook,
 )
-from composable_fsdp.testing.memory import cuda_order
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.streams import FakeStream, StreamOrder, stream_order
-from composable_fsdp.testing.world import fake_world
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.runtime.reference import backward
+from tests.support.memory import cuda_order
+from tests.support.models import TinyGPT
+from tests.support.reference import backward
+from tests.support.streams import FakeStream, StreamOrder, stream_order
+from tests.support.world import fake_world
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOWER = MixedPrecision(param_dtype=torch.bfloat16)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import FSDPError, PhaseError, ShardingStrategy
 from composable_fsdp.config import BackwardPrefetch
-from composable_fsdp.testing.world import RankPool, World
-from tests.runtime.reference import (
+from tests.support.reference import (
     PATHS,
     adamw,
     apply_units,
@@ -24,6 +23,7 @@ from tests.runtime.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 WIDTH = 8

@@ -25,16 +25,6 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    message_of,
-    several_ranks,
-)
-from tests.runtime.reference import PATHS, STRATEGIES, apply_units, differences
 from tests.state_dict.dcp_tools import (
     SHARDED,
     Payload,
@@ -42,6 +32,16 @@ from tests.state_dict.dcp_tools import (
     save_sending_nothing,
     sharded,
 )
+from tests.support.models import TinyGPT
+from tests.support.reference import PATHS, STRATEGIES, apply_units, differences
+from tests.support.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    message_of,
+    several_ranks,
+)
+from tests.support.world import World
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 

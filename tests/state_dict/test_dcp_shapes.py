@@ -20,19 +20,19 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.optim.own_state_dict import local_state_dict
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
-    RankCount,
-    both_paths,
-)
-from tests.runtime.reference import PATHS
 from tests.state_dict.dcp_tools import (
     SHARDED,
     corners,
     load_sending_nothing,
     save_sending_nothing,
 )
+from tests.support.place import _same
+from tests.support.reference import PATHS
+from tests.support.sharded import (
+    RankCount,
+    both_paths,
+)
+from tests.support.world import World
 
 
 def save_corners(world: World, path: str, block: Block, folder: Path) -> Any:

@@ -11,19 +11,8 @@ from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
-    RankCount,
-    both_paths,
-    gpt,
-    is_full,
-    message_of,
-    one_to_three_ranks,
-    several_ranks,
-    step,
-)
-from tests.runtime.reference import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import (
     PATHS,
     STRATEGIES,
     apply_units,
@@ -35,6 +24,17 @@ from tests.runtime.reference import (
     train,
     train_reference,
 )
+from tests.support.sharded import (
+    RankCount,
+    both_paths,
+    gpt,
+    is_full,
+    message_of,
+    one_to_three_ranks,
+    several_ranks,
+    step,
+)
+from tests.support.world import World
 
 
 class Normed(nn.Module):

@@ -15,9 +15,9 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm import agreement
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import RankFailure, World
-from tests.access.sharded import RankCount, gpt, message_of
+from tests.support.models import tiny_mlp
+from tests.support.sharded import RankCount, gpt, message_of
+from tests.support.world import RankFailure, World
 
 
 def first_rank_alone(world: World) -> None:

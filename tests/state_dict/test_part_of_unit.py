@@ -26,13 +26,13 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.models import TinyGPT, build, legal_units, module_at
-from composable_fsdp.testing.recipes import ModelRecipe
-from composable_fsdp.testing.strategies import FEATURES, model_recipes
-from composable_fsdp.testing.world import RankPool, World
 from property_tests.live import batches, examples
-from tests.access.sharded import UNITS, both_paths, gpt
-from tests.runtime.reference import apply_units, differences
+from tests.support.models import TinyGPT, build, legal_units, module_at
+from tests.support.recipes import ModelRecipe
+from tests.support.reference import apply_units, differences
+from tests.support.sharded import UNITS, both_paths, gpt
+from tests.support.strategies import FEATURES, model_recipes
+from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
 

@@ -16,11 +16,11 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths
 from tests.optim.models import INPUT, Mixed
 from tests.optim.test_names import Parallel, put
+from tests.support.place import _same
+from tests.support.sharded import RankCount, both_paths
+from tests.support.world import World
 
 
 class Added(nn.Module):

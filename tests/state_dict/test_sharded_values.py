@@ -19,8 +19,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
+from tests.state_dict.dcp_tools import corners, sharded
+from tests.support.reference import adamw
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -28,8 +29,7 @@ from tests.access.sharded import (
     one_to_three_ranks,
     step,
 )
-from tests.runtime.reference import adamw
-from tests.state_dict.dcp_tools import corners, sharded
+from tests.support.world import World
 
 
 def models(path: str) -> list[tuple[nn.Module, Any]]:

@@ -28,10 +28,10 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.state_dict.sharded import ShardedValue
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, both_paths, gpt, step
-from tests.runtime.reference import adamw
+from tests.support.place import _same
+from tests.support.reference import adamw
+from tests.support.sharded import RankCount, both_paths, gpt, step
+from tests.support.world import World
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
 SHARDED = StateDictType.SHARDED_STATE_DICT

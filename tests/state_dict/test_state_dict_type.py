@@ -29,9 +29,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import FULL_BY_DEFAULT
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import (
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import STRATEGIES, adamw, apply_units, differences
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -40,7 +40,7 @@ from tests.access.sharded import (
     several_ranks,
     step,
 )
-from tests.runtime.reference import STRATEGIES, adamw, apply_units, differences
+from tests.support.world import World
 
 FULL, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 SHARDED = StateDictType.SHARDED_STATE_DICT

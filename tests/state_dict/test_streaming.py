@@ -20,10 +20,10 @@ from composable_fsdp import (
     optim_state_dict,
     set_state_dict_type,
 )
-from composable_fsdp.testing.memory import LiveBytes
-from composable_fsdp.testing.world import fake_world
-from tests.access.sharded import both_paths
-from tests.runtime.reference import apply_units
+from tests.support.memory import LiveBytes
+from tests.support.reference import apply_units
+from tests.support.sharded import both_paths
+from tests.support.world import fake_world
 
 UNITS = 6
 WIDTH = 32

@@ -20,10 +20,10 @@ from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.storage import async_save as saving_behind
 from composable_fsdp.storage import save as saving
 from composable_fsdp.storage import writer
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
 from tests.storage.test_faults import full_disk
 from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 
 def slowly(seconds: float) -> Any:

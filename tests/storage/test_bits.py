@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from composable_fsdp import async_save, fully_shard, load, save
 from composable_fsdp.storage.dtypes import CODES
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
 from tests.storage.training import same
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 
 class Holder(nn.Module):

@@ -17,9 +17,9 @@ from composable_fsdp import (
     verify,
 )
 from composable_fsdp.storage import crash
-from composable_fsdp.testing.world import RankFailure, World
-from tests.access.sharded import RankCount, message_of
 from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import RankFailure, World
 
 
 def save_and_die(world: World, folder: Path, point: str, behind: bool) -> None:

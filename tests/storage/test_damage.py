@@ -15,9 +15,9 @@ import torch
 from composable_fsdp import load, open_source, save, verify
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.rng import rng_state
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
 from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 
 def save_once(world: World, folder: Path) -> None:

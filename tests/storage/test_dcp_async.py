@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 
 from composable_fsdp import Block, optim_state_dict, state_dict_type
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, gpt, message_of, step
-from tests.runtime.reference import PATHS, adamw
 from tests.state_dict.dcp_tools import SHARDED, Corners, corners
+from tests.support.place import _same
+from tests.support.reference import PATHS, adamw
+from tests.support.sharded import RankCount, gpt, message_of, step
+from tests.support.world import World
 
 HOW = ["thread", "writer", pytest.param("process", marks=pytest.mark.slow)]
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from composable_fsdp import Block, convert, export_safetensors, fully_shard, load
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, gpt
 from tests.state_dict.dcp_tools import sharded
 from tests.storage.samples import everything, same
 from tests.storage.test_export import Parts
+from tests.support.models import TinyGPT
+from tests.support.sharded import RankCount, gpt
+from tests.support.world import World
 
 
 def cube() -> Tensor:

@@ -30,11 +30,11 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     state_dict_type,
 )
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.place import _same
-from composable_fsdp.testing.world import World
-from tests.access.sharded import UNITS, RankCount, step
-from tests.runtime.reference import PATHS, adamw, apply_units
+from tests.support.models import TinyGPT
+from tests.support.place import _same
+from tests.support.reference import PATHS, adamw, apply_units
+from tests.support.sharded import UNITS, RankCount, step
+from tests.support.world import World
 
 KINDS = ("plain", "fsdp2", *PATHS)
 FULL = StateDictOptions(full_state_dict=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import verify
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount
+from tests.support.sharded import RankCount
+from tests.support.world import World
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_resume.py"
 STEPS, BROKEN_AT = 6, 4

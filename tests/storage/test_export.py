@@ -26,10 +26,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.boxes import interval_boxes
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import (
+from tests.storage.samples import everything, same
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.reference import gpt_input, loss_of
+from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
@@ -38,8 +39,7 @@ from tests.access.sharded import (
     several_ranks,
     step,
 )
-from tests.runtime.reference import gpt_input, loss_of
-from tests.storage.samples import everything, same
+from tests.support.world import World
 
 
 class Parts(nn.Module):

@@ -22,9 +22,9 @@ from composable_fsdp.comm.nodes import private_group
 from composable_fsdp.storage import consensus
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
 from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 
 @contextmanager

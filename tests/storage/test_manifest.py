@@ -18,7 +18,7 @@ from composable_fsdp import CheckpointError, save
 from composable_fsdp.storage.native import NativeSource, manifest_bytes, read_manifest
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode, encode
-from tests.access.sharded import message_of
+from tests.support.sharded import message_of
 
 Json = Any
 

@@ -11,10 +11,10 @@ from torch import Tensor, optim
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from composable_fsdp import fully_shard, load, optim_state_dict, save
-from composable_fsdp.testing.models import tiny_mlp
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
-from tests.runtime.reference import backward
+from tests.support.models import tiny_mlp
+from tests.support.reference import backward
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 
 class Half(Tensor):

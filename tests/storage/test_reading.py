@@ -12,8 +12,8 @@ import torch
 
 from composable_fsdp import load, save
 from composable_fsdp.storage.manifest import BLOCK
-from tests.access.sharded import message_of
 from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.sharded import message_of
 
 
 @contextmanager

@@ -25,12 +25,12 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.storage.native import NativeSource
-from composable_fsdp.testing.memory import LiveBytes
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.traversal import _get_fsdp_handles
-from tests.access.sharded import RankCount, both_paths, message_of
-from tests.runtime.reference import STRATEGIES, backward, gpt_input, loss_of
 from tests.storage.training import State, everything, make, optimizer_of, same, step
+from tests.support.memory import LiveBytes
+from tests.support.reference import STRATEGIES, backward, gpt_input, loss_of
+from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.world import World
 
 UNIT = "gpt.blocks.0"
 EXTRA: dict[str, Any] = {

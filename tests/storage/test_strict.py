@@ -16,8 +16,8 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     save,
 )
-from composable_fsdp.testing.world import World
-from tests.access.sharded import RankCount, message_of
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
 
 
 class Layers(nn.Module):

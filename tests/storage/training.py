@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import optim_state_dict
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.place import _same
-from tests.access.sharded import UNITS
-from tests.runtime.reference import apply_units, backward, gpt_input, loss_of
+from tests.support.models import TinyGPT
+from tests.support.place import _same
+from tests.support.reference import apply_units, backward, gpt_input, loss_of
+from tests.support.sharded import UNITS
 
 State = dict[str, Any]
 

@@ -13,8 +13,6 @@ from torch import nn
 from composable_fsdp import NotRootError, fully_shard
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import LEAVES
-from composable_fsdp.testing.models import TinyGPT, tiny_mlp
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree import root as roots
 from composable_fsdp.tree import traversal
 from composable_fsdp.tree.root import ensure_root, outermost, root_of
@@ -26,6 +24,8 @@ from composable_fsdp.tree.state import (
 )
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.planning.trees import linears
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.world import World
 
 
 def nested() -> nn.Sequential:

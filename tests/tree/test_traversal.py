@@ -10,8 +10,6 @@ from torch import nn
 
 from composable_fsdp import FullyShardedDataParallel, ModuleWrapPolicy, fully_shard
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.testing.models import TinyBlock, TinyGPT
-from composable_fsdp.testing.world import World
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
     _get_fsdp_handles,
@@ -21,6 +19,8 @@ from composable_fsdp.tree.traversal import (
     walk_states,
 )
 from tests.planning.trees import linears
+from tests.support.models import TinyBlock, TinyGPT
+from tests.support.world import World
 
 
 def gpt(layers: int = 2) -> TinyGPT:

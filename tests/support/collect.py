@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from composable_fsdp.testing.place import Answer, Place
+from tests.support.place import Answer, Place
 
 # How long the other ranks get once one rank has failed, or has returned.
 PATIENCE_AFTER_FAILURE = 1.0

@@ -15,7 +15,7 @@ from math import prod
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.testing.recipes import ModelRecipe, ModuleRecipe
+from tests.support.recipes import ModelRecipe, ModuleRecipe
 
 PROFILE_VARIABLE = "COMPOSABLE_FSDP_HYPOTHESIS"
 EXAMPLES_VARIABLE = "COMPOSABLE_FSDP_HYPOTHESIS_EXAMPLES"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composable_fsdp.testing.streams import FakeEvent, FakeStream, stream_order
+from tests.support.streams import FakeEvent, FakeStream, stream_order
 
 
 def two_streams(*, wait: bool) -> tuple[list[str], Tensor]:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from composable_fsdp.naming import join_name
 from composable_fsdp.state_dict.full import part_of
-from composable_fsdp.testing.models import TinyGPT
-from composable_fsdp.testing.world import RankPool
 from composable_fsdp.tree.traversal import _get_fsdp_states
-from tests.runtime.reference import PATHS, apply_units, gpt_input, loss_of
+from tests.support.models import TinyGPT
+from tests.support.reference import PATHS, apply_units, gpt_input, loss_of
+from tests.support.world import RankPool
 
 RankCount = Callable[[int], RankPool]
 

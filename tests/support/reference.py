@@ -23,7 +23,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.planning.wrapping import post_order_apply
-from composable_fsdp.testing.models import TinyGPT, module_at
+from tests.support.models import TinyGPT, module_at
 
 PATHS = ("composable", "wrapper")
 STYLES = ("manual", "auto", "hybrid")

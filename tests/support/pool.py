@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from composable_fsdp.testing.collect import (
+from tests.support.collect import (
     Rank,
     RankFailure,
     RankTimeout,
@@ -35,8 +35,8 @@ from composable_fsdp.testing.collect import (
     tail,
     unfinished,
 )
-from composable_fsdp.testing.place import Job, Place
-from composable_fsdp.testing.rank import serve
+from tests.support.place import Job, Place
+from tests.support.rank import serve
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ _PRELOAD = [
     "torch.distributed",
     "pytest",
     "hypothesis",
-    "composable_fsdp.testing.rank",
+    "tests.support.rank",
 ]
 
 

@@ -16,6 +16,7 @@ issues comes after.
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import composable_fsdp
 from composable_fsdp.comm import device as device_layer
 from composable_fsdp.flat import build as build_layer
 from composable_fsdp.flat import rebuild, region
@@ -36,6 +38,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.runtime import grad_hooks, graph_task, offload, unshard
 
+_PACKAGE = os.path.dirname(composable_fsdp.__file__)
 Link = weakref.ref[FlatParameter]
 """What the hook of a leaf has of its region."""
 
@@ -272,7 +275,7 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame is not None and len(names) < 3:
         file = frame.f_code.co_filename
-        if "composable_fsdp" in file and not file.endswith("testing/streams.py"):
+        if file.startswith(_PACKAGE):
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]  # checked by the loop
     return " < ".join(names) or "the model"

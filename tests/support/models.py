@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composable_fsdp.testing.recipes import Kind, ModelRecipe, ModuleRecipe
-from composable_fsdp.testing.tiny import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.recipes import Kind, ModelRecipe, ModuleRecipe
+from tests.support.tiny import TinyBlock, TinyGPT, tiny_mlp
 
 __all__ = [
     "ModelRecipe",

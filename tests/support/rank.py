@@ -33,8 +33,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.testing import seam
-from composable_fsdp.testing.place import (
+from tests.support import seam
+from tests.support.place import (
     COLLECTIVE_TIMEOUT,
     Answer,
     Job,

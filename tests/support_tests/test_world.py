@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.testing.world import (
+from tests.support.world import (
     RankFailure,
     RankPool,
     RankTimeout,
@@ -387,8 +387,8 @@ def test_shut_down_pools_leave_no_process(ranks: Ranks) -> None:
 
 PARENT = """
 import sys
-from composable_fsdp.testing.world import ranks
-from tests.testing.test_world import own_rank, sleep_on_rank_one
+from tests.support.world import ranks
+from tests.support_tests.test_world import own_rank, sleep_on_rank_one
 
 if __name__ == "__main__":
     ranks(2).run(own_rank)

@@ -24,10 +24,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.testing import seam
-from composable_fsdp.testing.collect import RankFailure, RankTimeout
-from composable_fsdp.testing.place import COLLECTIVE_TIMEOUT, World
-from composable_fsdp.testing.pool import RankPool, backend, rank_pool, shutdown_pools
+from tests.support import seam
+from tests.support.collect import RankFailure, RankTimeout
+from tests.support.place import COLLECTIVE_TIMEOUT, World
+from tests.support.pool import RankPool, backend, rank_pool, shutdown_pools
 
 __all__ = [
     "RankFailure",

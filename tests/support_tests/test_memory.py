@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composable_fsdp.testing.memory import LiveBytes, fake_tensors
+from tests.support.memory import LiveBytes, fake_tensors
 
 
 def test_bytes_count_while_their_storage_lives() -> None:
