@@ -1,8 +1,9 @@
 """Fully qualified names, by path component.
 
-A wrapper adds one component to the path of what it wraps. It is taken out here and
-only here, and always as a whole component: a module that a user calls
-``my_fsdp_wrapped_module`` keeps its name.
+A wrapper adds one component to the path of the module that it wraps. Names leave that
+component out: ``strip_wrapper`` removes it from a finished name, and a walk of the tree
+passes over the components in ``TRANSPARENT``. Only whole components count: a module
+that a user calls ``my_fsdp_wrapped_module`` keeps its name.
 """
 
 from __future__ import annotations

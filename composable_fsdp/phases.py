@@ -1,4 +1,4 @@
-"""The phases of a unit, and which may follow which.
+"""The phases of a unit, in the order in which a step goes through them.
 
 ::
 
@@ -7,7 +7,10 @@
       |----> BACKWARD_PRE ----> BACKWARD_POST ----> IDLE
       '----> SUMMON ----> IDLE                           outside the step
 
-Recomputation runs a forward inside backward without leaving the backward phase.
+Recomputation runs a forward inside backward without leaving the backward phase. A unit
+whose outputs the loss does not reach stays in BACKWARD_PRE until its next forward. The
+runtime sets the phase and does not check which one it follows. State dicts, optimizer
+checks and ``unshard_params`` read SUMMON; the other phases are for messages and tests.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The one seam to torch.distributed's collectives; every call can be recorded.
 
-Each function sends exactly one collective (regions issued together count as one) and
-checks sizes before it does. With ``async_op`` it returns a ``Work`` whose ``wait`` must
-be called before the result is read; otherwise the result is ordered on the current
-stream.
+Each function sends exactly one collective (regions issued together count as one).
+Inside ``record`` the gathers and reduce-scatters of flat buffers check sizes and dtypes
+first; outside, the backend does. With ``async_op`` a function returns a ``Work`` whose
+``wait`` must be called before the result is read; otherwise the result is ordered on
+the current stream.
 
 The two calls that every unit makes in every step go to the group's own methods. The
 functions of torch.distributed around them check anew each time what a plan has settled

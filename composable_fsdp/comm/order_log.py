@@ -12,8 +12,7 @@ steady state does: a look at the next entry, by whoever is about to send::
 What happens where there is nothing to follow:
 
 * *recording* (the first round of a mode): each use is said aloud before it is sent, and
-a
-  rank that finds another one's word there raises. All ranks record, so nobody waits.
+  a rank that finds another one's word there raises. All ranks record, so nobody waits.
 * *departing* from the record: ranks that follow theirs say nothing, so this one waits,
   for a bounded time, until all have departed to the same use, and records from there.
 

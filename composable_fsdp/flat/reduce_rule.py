@@ -28,11 +28,11 @@ class Division(NamedTuple):
 
 
 class ReduceRule:
-    """The settings of one unit; ``access.settings`` and ``access.comm_hooks`` write it.
+    """The settings of one unit, which ``access.settings`` writes.
 
     ``factor`` None is the number of ranks. ``all_reduce`` False ends a reduction after
-    the reduce-scatter. ``write_unit_values`` has every trainable parameter take part in
-    every reduction. ``hook`` reduces in place of the collectives.
+    the reduce-scatter. ``fill`` has every trainable parameter take part in every
+    reduction. ``hook`` reduces in place of the collectives.
     """
 
     __slots__ = ("all_reduce", "factor", "fill", "hook", "hook_state")

@@ -27,7 +27,7 @@ from composable_fsdp.planning.options import Dtypes
 
 
 class FlatParameter:
-    """A region at run time. Built by ``build_region``; only ``runtime`` changes it."""
+    """A region at run time, built by ``build_region``."""
 
     __slots__ = (
         "__weakref__",
@@ -100,10 +100,10 @@ class FlatParameter:
     """Per parameter: 1 if its part of ``grad_shard`` was a gradient, which somebody may
     have kept."""
     unshown: bytes
-    """What ``quoted`` is at first: zeros."""
+    """What ``shown`` is at first: zeros."""
     flat: nn.Parameter | None
-    """``shard`` as one parameter, if it was handed out (``handed_out``): then the flat
-    gradient is its ``.grad``, and the leaves have none."""
+    """``shard`` as one parameter, if it was handed out (``flat_parameter``): then the
+    flat gradient is its ``.grad``, and the leaves have none."""
     arrived: bytearray
     """Per parameter: 1 if a gradient has come that was not reduced yet."""
     waiting: list[Tensor | None]

@@ -4,9 +4,12 @@ A region is one contiguous buffer of parameters of one dtype, all trainable or a
 frozen. ``world_size`` equal shards cut it, never inside a block and always at a
 multiple of 16 bytes (NCCL leaves its vector path otherwise, pytorch#195450)::
 
-    weight (5, 4), bias (8,) in float32; world_size 4      numel 28, padded_numel 32,
-    shard_numel 8 rank 0 [ 0,  8) | weight rows 0-1                | rank 1 [ 8, 16) |
-    weight rows 2-3                | rank 2 [16, 24) | weight row 4     | bias 0-3    |
+    weight (5, 4), bias (8,) in float32; world_size 4
+    numel 28, padded_numel 32, shard_numel 8
+
+    rank 0 [ 0,  8) | weight rows 0-1                |
+    rank 1 [ 8, 16) | weight rows 2-3                |
+    rank 2 [16, 24) | weight row 4     | bias 0-3    |
     rank 3 [24, 32) | bias 4-7         | padding 4   |
 
 A parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of
@@ -216,9 +219,12 @@ def sharded_shape(
     With ``rows``, ``(k, *trailing)``; else ``(numel,)``. Alone in the group a rank
     holds the parameter as it is.
 
-    >>> sharded_shape((5, 4), 8, rows=True, world_size=2) (2, 4) >>> sharded_shape((),
-    1, rows=True, world_size=2), sharded_shape((), 1, rows=True, world_size=1) ((1,),
-    ())
+    >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
+    (2, 4)
+    >>> sharded_shape((), 1, rows=True, world_size=2)
+    (1,)
+    >>> sharded_shape((), 1, rows=True, world_size=1)
+    ()
     """
     if world_size == 1:
         return tuple(shape)

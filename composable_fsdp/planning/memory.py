@@ -70,10 +70,10 @@ class PeakMemory:
     """Bytes on the compute device of one rank, at the moment when they are most.
 
     ``parameters``: what the rank keeps. ``gradients``: reduced, of the units that
-    backward has come by. ``full``: units that are
-    full, on their way, or not freed yet. ``reduce``: buffers that gradients arrive in
-    or are reduced from and to. ``in_flight``: gradients that arrive. ``optimizer``:
-    states, if asked for. ``when``: the moment, for a reader.
+    backward has come by. ``full``: units that are full, on their way, or not freed yet.
+    ``reduce``: buffers that gradients arrive in or are reduced from and to.
+    ``in_flight``: gradients that arrive. ``optimizer``: states, if asked for. ``when``:
+    the moment, for a reader.
     """
 
     parameters: int

@@ -215,8 +215,7 @@ def post_forward(
     """Hook the outputs for backward, then reshard unless the weights stay for it.
 
     Returns the output if it was cast, or if it showed weights, which are copied. Also
-    called, with ``None``, when the forward
-    raised. Sends nothing.
+    called, with ``None``, when the forward raised. Sends nothing.
 
     Raises: PhaseError, for a generator or coroutine, or for an object that holds
     weights and cannot be made anew.

@@ -128,8 +128,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
 
     The end of the outermost task also reshards units whose backward never came, and
     orders the caller's stream, and the host's reads of offloaded gradients, behind the
-    last reduction. A backward that built a graph
-    keeps its units in memory until the next one ends.
+    last reduction. A backward that built a graph keeps its units in memory until the
+    next one ends.
 
     Collective: the reductions of units whose gradients came unannounced.
     Raises: DesyncError, if another rank had more to send.

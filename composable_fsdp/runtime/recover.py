@@ -61,8 +61,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     regions. Sends nothing.
 
     Raises: PlanError, if a leaf was torn out of its shard and does not fit, or at the
-    first forward a buffer was on meta and has no values; PhaseError,
-    if ``requires_grad`` changed while gradients wait, or shards were written to under a
+    first forward a buffer was on meta and has no values; PhaseError, if
+    ``requires_grad`` changed while gradients wait, or shards were written to under a
     unit that was left full on purpose.
     """
     if context.tasks:
