@@ -29,10 +29,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
     Collective: one all-reduce of one number per optimizer and step, in ``unscale_`` or
     else in ``step``.
 
-    >>> scaler = ShardedGradScaler()                # doctest: +SKIP
-    >>> scaler.scale(loss).backward()               # doctest: +SKIP
-    >>> scaler.step(optimizer)                      # doctest: +SKIP
-    >>> scaler.update()                             # doctest: +SKIP
+    >>> scaler = ShardedGradScaler(device=loss.device.type)
+    >>> scaler.scale(loss).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
     """
 
     def __init__(

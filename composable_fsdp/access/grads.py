@@ -42,9 +42,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Collective: none here; units that are not full are gathered in forward and backward.
 
-    >>> with no_sync(model):                    # doctest: +SKIP
+    >>> with no_sync(model):
     ...     loss_of(first_half).backward()
-    >>> loss_of(second_half).backward()         # doctest: +SKIP
+    >>> loss_of(second_half).backward()
     """
     states = units_of(module, "no_sync", recurse=True)
     before = [(s.sync_gradients, s.reshard_after_backward) for s in states]

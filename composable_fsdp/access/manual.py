@@ -59,9 +59,9 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
     inside ``unshard_params``.
 
-    >>> pending = unshard(model.head, async_op=True)      # doctest: +SKIP
-    >>> hidden = model.body(x)                            # doctest: +SKIP
-    >>> pending.wait()                                    # doctest: +SKIP
+    >>> pending = unshard(model.head, async_op=True)
+    >>> hidden = model.body(x)
+    >>> pending.wait()
     """
     state = state_of_unit(module, "unshard")
     context = _context(state, "unshard")

@@ -32,7 +32,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises: CompositionError, if there is no such method, it is a generator or
     coroutine, or ``module`` is in a sharded model without being a unit itself.
 
-    >>> register_forward_method(model, "generate")     # doctest: +SKIP
+    >>> register_forward_method(model, "generate")
     """
     require_module(module, "register_forward_method")
     module = inside_wrappers(module)

@@ -27,7 +27,7 @@ def set_modules_to_forward_prefetch(
     Collective: none now; the all-gathers of those units come earlier.
     Raises: CompositionError, if one of them is not a fully sharded module.
 
-    >>> for this, ahead in zip(blocks, blocks[1:]):       # doctest: +SKIP
+    >>> for this, ahead in zip(blocks, blocks[1:]):
     ...     set_modules_to_forward_prefetch(this, [ahead])
     """
     what = "set_modules_to_forward_prefetch"

@@ -52,7 +52,7 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
     Raises: CompositionError, for a name that ``module`` does not have; PhaseError,
     inside forward, backward or ``unshard_params``.
 
-    >>> get_full_param(model, "blocks.0.attn.weight").norm()     # doctest: +SKIP
+    >>> get_full_param(model, "blocks.0.attn.weight").norm()
     """
     found = find_parameter(module, fqn, "get_full_param")
     if not isinstance(found, Held):

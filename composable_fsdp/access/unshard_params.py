@@ -73,7 +73,7 @@ def unshard_params(
     raises, and on the other ranks DesyncError: nothing is written on any; DesyncError,
     naming a parameter that ``check_same`` found to differ, and nothing is written.
 
-    >>> with unshard_params(model, writeback=True):     # doctest: +SKIP
+    >>> with unshard_params(model, writeback=True):
     ...     model.head.weight.data.zero_()
     """
     around = _units_around(module) if recurse else []

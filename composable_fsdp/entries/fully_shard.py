@@ -124,9 +124,9 @@ def _shard(
     All ranks must make the same calls in the same order.
     Raises: CompositionError, PlanError, TypeError; the module is as it was.
 
-    >>> for block in model.blocks:               # doctest: +SKIP
+    >>> for block in model.blocks:
     ...     fully_shard(block)
-    >>> fully_shard(model)                       # doctest: +SKIP
+    >>> fully_shard(model)
     """
     del if_sharded  # decided before the contract is asked
     if unknown:

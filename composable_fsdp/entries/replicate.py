@@ -70,7 +70,7 @@ def replicate(
     units below that join; else none. Backward: one all-reduce per region.
     Raises: CompositionError, PlanError, TypeError; the module is as it was.
 
-    >>> replicate(model)                     # doctest: +SKIP
+    >>> replicate(model)
     """
     if not isinstance(module, nn.Module):
         raise TypeError(

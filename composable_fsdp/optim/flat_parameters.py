@@ -58,7 +58,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     Raises: CompositionError, if ``module`` holds no unit, or parameters of a unit that
     is not in it; PhaseError, inside forward, backward or ``unshard_params``.
 
-    >>> optim = AdamW(flat_parameters(model), foreach=True)     # doctest: +SKIP
+    >>> optim = AdamW(flat_parameters(model), foreach=True)
     """
     require_module(module, _WHAT)
     states = _get_fsdp_states(module)
@@ -101,8 +101,8 @@ def flat_parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter
 
     Sends nothing. Raises: as ``flat_parameters``.
 
-    >>> groups = flat_parameter_groups(model)        # doctest: +SKIP
-    >>> optim = AdamW([                              # doctest: +SKIP
+    >>> groups = flat_parameter_groups(model)
+    >>> optim = AdamW([
     ...     {"params": groups["matrices"], "weight_decay": 0.1},
     ...     {"params": groups["rest"], "weight_decay": 0.0},
     ... ])

@@ -34,7 +34,7 @@ def get_full_optim_state(
     Raises: CompositionError, for a name that ``model`` or ``optim`` does not have, and
     as ``optim_state_dict``; CheckpointError, DesyncError, PhaseError, as that.
 
-    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]  # doctest: +SKIP
+    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]
     """
     found, named = _find(model, optim, fqn, "get_full_optim_state")
     values = over_originals(optim).state.get(named.parameter, {})

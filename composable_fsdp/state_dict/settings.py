@@ -114,7 +114,7 @@ def state_dict_type(
 ) -> Iterator[None]:
     """Set what state dicts hold while the block runs; see ``set_state_dict_type``.
 
-    >>> with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):  # doctest: +SKIP
+    >>> with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
     ...     mine = model.state_dict()
     """
     states = units_of(module, "state_dict_type", recurse=True)
