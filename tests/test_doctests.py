@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import composable_fsdp
 from composable_fsdp import ModuleWrapPolicy, fully_shard, save
-from composable_fsdp.testing.world import World
+from tests.support.world import World
 
 PACKAGE = Path(composable_fsdp.__file__).parent
 ROOT = PACKAGE.parent

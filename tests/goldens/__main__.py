@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from composable_fsdp.testing.world import rank_pool, shutdown_pools
 from tests.goldens import recorded
+from tests.support.world import rank_pool, shutdown_pools
 
 
 def main() -> int:

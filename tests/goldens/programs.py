@@ -44,8 +44,8 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.runtime.comm_hooks import LowPrecisionState
-from composable_fsdp.testing.world import World
 from tests.goldens.model import UNITS, Net, Trace, note, sines
+from tests.support.world import World
 
 DOORS = ("fully_shard", "FullyShardedDataParallel")
 BF16 = torch.bfloat16

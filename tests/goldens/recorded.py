@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from composable_fsdp.testing.world import RankPool
 from tests.goldens.programs import PROGRAMS, Recording, run_programs
+from tests.support.world import RankPool
 
 FOLDER = Path(__file__).parent / "steps"
 RankCount = Callable[[int], RankPool]
