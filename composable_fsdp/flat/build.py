@@ -1,4 +1,4 @@
-"""Building a unit's handle: its regions, and what every step needs, computed once."""
+"""Building a unit's handle: the regions, and the tables that every step needs."""
 
 from __future__ import annotations
 
@@ -30,20 +30,31 @@ def build_handle(
     sharded: bool = False,
     guarded: tuple[dict[int, Any], ...] | None = None,
 ) -> FlatParamHandle:
-    """Turn a planned unit into buffers and leaves; its parameters are sharded then.
+    """Turn a planned unit into flat buffers and leaves; the unit is sharded afterwards.
 
-    One unit at a time, so the memory above the shards is that of one unit. With
-    ``sharded`` the parameters are this rank's parts already. ``guarded``: the guards,
-    where the modules are not whole enough to look for them. Sends nothing.
+    Args:
+        target: the plan of the unit, with its modules and parameters.
+        groups: the unit's process groups.
+        device: the compute device.
+        sharded: the parameters hold only this rank's elements already. Default: False,
+            full parameters.
+        guarded: the pre-hook tables of the unit's parts. Default: None, find the tables
+            in ``target.modules``.
+
+    Returns: the handle, in the sharded state.
+    Collective: none.
     """
     options = target.plan.options
     handle = FlatParamHandle()
     handle.plan, handle.groups, handle.device = target.plan, groups, device
     handle.origin, handle.epoch = target.plan.regions, 0
+    # Lazy initialization assigns the logs and the FQN from the root.
     handle.forward_log = handle.backward_log = handle.reduce_log = None
     handle.fqn = handle.full_fqn = target.plan.fqn
     handle.rows = options.block is Block.ROW
     handle.offload = bool(options.cpu_offload and options.cpu_offload.offload_params)
+    # Units are built in sequence, so the memory above the shards is at most that of a
+    # single unit's full parameters.
     regions = []
     for layout, parameters in zip(target.plan.regions, target.parameters, strict=True):
         regions.append(
@@ -66,10 +77,13 @@ def build_handle(
     set_divisions(handle)
     reset_handle(handle)
     remember_leaves(handle)
+    # ``rebuild_for_requires_grad`` passes the tables, because its ``Target`` has no
+    # modules to search.
     if guarded is None:
         guarded = part_guards.find_guards(handle, target.modules)
     handle.guards = guarded
     part_guards.refuse_part_calls(handle)
+    # Last, so that the writes that build itself makes do not count.
     handle.written_at_build = written(handle)
     return handle
 
@@ -78,12 +92,12 @@ _version = attrgetter("_version")
 
 
 def written(handle: FlatParamHandle) -> int:
-    """A number that grows when a sharded leaf is written to; -1 without values."""
+    """Return a number that grows with every write to a sharded leaf; -1 if on meta."""
     return -1 if handle.on_meta else sum(map(_version, handle.sharded_placed))
 
 
 def make_tables(handle: FlatParamHandle) -> None:
-    """Compute once what every step needs."""
+    """Compute the tuples of leaves and buffers that every step iterates over."""
     handle.tables = tuple([owner._parameters for owner in handle.owners])
     handle.sharded_placed = place_leaves(handle, [r.leaves for r in handle.regions])
     handle.full_placed = place_leaves(handle, [r.full_leaves for r in handle.regions])
@@ -94,20 +108,24 @@ def make_tables(handle: FlatParamHandle) -> None:
     if not all(r.layout.trainable for r in handle.regions):
         handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     handle.reduce_groups = _reduced_together(handle)
+    # Hooks, and with them the AccumulateGrad nodes, are installed by
+    # ``runtime.grad_hooks.install_grad_hooks``.
     handle.accumulators = ()
     handle.readable, handle.handed_out, handle.foreign = None, (), {}
     handle.unreadable = unreadable_versions(len(handle.full_placed))
 
 
 def note_memory(handle: FlatParamHandle) -> None:
-    """Note where the data of every leaf is, for ``shards_are_unchanged``."""
+    """Record where the data of every leaf is, for ``shards_are_unchanged``."""
     here: list[nn.Parameter] = []
     absent: list[nn.Parameter] = []
     for region in handle.regions:
         for leaf in region.leaves:
             (here if leaf.numel() else absent).append(leaf)
+    # An empty tensor has no address (``data_ptr()`` is 0), so leaves without elements
+    # are compared by their storage.
     handle.here, handle.here_at = tuple(here), tuple([leaf.data_ptr() for leaf in here])
-    # Kept alive, so that no later storage is the same object.
+    # Strong references: if a storage were freed, a new storage could get the same id.
     memory = tuple([leaf.untyped_storage() for leaf in absent])
     handle.absent, handle.absent_in = tuple(absent), memory
 
@@ -115,12 +133,14 @@ def note_memory(handle: FlatParamHandle) -> None:
 def _reduced_together(
     handle: FlatParamHandle,
 ) -> tuple[tuple[FlatParameter, ...], ...]:
-    """Trainable regions with elements, by reduce dtype."""
+    """Return the trainable regions with elements, grouped by reduce dtype."""
     dtypes = {
         region: region.reduce_buffer.dtype
         for region in handle.trainable
         if region.reduce_buffer is not None and region.layout.padded_numel
     }
+    # The common case, with a single region, reuses the existing tuple: fewer objects
+    # for the garbage collector.
     if len(dtypes) == len(handle.trainable) == 1:
         return (handle.trainable,)
     return tuple(
@@ -132,20 +152,22 @@ def _reduced_together(
 def place_leaves(
     handle: FlatParamHandle, leaves: Sequence[tuple[nn.Parameter, ...]]
 ) -> tuple[nn.Parameter, ...]:
-    """The leaf at each place, from the leaves of each region."""
+    """Return the leaf of each place, given the leaves of each region."""
+    # Without tied parameters each leaf has a single place.
     if len(leaves) == 1 and len(leaves[0]) == len(handle.places):
-        return leaves[0]  # each has one place
+        return leaves[0]
     slots = (s.index for r in handle.regions for s in r.layout.parameters)
     by_slot = dict(zip(slots, chain.from_iterable(leaves), strict=True))
     return tuple([by_slot[place.slot_index] for place in handle.places])
 
 
 def make_gather_lists(handle: FlatParamHandle) -> None:
-    """Note what is gathered, and from where."""
+    """Collect inputs and outputs of the unit's all-gather."""
     gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
     handle.needs_gather = bool(gathering)
-    # Gather from the shard, if it is what compute takes and where compute is. Else it
-    # is cast, or copied to the device, into our slice, and the gather is in place.
+    # The all-gather reads the shard directly if the shard has the compute dtype and is
+    # on the compute device. Otherwise the shard is first cast or copied into this
+    # rank's slice of ``full``, and the all-gather runs in place on that slice.
     inputs = [r.shard if r.own_slice is None else r.own_slice for r in gathering]
     handle.gather_lists = ([r.full for r in gathering], inputs)
     handle.fills = tuple(
@@ -156,6 +178,7 @@ def make_gather_lists(handle: FlatParamHandle) -> None:
 def set_divisions(handle: FlatParamHandle) -> None:
     """Compute how each region's sums are divided, from the unit's rule."""
     rule, ranks = handle.rule, handle.groups.world_size
+    # NCCL can average; gloo and CPU tensors can only sum.
     average = handle.device.type == "cuda" and handle.groups.can_average
     for region in handle.trainable:
         assert region.reduce_buffer is not None
@@ -164,7 +187,7 @@ def set_divisions(handle: FlatParamHandle) -> None:
 
 
 def reset_handle(handle: FlatParamHandle) -> None:
-    """Set what a unit is between steps, with events for the device it is on."""
+    """Set the state of a unit between steps, and create events for a CUDA device."""
     handle.phase = Phase.IDLE
     handle.is_full = handle.gathered = handle.retiring = False
     handle.ready = handle.other_form = None
@@ -176,6 +199,7 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.reduce_owner = handle.held = handle.full_since = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     handle.leaf_stream, handle.steps = None, 0
+    # Events are created here once and recorded again in every step.
     if handle.device.type == "cuda":
         handle.gather_event = StreamEvent(handle.device)
         handle.free_event = StreamEvent(handle.device)

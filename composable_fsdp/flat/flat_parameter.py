@@ -1,14 +1,15 @@
-"""Flat parameters: one per trainable region, handed out to an element-wise optimizer.
+"""Flat parameters: one parameter per trainable region, for element-wise optimizers.
 
 ::
 
-    flat   nn.Parameter (shard_numel,)   its data is ``shard``, its ``.grad`` is all of
-                                         ``grad_shard``; the leaves' ``.grad`` stay None
+    flat   nn.Parameter (shard_numel,)   data: ``shard``; ``.grad``: ``grad_shard``;
+                                         ``.grad`` of the region's leaves stays None
 
-The object outlives its region: when a unit is laid out or built anew, it goes on with
-the region that holds the same parameters. Where none does, because some were frozen or
-unfrozen, it is *retired*: it has no elements, is told from others, and still knows
-which elements of its optimizer's state belonged to which parameter.
+A flat parameter outlives its region: when the unit is rebuilt, the flat parameter is
+bound to the new region with the same parameters. If no such region exists, because
+parameters were frozen or unfrozen, the flat parameter is *retired*: it has no elements,
+but the record in ``FLAT_PARAMS`` still knows which elements of the optimizer state
+belong to which parameter.
 """
 
 from __future__ import annotations
@@ -36,35 +37,42 @@ from composable_fsdp.flat.region import (
 from composable_fsdp.planning.layout import RegionLayout
 
 grad_of = attrgetter("grad")
+"""Return ``.grad`` without a Python-level function call."""
 
 
 class FlatParamRecord(weakref.ref[FlatParamHandle]):
-    """What is known of one flat parameter; a weak reference to its unit's handle."""
+    """The record of a flat parameter; a weak reference to the unit's handle."""
 
     __slots__ = ("key", "layout", "parameter", "rank", "region")
     key: int
+    """``id(parameter)``, the key in ``FLAT_PARAMS``."""
     parameter: nn.Parameter
-    """Kept alive, so that its identity is not given to another tensor."""
+    """Kept alive, so that its id is not given to another tensor."""
     layout: RegionLayout
+    """Layout of the region that ``parameter`` was bound to last."""
     rank: int
     region: FlatParameter | None
-    """``None`` once it is retired."""
+    """The region, or ``None`` after ``parameter`` was retired."""
 
 
 FLAT_PARAMS: dict[int, FlatParamRecord] = {}
+"""All records, by id of the flat parameter."""
 
 
 def find_flat(parameter: object) -> tuple[FlatParamHandle, FlatParamRecord] | None:
-    """The unit of a flat parameter, and what is known of it; ``None`` if it is none."""
+    """Return unit and record of a flat parameter; ``None`` for other objects."""
     flat = FLAT_PARAMS.get(id(parameter))
     handle = None if flat is None else flat()
     return (handle, flat) if flat is not None and handle is not None else None
 
 
 def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
-    """The region's flat parameter, made now if there is none. Sends nothing.
+    """Return the region's flat parameter; create the flat parameter at the first call.
 
-    Gradients of the leaves become its gradient, and the leaves have none any more.
+    Existing gradients of the leaves become the gradient of the flat parameter, and
+    ``.grad`` of the leaves becomes None.
+
+    Collective: none.
     """
     if region.flat is None:
         with torch.inference_mode(False), torch.no_grad():
@@ -73,6 +81,8 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
             if any(leaf.grad is not None for leaf in region.leaves):
                 settled = not handle.reduce_has_memory
                 ready_gradient(region, rows=handle.rows, settled=settled)
+                # Temporarily unset, so that ``own_gradients`` collects the gradients of
+                # the leaves.
                 region.flat = None
                 own_gradients(region, rows=handle.rows)
                 for leaf in region.leaves:
@@ -85,17 +95,24 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
 def rebind_flat_parameter(
     handle: FlatParamHandle, region: FlatParameter, flat: nn.Parameter
 ) -> None:
-    """Make ``flat`` the flat parameter of ``region``, whatever it was of before.
+    """Make ``flat`` the flat parameter of ``region``; its gradient is cast and moved.
 
-    Its gradient comes along, cast and moved as the region is.
+    Args:
+        handle: the unit of ``region``.
+        region: the region whose ``shard`` becomes the data of ``flat``.
+        flat: a new flat parameter, or the flat parameter of a former region.
+
+    Collective: none.
     """
     gradient, flat.grad = flat.grad, None
     if flat.is_meta and not region.shard.is_meta:
-        # Of another kind: no ``.data =`` can do that.
+        # ``.data =`` cannot turn a meta tensor into a tensor with memory.
         torch.utils.swap_tensors(flat, nn.Parameter(region.shard))  # type: ignore[no-untyped-call]  # untyped in torch
     else:
         flat.data = region.shard
     if flat.grad_dtype != region.grad_dtype:
+        # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
+        # parameter's dtype.
         flat.grad_dtype = region.grad_dtype
     if gradient is not None and not gradient.is_meta:
         flat.grad = gradient.to(region.shard.device, region.grad_dtype)
@@ -109,6 +126,7 @@ def rebind_flat_parameter(
 
 def _forget(known: weakref.ref[FlatParamHandle]) -> None:
     assert isinstance(known, FlatParamRecord)
+    # A rebound flat parameter has a newer record under the same key.
     if FLAT_PARAMS.get(known.key) is known:
         del FLAT_PARAMS[known.key]
 
@@ -116,11 +134,14 @@ def _forget(known: weakref.ref[FlatParamHandle]) -> None:
 def rebind_flat_parameters(
     handle: FlatParamHandle, before: Iterable[FlatParameter]
 ) -> bool:
-    """Give the unit's new regions the flat parameters of those ``before``.
+    """Bind flat parameters of the old regions ``before`` to the unit's new regions.
 
-    One goes on where the same parameters are cut alike; the others are retired, and the
-    gradients they held become those of the leaves. Returns whether any was. Sends
-    nothing.
+    A flat parameter continues if a new region has the same parameters at the same
+    offsets. Other flat parameters are retired, and their gradients become gradients of
+    the leaves.
+
+    Returns: whether any flat parameter was retired.
+    Collective: none.
     """
     regions = {_identity(region): region for region in handle.regions}
     retired = False
@@ -132,16 +153,21 @@ def rebind_flat_parameters(
         if region is not None:
             rebind_flat_parameter(handle, region, flat)
             continue
+        # The optimizer must not step on this parameter again: its gradients go back to
+        # the leaves, and its data becomes empty below.
         retired = True
         for leaf, gradient in zip(old.leaves, leaf_gradients(old, handle), strict=True):
             leaf.grad = gradient
         known = FLAT_PARAMS[id(flat)]
+        # ``clone``, because the empty slice would keep the memory of the former shard
+        # alive.
         known.region = flat.grad = None
         flat.data = flat.data[:0].clone()
     return retired
 
 
 def _identity(region: FlatParameter) -> tuple[object, ...]:
+    """Return a key that is equal for regions with the same parameters and offsets."""
     layout = region.layout
     return layout.padded_numel, *((s.index, s.offset) for s in layout.parameters)
 
@@ -149,11 +175,13 @@ def _identity(region: FlatParameter) -> tuple[object, ...]:
 def leaf_gradients(
     region: FlatParameter, handle: FlatParamHandle
 ) -> list[Tensor | None]:
-    """Each leaf's gradient: its own, or its part of the flat parameter's."""
+    """Return each leaf's gradient: ``.grad``, or its part of the flat gradient."""
     if region.flat is None:
         return [leaf.grad for leaf in region.leaves]
     gradient = region.flat.grad
     if gradient is None:
+        # ``isdisjoint`` looks up all parameters of a group in C, so an optimizer
+        # without flat parameters pays little.
         return [None] * len(region.leaves)
     if gradient is region.grad_shard and views_are_intact(region):
         return list(region.grad_views)
@@ -164,9 +192,18 @@ def leaf_gradients(
 def set_leaf_gradient(
     handle: FlatParamHandle, region: FlatParameter, index: int, value: Tensor | None
 ) -> None:
-    """Write one leaf's gradient; in a flat one, zeros stand for ``None``.
+    """Write the gradient of a leaf, or of its part of the flat parameter.
 
-    A leaf that has no element here has none.
+    A leaf without elements on this rank gets no gradient.
+
+    Args:
+        handle: the unit of ``region``.
+        region: the region of the leaf.
+        index: the leaf's index in ``region.leaves``.
+        value: the gradient, in the shape of the leaf; ``None`` clears the gradient. In
+            a flat gradient, ``None`` writes zeros.
+
+    Collective: none.
     """
     leaf = region.leaves[index]
     if region.flat is None:
@@ -190,12 +227,12 @@ def set_leaf_gradient(
 
 
 def add_own_gradients(handle: FlatParamHandle, region: FlatParameter) -> None:
-    """Add what leaves have as ``.grad`` of their own to the flat gradient.
+    """Move ``.grad`` of the leaves into the flat gradient, by addition.
 
-    A loss gives it to them that uses the sharded parameters beside their unit, as a
-    penalty on weights does, or a user who sets it. Asks without a loop in Python,
-    because optimizer steps and reductions call it.
+    Leaves get a ``.grad`` if a loss uses the sharded parameters outside their unit (a
+    weight penalty), or if a user sets ``.grad``.
     """
+    # No Python loop: every optimizer step and every reduction calls this function.
     gradients = [*map(grad_of, region.leaves)]
     if gradients.count(None) != len(gradients):
         _add(handle, region)
@@ -212,10 +249,7 @@ def _add(handle: FlatParamHandle, region: FlatParameter) -> None:
 
 
 def flats_in(param_groups: Iterable[dict[str, Any]]) -> list[FlatParamRecord]:
-    """The flat parameters among an optimizer's, in its order.
-
-    One look-up in C for each parameter where there are none.
-    """
+    """Return the records of the flat parameters of an optimizer, in its order."""
     if not FLAT_PARAMS:
         return []
     return [
@@ -228,7 +262,7 @@ def flats_in(param_groups: Iterable[dict[str, Any]]) -> list[FlatParamRecord]:
 
 
 def move_own_gradients(flats: Iterable[FlatParamRecord]) -> None:
-    """``add_own_gradients`` for each of ``flats``; before their gradients are used."""
+    """Call ``add_own_gradients`` for ``flats``, before the gradients are used."""
     for flat in flats:
         handle = flat()
         if handle is not None and flat.region is not None:
@@ -236,7 +270,7 @@ def move_own_gradients(flats: Iterable[FlatParamRecord]) -> None:
 
 
 def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
-    """``add_own_gradients`` for each of the units; when a backward ends."""
+    """Call ``add_own_gradients`` for each region of the units, when a backward ends."""
     if FLAT_PARAMS:
         for handle in handles:
             for region in handle.trainable:
@@ -245,11 +279,16 @@ def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
 
 
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
+    """Make ``grad_shard`` the gradient of the region's flat parameter."""
     assert region.flat is not None
+    # ``grad_shard`` may be replaced only if no reduction is writing into
+    # ``grad_shard``.
     settled = not handle.reduce_has_memory
     ready_gradient(region, rows=handle.rows, settled=settled)
+    # Parts without a gradient become zeros.
     own_gradients(region, rows=handle.rows)
     region.flat.grad = region.grad_shard
+    # A user can reach every part of ``grad_shard`` through ``flat.grad``.
     note_shown(region, bytes([1]) * len(region.leaves))
 
 

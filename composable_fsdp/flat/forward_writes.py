@@ -1,9 +1,10 @@
-"""Writes of a forward to its unit's weights: they reach the shards.
+"""Copying a forward's writes to the unit's weights into the shards.
 
 A forward that normalises or clamps its weights writes to the full leaves, whose memory
-is freed. A write in place moves the version counter of its leaf, which every forward
-compares. A write through ``.data`` moves none: the first forwards compare checksums,
-and where they find such a write every later forward copies.
+is freed afterwards. Two kinds of write are detected: an in-place write increments the
+version counter of the leaf, which every forward compares. A write through ``.data``
+does not: the first forwards compare checksums, and if they find such a write, every
+later forward copies all parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from composable_fsdp.flat.versions import set_versions, version_of
 from composable_fsdp.naming import join_name, quoted
 
 _AT_ONCE = 1 << 20
-"""Elements whose checksum is taken in one operation, which needs memory for them."""
+"""Number of elements per checksum operation; bounds the memory for intermediate
+results."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype by element size in bytes."""
 
 
 def was_written(handle: FlatParamHandle) -> bool:
-    """Whether a full leaf was written to in place since the leaves became readable."""
+    """Return whether a full leaf was written in place since ``make_readable``."""
     now = tuple(map(version_of, handle.full_placed))
     return now != handle.readable and handle.readable is not None
 
@@ -31,9 +34,9 @@ def was_written(handle: FlatParamHandle) -> bool:
 def copy_writes_to_shards(handle: FlatParamHandle) -> None:
     """Copy full leaves that were written to into the shards, on the current stream.
 
-    Each rank copies the elements that it holds. The leaves stay readable, with the
-    versions that autograd saved after the write. Sends nothing.
+    Each rank copies its own elements.
 
+    Collective: none.
     Raises: PhaseError, naming the parameter, if the full leaves are copies in another
     dtype, from which the shard cannot be written without loss.
     """
@@ -43,6 +46,7 @@ def copy_writes_to_shards(handle: FlatParamHandle) -> None:
         for leaf, version in zip(handle.full_placed, handle.readable, strict=True)
         if leaf._version != version
     }
+    # Autograd saved the versions after the write, so those versions stay readable.
     handle.readable = tuple(map(version_of, handle.full_placed))
     for region in handle.regions:
         for index, leaf in enumerate(region.full_leaves):
@@ -54,6 +58,7 @@ def copy_writes_to_shards(handle: FlatParamHandle) -> None:
 def _copy_write_to_shard(
     handle: FlatParamHandle, region: FlatParameter, index: int
 ) -> None:
+    """Copy this rank's part of full leaf ``index`` and align the version counters."""
     slot = region.layout.parameters[index]
     full, sharded = region.full_leaves[index], region.leaves[index]
     if full.dtype != sharded.dtype:
@@ -65,18 +70,23 @@ def _copy_write_to_shard(
             "or rounded. Write to it between steps, inside unshard_params(module), or "
             "give the unit no param_dtype."
         )
+    # Else the full leaf views the shard itself, which already has the new values.
     if region.is_cut:
         start, stop = region.layout.interval(slot, region.rank)
         if stop > start:
             sharded.view(-1).copy_(full.view(-1)[start:stop])
+    # The full leaf's version must equal the sharded leaf's version plus the versions of
+    # flat parameters (``versions.make_readable``).
     versions = full._version - sum(map(version_of, handle.handed_out))
     set_versions((sharded,), (versions,))
 
 
 def checksums(handle: FlatParamHandle) -> list[Tensor] | None:
-    """A number per region that changes with the full parameters; None under fakes.
+    """Return a checksum of each region's full parameters; ``None`` under fake tensors.
 
-    Equal on all ranks, as the full parameters are. Sends nothing.
+    Equal on all ranks, because the full parameters are.
+
+    Collective: none.
     """
     if any(type(region.full) is not Tensor for region in handle.regions):
         return None
@@ -84,11 +94,12 @@ def checksums(handle: FlatParamHandle) -> list[Tensor] | None:
 
 
 def _checksum(full: Tensor) -> Tensor:
+    """Return a checksum of ``full``: an integer per ``_AT_ONCE`` elements."""
     if full.is_complex():
         full = torch.view_as_real(full).flatten()
-    # Of integers, so that neither the order of sums nor a NaN counts.
+    # Integers make the sum independent of the order of additions, and NaN equals NaN.
     words = full.view(_WORDS[full.element_size()])
-    # With weights, so that a permutation counts.
+    # Weights make a permutation of the elements change the sum.
     weights = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=full.device)
     parts = torch.split(words, _AT_ONCE)
     return torch.stack([(part * weights[: len(part)]).sum() for part in parts])
@@ -96,10 +107,13 @@ def _checksum(full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_all_to_shards(handle: FlatParamHandle) -> None:
-    """Copy this rank's slices of the full parameters into the shards. Sends nothing.
+    """Copy this rank's slices of the full parameters into the shards.
 
-    Raises: PhaseError, naming the unit, if they are copies in another dtype.
+    Collective: none.
+    Raises: PhaseError, naming the unit, if the full parameters are copies in another
+    dtype.
     """
+    # All checks have passed, so either every region is copied or none.
     for region in handle.regions:
         if region.full.dtype != region.shard.dtype:
             raise PhaseError(

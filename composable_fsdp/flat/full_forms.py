@@ -1,9 +1,9 @@
-"""The two precisions in which a unit can be full: that of compute, and its own.
+"""The two precisions in which a unit can be unsharded: compute dtype and own dtype.
 
-With mixed precision the step gathers in the compute dtype. Outside the step, and in
-evaluation on request, the parameters are shown as they are: a second set of full
-buffers and leaves in their own dtype, made when it is first wanted. One of the two is
-current; what the runtime reads of a handle is that one's.
+With mixed precision, a step gathers in the compute dtype. Outside the step, and in
+evaluation if requested, parameters are shown in their own dtype: a second set of full
+buffers and leaves, created at the first use. The handle's fields always belong to the
+current form; the other form is stored as a ``FullForm``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from composable_fsdp.flat.region import make_full
 
 
 class FullForm(NamedTuple):
-    """What belongs to one precision; per region: buffer, slice, is_cut, leaves."""
+    """The buffers and leaves of a precision, while the other precision is current."""
 
     regions: tuple[tuple[Tensor, Tensor | None, bool, tuple[nn.Parameter, ...]], ...]
+    """Per region: ``full``, ``own_slice``, ``is_cut`` and ``full_leaves``."""
     placed: tuple[nn.Parameter, ...]
+    """``full_placed`` of the handle."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
     fills: tuple[tuple[Tensor, Tensor], ...]
     needs_gather: bool
@@ -30,7 +32,7 @@ class FullForm(NamedTuple):
 
 
 def has_two_forms(handle: FlatParamHandle) -> bool:
-    """Whether the unit computes in another dtype than its parameters have."""
+    """Return whether the compute dtype differs from the dtype of the parameters."""
     options = handle.plan.options
     return any(
         options.dtypes(r.layout.dtype).compute != r.layout.dtype for r in handle.regions
@@ -40,17 +42,20 @@ def has_two_forms(handle: FlatParamHandle) -> bool:
 def switch_form(handle: FlatParamHandle) -> bool:
     """Make the other precision current; the unit must be sharded and hold no memory.
 
-    Returns True if its leaves were made now, and so have no hooks yet. Sends nothing.
+    Returns: True if full leaves were created now, which have no hooks yet.
+    Collective: none.
     """
     assert not handle.gathered
     assert not handle.is_full
     other = handle.other_form
     handle.other_form = _current(handle)
     handle.wide = not handle.wide
-    handle.readable = None  # that of the leaves that were current
+    # ``readable`` describes the leaves that were current until now.
+    handle.readable = None
     if other is None:
         _make_full_precision(handle)
         return True
+    # The second form exists already: exchange buffers and leaves, and create nothing.
     for region, (full, own_slice, is_cut, leaves) in zip(
         handle.regions, other.regions, strict=True
     ):
@@ -63,6 +68,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
 
 
 def _current(handle: FlatParamHandle) -> FullForm:
+    """Return the current form as a ``FullForm``."""
     return FullForm(
         tuple((r.full, r.own_slice, r.is_cut, r.full_leaves) for r in handle.regions),
         handle.full_placed,
@@ -74,6 +80,9 @@ def _current(handle: FlatParamHandle) -> FullForm:
 
 
 def _make_full_precision(handle: FlatParamHandle) -> None:
+    """Create full buffers and leaves in the parameters' own dtype, as current form."""
+    # The buffers outlive the caller's inference mode, so they must not be inference
+    # tensors.
     with torch.inference_mode(False), torch.no_grad():
         for region in handle.regions:
             make_full(region, region.layout.dtype)

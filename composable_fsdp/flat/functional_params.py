@@ -1,8 +1,9 @@
-"""Tensors that a caller puts in the place of a unit's parameters for one call.
+"""Tensors that ``torch.func.functional_call`` puts in place of a unit's parameters.
 
-``torch.func.functional_call`` writes the tensors that it was given into the modules,
-calls, and puts back what it found. A unit that is called so inside a forward computes
-with them, as a plain module does: its own leaves are shown at the other places only.
+``functional_call`` registers the given tensors in the modules, calls the module, and
+registers the previous tensors again. If a unit is called in this way inside a forward,
+the unit computes with the given tensors, as a plain module does; only the other places
+show the unit's full leaves.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from composable_fsdp.naming import join_name, quoted
 
 
 def save_functional_params(handle: FlatParamHandle) -> None:
-    """Show the full leaves wherever no foreign tensor stands, and note those.
+    """Show full leaves at all places, except where a foreign tensor is registered.
 
-    Raises: CompositionError, if one has not the shape of the full parameter; nothing is
-    changed then.
+    Records the foreign tensors in ``handle.foreign``.
+
+    Raises: CompositionError, if a foreign tensor does not have the shape of the full
+    parameter. The modules are then unchanged.
     """
     foreign = {}
     for at, (table, key, sharded, full) in enumerate(handle.swaps):
@@ -27,6 +30,8 @@ def save_functional_params(handle: FlatParamHandle) -> None:
             continue
         if isinstance(found, Tensor) and found.shape != full.shape:
             name = quoted(join_name(handle.full_fqn, handle.places[at].fqn))
+            # ``use_full`` may have registered full leaves before it found the foreign
+            # tensor.
             _put_back(handle)
             raise CompositionError(
                 f"Unit {handle.name} was called with another tensor in the place of "
@@ -43,13 +48,16 @@ def save_functional_params(handle: FlatParamHandle) -> None:
 
 
 def _put_back(handle: FlatParamHandle) -> None:
+    """Replace registered full leaves by the sharded leaves."""
     for table, key, sharded, full in handle.swaps:
         if table.get(key) is full:
             table[key] = sharded
 
 
 def restore_functional_params(handle: FlatParamHandle) -> None:
-    """Put foreign tensors back where ``use_sharded`` has put sharded leaves."""
+    """Register the foreign tensors again, which ``use_sharded`` has overwritten."""
+    # When ``functional_call`` ends, torch copies the tensors that the modules show into
+    # the caller's dict, so the modules must not show this rank's shards.
     for at, found in handle.foreign.items():
         handle.tables[at][handle.keys[at]] = found
     handle.foreign = {}

@@ -1,8 +1,9 @@
-"""Gradients as the reductions left them, noted in a few elements.
+"""Samples of the gradients as the reductions left them: a few elements per region.
 
-Whether somebody wrote to ``.grad`` since, and by which factor, is asked before an
-optimizer steps (``optim.clip_check``). Notes cost an operation per region and are taken
-when a backward ends, in the few steps in which somebody wants them.
+Before an optimizer step, ``optim.clip_check`` compares the samples with the gradients
+to find out whether a user wrote to ``.grad``, and by which factor. A sample costs an
+operation per region, so samples are taken at the end of a backward, and only in the few
+steps for which ``SAMPLE_REQUEST`` asks.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 
 _PER_LEAF = 8
+"""Largest number of elements sampled per leaf."""
 _PER_REGION = 256
+"""Approximate number of elements sampled per region."""
 
 
+# Weak references, because a sample must not keep the memory of a gradient alive.
 class GradSample(NamedTuple):
-    """What ``grad_shard`` was. Weakly, because a note must not keep its memory."""
+    """A sample of the ``grad_shard`` of a region."""
 
     handle: weakref.ref[FlatParamHandle]
     gradient: weakref.ref[Tensor]
     version: int
+    """Version counter of the gradient when the sample was taken."""
     places: Tensor
-    """Where elements were taken from."""
+    """Indices of the sampled elements in ``grad_shard``, int64."""
     leaves: tuple[int, ...]
-    """The leaf that each belongs to."""
+    """Index of the leaf to which each sampled element belongs."""
     values: Tensor
+    """The sampled elements."""
 
 
 class _SampleRequest:
-    """``backwards``: how many more are to be noted; asked at the end of each."""
+    """``backwards``: number of backwards that still take samples at their end."""
 
     __slots__ = ("backwards",)
 
@@ -48,13 +54,16 @@ SAMPLE_REQUEST = _SampleRequest()
 GRAD_SAMPLES: weakref.WeakKeyDictionary[FlatParameter, GradSample] = (
     weakref.WeakKeyDictionary()
 )
+"""The latest sample of each region."""
 _places: weakref.WeakKeyDictionary[FlatParameter, tuple[Tensor, tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
+"""Positions chosen for each region, computed once."""
 
 
 def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
-    """Note the gradients of units that are cut over ranks. Sends nothing."""
+    """Sample the gradients of all units with a shard group. Collective: none."""
+    # Only sharded units: the ranks of a replicated unit hold equal gradients.
     found = [
         (handle, region)
         for handle in handles
@@ -65,26 +74,30 @@ def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
     for handle, region in found:
         _sample_region(handle, region)
     if found:
-        # Where nobody can be asked, nothing was noted and nothing ever will be.
+        # No sample means that no group has peers to compare with: stop asking.
         SAMPLE_REQUEST.backwards = SAMPLE_REQUEST.backwards - 1 if GRAD_SAMPLES else 0
 
 
 def sample_again() -> None:
-    """Take what gradients are now for what the reductions left: we wrote to them."""
+    """Replace all samples after this package itself wrote to gradients."""
     for region, note in list(GRAD_SAMPLES.items()):
         handle, gradient = note.handle(), note.gradient()
         del GRAD_SAMPLES[region]
+        # A sample of a gradient that was replaced since is dropped and not taken again.
         if handle is not None and gradient is region.grad_shard is not None:
             _sample_region(handle, region)
 
 
 @torch.no_grad()
 def _sample_region(handle: FlatParamHandle, region: FlatParameter) -> None:
+    """Sample the gradient of ``region``, if the region has positions to sample."""
     gradient = region.grad_shard
     assert gradient is not None
     known = _places.get(region)
     if known is None or known[0].device != gradient.device:
+        # The positions are a tensor on the gradient's device, chosen once per region.
         known = _places[region] = _choose(handle, region, gradient.device)
+    # A region without positions (no group, or a group without a store) is not sampled.
     places, leaves = known
     if leaves:
         GRAD_SAMPLES[region] = GradSample(
@@ -100,10 +113,11 @@ def _sample_region(handle: FlatParamHandle, region: FlatParameter) -> None:
 def _choose(
     handle: FlatParamHandle, region: FlatParameter, device: torch.device
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Some elements of each leaf, evenly over it; none if nobody can be asked."""
+    """Choose positions, evenly spread over each leaf; none if ranks cannot compare."""
     group = handle.groups.shard
     if group is None or not can_compare(group):
         return torch.empty(0, device=device), ()
+    # At least 1, so that every leaf with elements is sampled.
     most = max(1, min(_PER_LEAF, _PER_REGION // len(region.grad_views)))
     chosen = [
         (view.storage_offset() + view.numel() * i // count, index)

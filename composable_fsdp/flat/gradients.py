@@ -1,15 +1,12 @@
-"""The flat gradient of a region belongs to whoever has a part of it.
+"""The flat gradient of a region (``grad_shard``), and ``.grad`` of the leaves.
 
-``.grad`` of the leaves are views of one flat gradient. When no leaf shows one any more,
-after ``zero_grad``, it is let go: at the next forward, whose activations can have the
-memory, at the latest at the next reduction, which makes another. So a gradient that
-somebody kept keeps its values, as after autograd. It is let go, too, if the views do
-not view it any more (``p.grad.data = ...``).
+``.grad`` of each leaf is a view of the flat gradient. After ``zero_grad`` no leaf shows
+such a view, and the flat gradient is released: at the next forward, so that activations
+can use the memory, or at the latest at the next reduction, which allocates another.
 
-What a leaf shows is the user's: cleared on some leaves, swapped, or a tensor of their
-own. Then sums are added to each leaf's gradient by itself, in place, as autograd does,
-and a leaf whose view was shown and cleared gets memory of its own: somebody may have
-kept the view.
+A user may clear ``.grad`` of some leaves only, exchange ``.grad`` of two leaves, or set
+a tensor of their own. Then sums are added to each leaf's gradient separately and in
+place, as autograd does.
 """
 
 from __future__ import annotations
@@ -29,13 +26,23 @@ from composable_fsdp.flat.region import (
 
 
 def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -> None:
-    """Make the flat gradient, if there is none that leaves show. Sends nothing.
+    """Create the flat gradient, unless leaves show parts of the existing flat gradient.
 
-    Not ``settled``: a reduction may be on its way into the one there is, so it stays.
-    Values are undefined where no leaf shows any.
+    The values are undefined for leaves without ``.grad``.
+
+    Args:
+        region: a trainable region.
+        rows: whether views keep whole rows of dim 0.
+        settled: no reduction is writing into the existing flat gradient, so the flat
+            gradient may be replaced. Default: True.
+
+    Collective: none.
     """
-    # In a steady state the forward has let it go, and nothing is looked at.
+    # In the steady state the forward has released the flat gradient (``free_cleared``),
+    # and the leaves are not examined.
     may_go = region.grad_shard is not None and settled and region.in_flight is None
+    # A new flat gradient, and not the old memory: a user who kept a reference to an old
+    # ``.grad`` must keep the values, as with plain autograd.
     if may_go and not (_is_shown(region) and views_are_intact(region)):
         _free_gradient(region)
     if region.grad_shard is None:
@@ -43,27 +50,29 @@ def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -
 
 
 def views_are_intact(region: FlatParameter) -> bool:
-    """Whether the views of the flat gradient, if there is one, view it still."""
+    """Return whether the views still view the flat gradient, if the latter exists."""
     if region.grad_shard is None:
         return True
-    # The place of an empty view is 0.
+    # ``p.grad.data = ...`` replaces the memory of a view. ``data_ptr()`` of an empty
+    # view is 0.
     places = [0 if view is None else view.data_ptr() for view in region.grad_views]
     return region.grad_places == (region.grad_shard.data_ptr(), *places)
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
-    """Let go of flat gradients that no leaf shows. Sends nothing."""
+    """Release the flat gradients that no leaf shows. Collective: none."""
+    # A reduction may be writing into the flat gradients.
     if handle.reduce_has_memory:
-        return  # a reduction may be on its way into them
+        return
     for region in handle.trainable:
-        # On the host it is in the way of no activation.
+        # A flat gradient in host memory takes no memory from activations.
         if region.grad_shard is None or region.offload or _is_shown(region):
             continue
         _free_gradient(region)
 
 
 def _is_shown(region: FlatParameter) -> bool:
-    """Whether a gradient is there that may be a part of the flat one."""
+    """Return whether any ``.grad`` exists that may be a part of the flat gradient."""
     if region.flat is not None and region.flat.grad is not None:
         return True
     for leaf in region.leaves:  # noqa: SIM110  # a generator would take longer
@@ -73,18 +82,26 @@ def _is_shown(region: FlatParameter) -> bool:
 
 
 def _free_gradient(region: FlatParameter) -> None:
+    """Drop the flat gradient and its views, but free no memory that a user holds."""
     region.grad_shard = None
     region.grad_views = region.grad_gaps = ()
     region.grad_places = ()
 
 
 def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
-    """Add ``sums`` ``(shard_numel,)`` to the flat gradient, if that is right for all.
+    """Add ``sums`` to the whole flat gradient, if that is correct for every leaf.
 
-    It is if all leaves that ``arrived`` show their parts of it. Parts that no leaf
-    shows, and padding, are zero first: what a user multiplies a whole gradient by (0
-    times inf is NaN) must not stay in it. False, and nothing is done, if one shows
-    something else, or none where somebody may have kept the part. Sends nothing.
+    Correct means, for every leaf with elements: the leaf shows its view of the flat
+    gradient; or the leaf has no ``.grad``, and either did not arrive or never showed
+    the view. Otherwise nothing is changed.
+
+    Args:
+        region: a region with a flat gradient.
+        sums: reduced gradients ``(shard_numel,)``.
+        arrived: per parameter, 1 if the parameter gets a gradient.
+
+    Returns: whether ``sums`` was added.
+    Collective: none.
     """
     grad_shard = region.grad_shard
     assert grad_shard is not None
@@ -93,15 +110,23 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
         region.leaves, region.grad_views, arrived, region.shown, strict=True
     ):
         gradient = leaf.grad
+        # The leaf has no element on this rank.
         if view is None:
-            continue  # of no element
+            continue
         if gradient is None:
             if not shown:
                 stale.append(view)
             elif hit:
+                # The view was shown and cleared since: a user may hold the view, whose
+                # values must not change.
                 return False
         elif gradient is not view:
+            # The leaf shows a tensor of the user, which the flat gradient does not
+            # contain.
             return False
+    # Zero the parts that no leaf shows, and the padding: if a user multiplies a whole
+    # gradient by a factor (0 times inf is NaN), the result must not remain in those
+    # parts.
     if stale:
         torch._foreach_zero_(stale)
     grad_shard.add_(sums)
@@ -112,10 +137,17 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
 def add_to_each(
     region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
 ) -> None:
-    """Add parts of ``sums`` ``(shard_numel,)`` to the gradients of leaves that arrived.
+    """Add the parts of ``sums`` to the gradients of the leaves separately, in place.
 
-    In place, whatever tensors they are; a leaf without one gets its part. Sends
-    nothing.
+    A leaf without ``.grad`` gets a copy of its part.
+
+    Args:
+        region: the region of the leaves.
+        sums: reduced gradients ``(shard_numel,)``.
+        arrived: per parameter, 1 if the parameter gets a gradient.
+        rows: whether views keep whole rows of dim 0.
+
+    Collective: none.
     """
     views, _ = shard_views(region, sums, rows=rows)
     parts = with_absent(region, views)
@@ -125,6 +157,8 @@ def add_to_each(
         if part is None:
             leaf.grad = None
         elif leaf.grad is None:
+            # A copy and no view: a user may still hold the view of ``grad_shard`` that
+            # the leaf showed before, and ``sums`` is a temporary buffer.
             leaf.grad = part.to(region.grad_dtype, copy=True)
         else:
             leaf.grad.add_(part)
@@ -132,15 +166,17 @@ def add_to_each(
 
 @torch.no_grad()
 def own_gradients(region: FlatParameter, *, rows: bool) -> None:
-    """Have ``grad_shard`` hold the gradients there are, and zeros where there is none.
+    """Make ``grad_shard`` hold all existing gradients, and zeros elsewhere.
 
-    The leaves, or the flat parameter, show it then. It is made anew if somebody may
-    have kept a part that is written to. Sends nothing.
+    Afterwards the leaves with a gradient, or the flat parameter, show ``grad_shard``.
+
+    Collective: none.
     """
     flat = region.flat
     if flat is not None:
         earlier = flat.grad
         if earlier is not region.grad_shard:
+            # A user may hold a view, whose values must not change.
             if 1 in region.shown:
                 make_grad_shard(region, rows=rows)
             assert region.grad_shard is not None
@@ -158,17 +194,19 @@ def own_gradients(region: FlatParameter, *, rows: bool) -> None:
             gradients, region.grad_views, region.shown, strict=True
         )
     ):
+        # A view that was shown and is not ``.grad`` any more may be held by a user.
         make_grad_shard(region, rows=rows)
     stale = list(region.grad_gaps)
     for leaf, gradient, view in zip(
         region.leaves, gradients, region.grad_views, strict=True
     ):
         if view is None:
-            leaf.grad = None  # of no element, if a user has set it
+            # The leaf has no element on this rank, but a user has set ``.grad``.
+            leaf.grad = None
         elif gradient is None:
             stale.append(view)
         elif gradient is not view:
-            # Set by the user: from here on it lives in the flat gradient.
+            # A tensor of the user: the values continue in the flat gradient.
             view.copy_(gradient)
             leaf.grad = view
     note_shown(region, bytes([each is not None for each in gradients]))
@@ -177,6 +215,6 @@ def own_gradients(region: FlatParameter, *, rows: bool) -> None:
 
 
 def note_shown(region: FlatParameter, parts: bytes) -> None:
-    """Note that these parts of ``grad_shard``, too, are gradients."""
+    """Record that the views of the parameters flagged in ``parts`` are shown."""
     if region.shown != parts:
         region.shown = bytes(map(or_, region.shown, parts))

@@ -1,7 +1,7 @@
-"""``FlatParamHandle``: the regions of one unit, and which form is current.
+"""``FlatParamHandle``: a unit's flat buffers, and the unit's state during a step.
 
-The handle holds data and answers questions. What happens to it is done by the verbs of
-``views`` here and of ``runtime``.
+The handle holds data and answers questions. The functions of ``flat.views`` and of
+``runtime`` change the handle.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
 
 NO_TASK = -1
-"""Graph task id outside backward, as autograd reports it."""
+"""Graph task id outside backward, as the autograd engine reports it."""
 
 Table = dict[str, "nn.Parameter | None"]
 """``module._parameters``."""
 
 Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
-"""A place: table, key in it, sharded leaf, full leaf."""
+"""One place of a parameter: table, key in the table, sharded leaf, full leaf."""
 
 
 class FlatParamHandle:
-    """The flat buffers of one unit. Made by ``build_handle``."""
+    """The flat buffers of a unit. Created by ``build_handle``."""
 
     __slots__ = (
         "__weakref__",
@@ -106,115 +106,154 @@ class FlatParamHandle:
 
     plan: UnitPlan
     origin: tuple[RegionLayout, ...]
-    """The regions as they were planned; ``plan`` tells what they are now."""
+    """Region layouts from ``fully_shard``, with today's dtypes. ``plan`` holds the
+    current layouts, which differ after parameters were frozen or unfrozen."""
     epoch: int
-    """How often the regions were laid out anew."""
+    """Number of times the regions were rebuilt since ``fully_shard``."""
     fqn: str
-    """Name of the unit's module from the module ``fully_shard`` was called on."""
+    """FQN of the unit's module, from the module that ``fully_shard`` was called on."""
     full_fqn: str
-    """The same from the root, once lazy initialization has found it."""
+    """FQN of the unit's module from the root. Equals ``fqn`` until lazy
+    initialization."""
     regions: tuple[FlatParameter, ...]
+    """The flat buffers: one region per dtype, and per trainable or frozen."""
     groups: Groups
     device: torch.device
-    """Where full parameters are, and compute."""
+    """The compute device, which holds the full parameters."""
     offload: bool
-    """Whether the shards and their gradients are on the host."""
+    """Whether the shards and the sharded gradients are in host memory."""
     on_meta: bool
-    """Whether the shards have no values yet."""
+    """Whether the shards are on the meta device and have no values yet."""
     rows: bool
+    """Whether sharded leaves keep whole rows of dim 0; else sharded leaves are 1-D."""
+    # The fields from ``places`` to ``full_placed`` are aligned: index *i* is the same
+    # place in all of them. Parallel tuples, and not a tuple of records, keep the number
+    # of objects small that the garbage collector tracks per unit.
     places: tuple[Place, ...]
-    """Where modules show the parameters. What goes with each place is beside it in
-    tuples of their own, because the collector looks at every tuple of every unit:"""
+    """Every place (module and key) at which a parameter is registered. A tied parameter
+    has several places."""
     owners: tuple[nn.Module, ...]
+    """The module of each place."""
     tables: tuple[Table, ...]
+    """``module._parameters`` of each place."""
     keys: tuple[str, ...]
+    """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
+    """The sharded leaf of each place."""
     full_placed: tuple[nn.Parameter, ...]
+    """The full leaf of each place, in the current full form."""
     parts_open: bool
-    """Whether the parts have no refusal, as inside the unit's forward."""
+    """Whether calls of the unit's parts are allowed, as inside the unit's forward."""
     guards: tuple[dict[int, Any], ...]
-    """Pre-hooks of modules that refuse calls while the unit is sharded."""
+    """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
+    refusal while the unit is sharded."""
     phase: Phase
+    """The state of the unit in the step, for ``repr`` and errors."""
     is_full: bool
-    """Whether the full leaves are in the modules and may be read."""
+    """Whether the full leaves are registered in the modules and may be read."""
     foreign: dict[int, Any]
-    """By place, tensors of ``torch.func.functional_call`` that the modules show while
-    the unit is full, instead of its own leaves."""
+    """By index of the place: tensors from ``torch.func.functional_call`` that the
+    modules show instead of full leaves while the unit is full."""
     readable: tuple[int, ...] | None
-    """The versions at which autograd may read the leaves of ``full_placed``; ``None``
-    while it may not (``shard_versions``)."""
+    """Versions of the leaves in ``full_placed`` while autograd may read the leaves;
+    ``None`` while autograd must not (``flat.versions``)."""
     unreadable: tuple[int, ...]
-    """The versions that those leaves have meanwhile."""
+    """Versions of the leaves in ``full_placed`` while autograd must not read the
+    leaves."""
     handed_out: tuple[nn.Parameter, ...]
-    """Flat parameters of the regions that have one."""
+    """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
     ready: Waitable | None
-    """An all-gather that was issued and not waited for."""
+    """The pending all-gather, or ``None`` if no all-gather is pending."""
     gathered: bool
     """Whether ``full`` has memory that an all-gather has filled or is filling."""
     needs_gather: bool
+    """Whether any region has a ``full`` buffer of its own that must be filled."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
-    """``full`` and gather input of each region that has elements to gather."""
+    """``full`` and the all-gather input of each region that has elements to gather."""
     fills: tuple[tuple[Tensor, Tensor], ...]
-    """Our slice of ``full`` and the shard it is filled from, before the gather."""
+    """Pairs (this rank's slice of ``full``, shard): the copies that must run before the
+    all-gather."""
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
-    """Trainable regions with elements, those of one reduce dtype together."""
+    """Trainable regions with elements, grouped by reduce dtype."""
     accumulators: tuple[Any, ...]
-    """The autograd nodes that accumulate into the trainable full leaves."""
+    """AccumulateGrad nodes of the trainable full leaves."""
     calls: list[Any]
-    """Forwards that are running, outermost first; ``None`` if without gradients."""
+    """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None`` if
+    the forward runs without gradients."""
     lent: list[Any]
-    """What those of them have to give back that work on copies of containers."""
+    """``ContainerCopies`` of those running forwards that received copies of
+    containers."""
     here: tuple[nn.Parameter, ...]
-    """Leaves with elements on this rank."""
+    """Sharded leaves with elements on this rank."""
     here_at: tuple[int, ...]
-    """Where their data has to be."""
+    """The expected ``data_ptr()`` of each leaf in ``here``."""
     absent: tuple[nn.Parameter, ...]
-    """Leaves without elements on this rank."""
+    """Sharded leaves without elements on this rank."""
     absent_in: tuple[torch.UntypedStorage, ...]
-    """The empty storage of each, its own, so that other data shows here, too."""
+    """The expected storage of each leaf in ``absent``. Each of these leaves has an
+    empty storage of its own, so that a replaced ``.data`` can be detected."""
     wide: bool
-    """Whether the full form is that of the parameters' own dtype; see ``forms``."""
+    """Whether the current full form has the parameters' own dtype (``full_forms``)."""
     other_form: Any
+    """The ``FullForm`` that is not current, or ``None`` until its first use."""
     written_at_build: int
-    """How often the sharded leaves had been written to; -1 if they were on meta."""
-    # Backward. ``task`` is the graph task whose pre-backward has seen this unit, which
-    # owes ``pending`` gradients; inputs of ``open_calls`` forwards wait for theirs.
+    """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
+    # Progress of a backward. ``task`` is the graph task whose pre-backward hook has
+    # reached the unit; ``NO_TASK`` outside backward.
     task: int
     pending: int
+    """Number of full leaves that get a gradient from ``task`` and have not got the
+    gradient yet."""
     open_calls: int
+    """Number of forwards in ``tapes`` whose inputs have not got their gradient yet."""
     expected_calls: int
-    """Open calls whose inputs will say when they are done; the unit reduces then."""
+    """Number of open calls whose input hooks will run. If ``expected_calls`` equals
+    ``open_calls``, the last input hook reduces the unit."""
     tapes: tuple[Any, ...]
-    """Forwards whose open calls are in ``open_calls``."""
+    """The forwards (``ForwardRecord``) that ``open_calls`` counts."""
     kept: bool
-    """Whether the memory of ``full`` stays until the end of the next backward."""
+    """Whether ``full`` stays allocated until the end of the next backward
+    (``create_graph=True``)."""
     full_since: tuple[int, ...] | None
-    """Of a unit that was left full on purpose: the versions of its leaves then."""
+    """``runtime.unshard.shard_versions`` when the unit was kept unsharded after
+    backward or by ``unshard``, or ``None``. If the versions differ later, the shards
+    were written to (for example by an optimizer step)."""
     steps: int
-    """Optimizer steps over its leaves since full parameters were first kept."""
+    """Number of optimizer steps over the unit's leaves since step counting started
+    (``step_counts``)."""
+    # A log is ``None`` if the unit sends no collective of that kind.
     forward_log: OrderLog | None
+    """Order log of the unit's all-gathers in forward."""
     backward_log: OrderLog | None
+    """Order log of the unit's all-gathers in backward."""
     reduce_log: OrderLog | None
-    """Where its gathers in forward and backward and its reductions are compared with
-    those of other ranks; ``None`` for what it does not send."""
+    """Order log of the unit's reductions."""
     reduce_due: bool
-    """Whether gradients are expected, or are here, that no reduction took."""
+    """Whether gradients are expected, or have arrived, that no reduction has taken."""
     reduce_has_memory: bool
-    """Whether the reduce buffers have; those of a reduction in flight, too."""
+    """Whether the reduce buffers are allocated; also during a reduction."""
     rule: ReduceRule
+    """Settings of the unit's gradient reduction."""
     held: tuple[bytes, ...] | None
-    """What had arrived when sums went into ``partial``; ``None`` if nothing waits."""
-    # CUDA only: made once, recorded again each time.
+    """Arrival flags per trainable region of the sums that wait in
+    ``FlatParameter.partial`` for the all-reduce; ``None`` if no sums wait."""
+    # CUDA only. Each event is created once and recorded again in every step.
     gather_event: StreamEvent | None
+    """End of the unit's all-gather on the gather stream."""
     free_event: StreamEvent | None
+    """Last use of ``full`` by compute, when the unit was resharded."""
     reduce_event: StreamEvent | None
+    """End of the unit's reduction on the reduce stream."""
     reduce_owner: torch.cuda.Stream | None
-    """The stream on which the reduce buffers got their memory."""
+    """The stream on which the reduce buffers were allocated."""
     leaf_stream: torch.cuda.Stream | None
-    """The stream on which hooks of full leaves run: that of build."""
+    """The stream on which AccumulateGrad nodes and hooks of full leaves run: the
+    current stream when the hooks were installed."""
     retiring: bool
+    """Whether the unit is resharded but ``full`` is not freed yet, because the GPU may
+    still read ``full``."""
 
     @property
     def leaves(self) -> tuple[nn.Parameter, ...]:
@@ -223,7 +262,7 @@ class FlatParamHandle:
 
     @property
     def infos(self) -> tuple[ParamInfo, ...]:
-        """The places of all parameters, in region order."""
+        """The places of all parameters, each with its module, in region order."""
         return tuple(
             ParamInfo(place.fqn, owner, *place[1:])
             for place, owner in zip(self.places, self.owners, strict=True)
@@ -231,32 +270,35 @@ class FlatParamHandle:
 
     @property
     def swaps(self) -> Iterator[Swap]:
-        """The places of all parameters, with what they show in either form."""
+        """Iterate over all places: table, key, sharded leaf and full leaf."""
         return zip(
             self.tables, self.keys, self.sharded_placed, self.full_placed, strict=True
         )
 
     @property
     def _fqns(self) -> tuple[str, ...]:
-        """Names of the parameters from the unit's module, in region order."""
+        """FQNs of the parameters from the unit's module, in region order."""
         return tuple(s.fqn for r in self.plan.regions for s in r.parameters)
 
     @property
     def _param_infos(self) -> tuple[ParamInfo, ...]:
-        """First owners, in region order."""
+        """The first place of each parameter, in region order."""
+        # A dict keeps the last value of a key: both reversals make the first place win
+        # and restore the order.
         return tuple({info.slot_index: info for info in reversed(self.infos)}.values())[
             ::-1
         ]
 
     @property
     def _shared_param_infos(self) -> tuple[ParamInfo, ...]:
-        """The further places of shared parameters."""
+        """The places of tied parameters, without each parameter's first place."""
         first = set(map(id, self._param_infos))
         return tuple(info for info in self.infos if id(info) not in first)
 
     @property
     def _shard_param_indices(self) -> tuple[int, ...]:
-        """Indices into ``_fqns`` of parameters of which this rank holds elements."""
+        """Indices into ``_fqns`` of the parameters with elements on this rank."""
+        # The interval is empty if this rank holds no element of the parameter.
         spans = [
             r.layout.interval(slot, r.rank)
             for r in self.regions
@@ -266,7 +308,7 @@ class FlatParamHandle:
 
     @property
     def name(self) -> str:
-        """How messages call the unit."""
+        """The unit's name as error messages print it."""
         return quoted(self.full_fqn)
 
     def __repr__(self) -> str:
@@ -277,23 +319,24 @@ class FlatParamHandle:
         )
 
 
-# Which unit a parameter belongs to, so that functions which are given bare parameters
-# (``clip_grad_norm_``) find the groups. Keyed by identity and not by a weak reference,
-# because a weak reference to a parameter makes ``torch.utils.swap_tensors`` refuse it;
-# the handle keeps its leaves alive, so an identity cannot be reused while the entry
-# stands.
+# ``LEAVES`` maps a sharded leaf to its unit, so that functions which receive bare
+# parameters (``clip_grad_norm_``) find the process groups. The key is the leaf's id and
+# not a weak reference, because ``torch.utils.swap_tensors`` refuses a parameter that
+# has weak references. The handle keeps its leaves alive, so an id cannot be reused
+# while the entry exists.
 class _LeavesOf(weakref.ref[FlatParamHandle]):
-    """A weak reference to a handle; ``indices`` are its leaves', by identity."""
+    """Weak reference to a handle; ``indices`` maps the id of each leaf to its index."""
 
     __slots__ = ("indices",)
     indices: dict[int, int]
 
 
 LEAVES: dict[int, _LeavesOf] = {}
+"""By id of a sharded leaf: the reference to the leaf's handle."""
 
 
 def remember_leaves(handle: FlatParamHandle) -> None:
-    """Make ``find_leaf`` know this handle's leaves until the handle is gone."""
+    """Register this handle's leaves for ``find_leaf`` until the handle is deleted."""
     link = _LeavesOf(handle, _forget)
     link.indices = {id(leaf): index for index, leaf in enumerate(handle.leaves)}
     LEAVES.update(dict.fromkeys(link.indices, link))
@@ -302,12 +345,14 @@ def remember_leaves(handle: FlatParamHandle) -> None:
 def _forget(link: weakref.ref[FlatParamHandle]) -> None:
     assert isinstance(link, _LeavesOf)
     for key in link.indices:
+        # A rebuilt unit may have registered the same leaf again, with another
+        # reference.
         if LEAVES.get(key) is link:
             del LEAVES[key]
 
 
 def forget_leaves(handle: FlatParamHandle) -> None:
-    """Take this handle's leaves out of what ``find_leaf`` knows."""
+    """Remove this handle's leaves from the registry that ``find_leaf`` reads."""
     for leaf in handle.leaves:
         link = LEAVES.get(id(leaf))
         if link is not None and link() is handle:
@@ -315,7 +360,7 @@ def forget_leaves(handle: FlatParamHandle) -> None:
 
 
 def find_leaf(parameter: Any) -> tuple[FlatParamHandle, int] | None:
-    """The handle whose sharded leaf this is, and its index; ``None`` if of none."""
+    """Return the handle and index of a sharded leaf; ``None`` for other parameters."""
     key = id(parameter)
     link = LEAVES.get(key)
     handle = None if link is None else link()

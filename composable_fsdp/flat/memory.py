@@ -1,8 +1,8 @@
-"""Giving a tensor its memory and taking it away, while views of it stay valid.
+"""Allocating and freeing the storage of a tensor while views of the tensor stay valid.
 
-A view keeps its offset and strides when the storage below it is resized, so views are
-made once. Reading one while the storage is empty is an error at best and a crash at
-worst: whoever frees must first have taken the views out of reach.
+A view keeps its offset and strides when its storage is resized, so views are created
+once. Reading a view of an empty storage raises or crashes: before a caller frees a
+tensor, the caller must make the views unreachable.
 """
 
 from __future__ import annotations
@@ -13,49 +13,58 @@ import torch
 from torch import Tensor
 
 _STAY = nullcontext()
+"""Shared null context, which ``outside_inference`` returns outside inference mode."""
 
 
 def outside_inference() -> AbstractContextManager[object]:
-    """Leave inference mode for a while; where there is none this takes no time."""
+    """Return a context that leaves inference mode; free of cost outside the mode."""
     inside = torch.is_inference_mode_enabled()
     return torch.inference_mode(False) if inside else _STAY
 
 
 def allocate(tensor: Tensor) -> None:
-    """Give ``tensor`` memory for all its elements; their values are undefined.
+    """Allocate memory for all elements of ``tensor``; the values are undefined.
 
-    The block belongs to the current stream. Nothing is sent.
+    Collective: none.
     """
+    # The caching allocator assigns the block to the current stream.
     nbytes, memory = tensor.nbytes, tensor.untyped_storage()
     if memory.nbytes() != nbytes:
         memory.resize_(nbytes)
 
 
 def free(tensor: Tensor) -> None:
-    """Give the memory back; the tensor keeps its shape and must not be read.
-
-    Memory that numpy was shown (on a CPU) stays: torch never resizes it again.
-    """
+    """Free the memory of ``tensor``, which keeps its shape and must not be read."""
     memory = tensor.untyped_storage()
     try:
         memory.resize_(0)
     except RuntimeError:
+        # CPU memory that numpy views is not resizable any more; torch never frees such
+        # memory, so the error is ignored.
         if memory.resizable():
             raise
 
 
 def is_allocated(tensor: Tensor) -> bool:
-    """Whether ``tensor`` may be read. A tensor without elements always may."""
+    """Return whether ``tensor`` may be read; always True for an empty tensor."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def new_buffer(
     numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> Tensor:
-    """Return an uninitialised flat buffer ``(numel,)``; ``pinned`` is for host memory.
+    """Create an uninitialised flat buffer.
 
-    Made outside inference mode whatever the caller's mode is: it is kept across calls,
-    and an inference tensor could never be written to in training.
+    Args:
+        numel: number of elements.
+        dtype: the dtype.
+        device: the device.
+        pinned: allocate pinned memory; only for host memory. Default: False.
+
+    Returns: a tensor ``(numel,)``, never an inference tensor.
+    Collective: none.
     """
+    # Buffers live across calls. If an inference tensor were created here, training
+    # could not write to the buffer.
     with outside_inference():
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)

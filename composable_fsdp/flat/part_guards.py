@@ -1,20 +1,22 @@
-"""Refusing a part of a unit that is called while the unit is sharded.
+"""Refusing calls of a part of a unit while the unit is sharded.
 
-A part is a module that holds parameters of a unit and has no hooks of that unit: its
-forward would compute with this rank's rows, which fits on some ranks and not on others.
-Where nothing is cut (NO_SHARD, ``replicate``), it would compute with whole weights, and
-send its gradients past the unit, which averages them: refused with gradients enabled.
-A container without a forward (``nn.ParameterList``) is nobody's call, so the module
-around it, whose forward reads its parameters, is the part.
+A part is a module that holds parameters of a unit and has no hooks of that unit. Its
+forward would compute with this rank's rows, which fits on some ranks and raises on
+others. If the unit is not cut (NO_SHARD, ``replicate``), the part would compute with
+full weights, but its gradients would bypass the unit, which averages gradients: such
+calls are refused if gradients are enabled. A container without a forward
+(``nn.ParameterList``) is never called; the module around the container, whose forward
+reads the parameters, is the part.
 
-While the unit is sharded, each part has a pre-hook that refuses the call; while it is
-full, none has, so that a step pays a table entry per part and no call::
+While the unit is sharded, each part has a forward pre-hook that refuses the call; while
+the unit is full, no part has the pre-hook. So a step pays for a table entry per part
+and for no call::
 
     use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards
     pre_forward    del hooks[REFUSE]
 
-So torch sees no hook on a part inside its unit's forward, where a hook would keep
-``nn.TransformerEncoderLayer`` from its fast path.
+For the same reason torch sees no hook on a part inside its unit's forward: a hook would
+keep ``nn.TransformerEncoderLayer`` from its fast path.
 """
 
 from __future__ import annotations
@@ -30,20 +32,24 @@ from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import join_name, quoted
 
 REFUSE = -2
-"""Key of the refusal among a part's pre-hooks. Torch numbers from 0 up."""
+"""Key of the refusal among a part's pre-hooks. Torch's own keys start at 0."""
 
 
 def find_guards(
     handle: FlatParamHandle, modules: Sequence[nn.Module]
 ) -> tuple[dict[int, Any], ...]:
-    """The pre-hooks of the unit's parts; ``modules`` are those with the unit's hooks.
+    """Return the tables of pre-hooks of the unit's parts.
 
-    None where one rank has it all: its shard is the whole, and its gradient the mean.
+    ``modules`` are the modules with the unit's hooks, which are no parts. The result is
+    empty if the unit has a single rank: the shard is then the full parameter, and the
+    gradient is the mean.
     """
     if handle.groups.world_size == 1:
         return ()
+    # A module that owns parameters and has a forward is a part.
     parts = {id(owner): owner for owner in handle.owners if has_forward(owner)}
     without = {id(owner) for owner in handle.owners} - parts.keys()
+    # For containers without a forward, the modules around them are the parts.
     if without:
         for module in modules:
             parts.update(_readers(module, without))
@@ -53,15 +59,18 @@ def find_guards(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called, unlike ``nn.ParameterList``."""
-    # Torch's place holder raises; an instance may have one of its own. Classes of
-    # TorchScript do not tell theirs.
+    """Return whether the module can be called, unlike ``nn.ParameterList``."""
+    # ``nn.Module.forward`` is a placeholder that raises. ``forward`` may also be set on
+    # the instance. TorchScript classes do not have the attribute.
     method = getattr(type(module), "forward", None)
     return method is not nn.Module.forward or "forward" in vars(module)
 
 
 def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
-    """The nearest modules with a forward around each of ``without``, from ``root``."""
+    """Find the nearest modules with a forward around each container in ``without``.
+
+    Walks down from ``root``. Returns the modules by id.
+    """
     found: dict[int, nn.Module] = {}
     seen: set[tuple[int, int]] = set()
     waiting = [(root, root)]
@@ -71,7 +80,8 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
             reader = module
         elif id(module) in without:
             found[id(reader)] = reader
-        # A container may be held by several modules, each of which reads it.
+        # Several modules may hold the same container, and each of those modules reads
+        # it.
         if (id(module), id(reader)) not in seen:
             seen.add((id(module), id(reader)))
             below = (child for child in module._modules.values() if child is not None)
@@ -80,31 +90,37 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
 
 
 def refuse_part_calls(handle: FlatParamHandle) -> None:
-    """Have the unit's parts refuse calls while sharded leaves are shown."""
+    """Install the refusal on the unit's parts; for the sharded state."""
     for hooks in handle.guards:
         hooks[REFUSE] = refuse_part
     handle.parts_open = False
 
 
 def allow_part_calls(handle: FlatParamHandle) -> None:
-    """Take the refusal from the unit's parts, for a forward. Sends nothing.
+    """Remove the refusal from the unit's parts, for a forward.
 
-    A refusal that stays lets pass what reads full leaves: no part is called in most
-    backwards, so those leave it.
+    Collective: none.
     """
+    # Backward does not call this function: most backwards call no part, and the
+    # pre-hook lets a part pass that shows full leaves.
     for hooks in handle.guards:
-        if REFUSE in hooks:  # users clear hooks
+        # A user may have cleared the hooks of the module.
+        if REFUSE in hooks:
             del hooks[REFUSE]
     handle.parts_open = True
 
 
 def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Pre-hook of a part. A function of no unit, so that a copied module may keep it.
+    """Forward pre-hook of a part.
 
-    Raises: PhaseError, if one of the module's own parameters, or of its containers
-    without a forward, is a shard, or is whole and would get this rank's gradient; the
-    parameters of ``torch.func.functional_call`` are none.
+    Parameters that ``torch.func.functional_call`` has put into the part are allowed.
+
+    Raises: PhaseError, if a parameter of the module, or of its containers without a
+    forward, is a sharded leaf that is cut; or is a full parameter whose gradient would
+    not be averaged.
     """
+    # The unit is found through the parameters and not through a closure, so that a
+    # copied or pickled module may keep the hook.
     for path, holder in _holders(module, ""):
         for key, parameter in holder._parameters.items():
             found = find_leaf(parameter)
@@ -112,6 +128,8 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
                 continue
             handle, cut = found[0], _is_cut(*found)
             if not cut:
+                # An uncut parameter has correct values; only its gradient would not be
+                # averaged.
                 trains = torch.is_grad_enabled() and parameter.requires_grad
                 if not trains or handle.groups.world_size == 1:
                     continue
@@ -125,7 +143,7 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _holders(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module and its containers that have no forward, with their names from it."""
+    """Yield the module and its containers without a forward, with relative names."""
     yield path, module
     for name, child in module._modules.items():
         if child is not None and not has_forward(child):
@@ -133,6 +151,7 @@ def _holders(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _whose_rows(handle: FlatParamHandle, made: str, part: str, name: str) -> str:
+    """Return the error text for a part of a unit that is cut over ranks."""
     unit = _unit(handle)
     return (
         f"{made} was called while fully sharded module {unit}, which gathers its "
@@ -145,6 +164,7 @@ def _whose_rows(handle: FlatParamHandle, made: str, part: str, name: str) -> str
 
 
 def _whose_gradient(handle: FlatParamHandle, made: str, part: str, name: str) -> str:
+    """Return the error text for a part of a unit whose ranks hold full weights."""
     unit = _unit(handle)
     return (
         f"{made} was called outside the forward of module {unit}, which averages "
@@ -156,16 +176,20 @@ def _whose_gradient(handle: FlatParamHandle, made: str, part: str, name: str) ->
 
 
 def _unit(handle: FlatParamHandle) -> str:
-    # Until lazy initialization a unit has its name from where it was sharded.
+    """Return the unit's name for error texts."""
+    # Before lazy initialization the FQN is empty for every unit that ``fully_shard``
+    # was called on directly; the class name says more.
     return quoted(handle.full_fqn) if handle.full_fqn else _class_of(handle)
 
 
+# Dynamo must not trace the pre-hook, which reads Python registries.
 refuse_part: Any = vars(torch)["_disable_dynamo"](_refuse_part)
-# Pickled by name, as other hooks of a module.
+# A pickled module stores its hooks by name, so the wrapped function needs one.
 refuse_part.__module__, refuse_part.__qualname__ = __name__, "refuse_part"
 
 
 def _is_cut(handle: FlatParamHandle, index: int) -> bool:
+    """Return whether the region of leaf ``index`` is divided over several ranks."""
     for region in handle.regions:
         if index < len(region.leaves):
             return region.layout.world_size > 1
@@ -174,11 +198,12 @@ def _is_cut(handle: FlatParamHandle, index: int) -> bool:
 
 
 def _class_of(handle: FlatParamHandle) -> str:
+    """Return the class name of the unit's module in parentheses."""
     return f"({handle.plan.class_name})"
 
 
 def _name(handle: FlatParamHandle, module: nn.Module) -> str:
-    """The part's name, by the first place at which the unit's module holds it."""
+    """Return the FQN of ``module``, by the first of its places in the unit."""
     for place, owner in zip(handle.places, handle.owners, strict=True):
         if owner is module:
             return join_name(handle.full_fqn, place.fqn.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""Making a unit's regions anew, over leaves that were cast, moved or replaced."""
+"""Rebuilding a unit's regions for parameters that were cast, moved or replaced."""
 
 from __future__ import annotations
 
@@ -20,14 +20,23 @@ def rebuild_handle(
     *,
     device: torch.device,
 ) -> None:
-    """Make the regions anew over ``leaves``, this rank's parts in any memory.
+    """Rebuild the regions over new leaves, with the same layout.
 
-    Per region in slot order, of one dtype, which becomes the region's. They take the
-    places of the old leaves in the modules, and keep their gradients. The layout stays,
-    also where a narrower dtype makes it less than 16-byte aligned: other cuts would
-    have to be sent. Full leaves are new and have no hooks. Sends nothing.
+    The new leaves are registered in the modules and keep their gradients. Full leaves
+    are new and have no hooks.
+
+    Args:
+        handle: the unit, idle and sharded.
+        leaves: per region in slot order: this rank's part of each parameter, in any
+            memory. All leaves of a region have the same dtype, which becomes the dtype
+            of the region.
+        device: the new compute device.
+
+    Collective: none.
     """
     forget_leaves(handle)
+    # The layout stays, even if a narrower dtype makes shard boundaries less than
+    # 16-byte aligned: another layout would move elements between ranks.
     layouts, regions = [], []
     for old, parameters in zip(handle.regions, leaves, strict=True):
         dtype = parameters[0].dtype if parameters else old.layout.dtype
@@ -46,8 +55,11 @@ def rebuild_handle(
         )
         for leaf in parameters:
             if leaf.grad is not None and leaf.grad.device != leaf.device:
+                # Torch requires ``.grad`` and the parameter to be on the same device.
                 leaf.grad = None
     handle.plan = replace(handle.plan, regions=tuple(layouts))
+    # ``origin`` may divide the parameters into other regions than ``plan`` does, so the
+    # new dtypes are found by slot.
     dtypes = {slot.index: each.dtype for each in layouts for slot in each.parameters}
     handle.origin = tuple(
         replace(each, dtype=dtypes[each.parameters[0].index])
@@ -55,6 +67,7 @@ def rebuild_handle(
         else each
         for each in handle.origin
     )
+    # Graphs of earlier forwards refer to the old buffers; backward compares ``epoch``.
     handle.epoch += 1
     before, handle.regions, handle.device = handle.regions, tuple(regions), device
     make_tables(handle)
@@ -62,5 +75,6 @@ def rebuild_handle(
     reset_handle(handle)
     remember_leaves(handle)
     rebind_flat_parameters(handle, before)
+    # Tied places that still show another parameter get the adopted parameter.
     for parameters_of, name, leaf, _ in handle.swaps:
         parameters_of[name] = leaf

@@ -1,7 +1,8 @@
-"""Laying a unit out anew when parameters were frozen or unfrozen since build.
+"""Rebuilding a unit's regions after parameters were frozen or unfrozen.
 
-Leaves stay the same objects with the same elements, so ``.grad`` and optimizer state
-stay good; their data moves to the shards of the new regions.
+The sharded leaves stay the same objects with the same elements, so ``.grad`` and
+optimizer state stay valid; the data of the leaves moves to the shards of the new
+regions.
 """
 
 from __future__ import annotations
@@ -25,34 +26,45 @@ _KEPT = (
     "reduce_log",
     "rule",
 )
-"""What is of the unit and not of its regions."""
+"""Fields of the handle that belong to the unit and not to its regions."""
 
 
 def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
-    """Make regions that are trainable or frozen as their leaves are now.
+    """Rebuild the regions, so that regions are trainable or frozen as their leaves are.
 
-    The unit must be idle, sharded and without memory for full parameters. ``plan`` says
-    the truth afterwards. Hooks have to be put on the new full leaves. Returns whether
-    flat parameters were retired. Sends nothing.
+    The unit must be idle, sharded and without memory for full parameters. Afterwards
+    ``plan`` describes the new regions, and the new full leaves have no hooks.
+
+    Returns: whether flat parameters were retired.
+    Collective: none.
     """
+    # Each rank keeps its elements: regions are only split along the planned layout, so
+    # no element moves to another rank.
     before = handle.regions
     made = build_handle(
         _target(handle),
         groups=handle.groups,
         device=handle.device,
         sharded=True,
-        guarded=handle.guards,  # the parts are the same modules
+        # The parts are the same modules as before.
+        guarded=handle.guards,
     )
+    # The handle itself must stay the same object, because states, hooks and records
+    # refer to it.
     for name in FlatParamHandle.__slots__:
         if name not in _KEPT:
             setattr(handle, name, getattr(made, name))
+    # Graphs of earlier forwards refer to the old buffers; backward compares ``epoch``.
     handle.epoch += 1
+    # Again, because ``build_handle`` computed the divisions with a default
+    # ``ReduceRule``.
     set_divisions(handle)
     remember_leaves(handle)
     return rebind_flat_parameters(handle, before)
 
 
 def _target(handle: FlatParamHandle) -> Target:
+    """Return the build target of the unit with regions split by ``requires_grad``."""
     leaves = {
         slot.index: leaf
         for region in handle.regions
@@ -65,6 +77,7 @@ def _target(handle: FlatParamHandle) -> Target:
             layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
         )
     )
+    # Places must be in the order of the new regions.
     order = [slot.index for layout in layouts for slot in layout.parameters]
     at = {index: i for i, index in enumerate(order)}
     placed = sorted(

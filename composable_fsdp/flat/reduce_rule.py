@@ -1,9 +1,12 @@
-"""How the gradients of one unit are reduced: what is averaged, and what goes along.
+"""How the gradients of a unit are reduced: the divisor, and the user's settings.
 
-A sum over ranks is divided by ``factor``, the number of ranks unless it was set.
-float32 and bfloat16 have room for the sum, so it is divided afterwards (NCCL averages
-by itself). float16 ends at 65504: there the factor is split, a part before the sum and
-the rest after it, so that neither the sum overflows nor small gradients vanish.
+A sum over ranks is divided by ``factor``, by default the number of ranks.
+
+::
+
+    dtype                        before the sum    after the sum
+    float32, bfloat16, float64   -                 factor (NCCL can average by itself)
+    other (float16)              power of two      the rest of factor
 """
 
 from __future__ import annotations
@@ -14,45 +17,55 @@ from typing import Any, NamedTuple
 
 import torch
 
+# float16 ends at 65504: dividing only after the sum could overflow, and dividing by the
+# whole factor before the sum would flush small gradients to zero. The other dtypes have
+# the range for the sum.
 _ROOMY = (torch.float32, torch.bfloat16, torch.float64)
-"""Dtypes in which a sum over ranks does not overflow where its terms do not."""
+"""Dtypes in which a sum over ranks does not overflow if its terms do not."""
 
 
 class Division(NamedTuple):
-    """What sums over ranks are divided by, and where."""
+    """The divisors of sums over ranks."""
 
     before: float
+    """Divisor of each rank's gradients before the sum."""
     after: float
+    """Divisor of the sum."""
     by_backend: bool
-    """Whether the collective averages, so that nothing is left to divide."""
+    """Whether the collective itself averages; both divisors are then 1."""
 
 
 class ReduceRule:
-    """The settings of one unit, which ``access.settings`` writes.
-
-    ``factor`` None is the number of ranks. ``all_reduce`` False ends a reduction after
-    the reduce-scatter. ``fill`` has every trainable parameter take part in every
-    reduction. ``hook`` reduces in place of the collectives.
-    """
+    """The reduction settings of a unit; written by ``access.settings``."""
 
     __slots__ = ("all_reduce", "factor", "fill", "hook", "hook_state")
 
     def __init__(self) -> None:
         self.factor: float | None = None
+        """Divisor of the sum over ranks. Default: None, the number of ranks."""
         self.all_reduce = True
+        """Whether a reduction includes the all-reduce over the replicate group. If
+        False, the sums of the reduce-scatter wait in ``FlatParameter.partial``.
+        Default: True."""
         self.fill = False
+        """Whether every trainable parameter takes part in every reduction, with zeros
+        if a rank has no gradient (``runtime.unused_params``). Default: False."""
         self.hook: Callable[..., object] | None = None
+        """Communication hook of the user, which replaces the collectives. Default:
+        None."""
         self.hook_state: Any = None
+        """First argument of ``hook``."""
 
 
 def split_factor(factor: float) -> tuple[float, float]:
-    """Two factors of about equal size whose product is ``factor``.
+    """Split ``factor`` into two divisors of similar size whose product is ``factor``.
 
-    The first is a power of two, so dividing by it only moves the exponent.
+    The first divisor is a power of two.
 
     >>> split_factor(8), split_factor(6), split_factor(1)
     ((4.0, 2.0), (4.0, 1.5), (1.0, 1.0))
     """
+    # Dividing by a power of two changes only the exponent, so no precision is lost.
     first = 1.0
     while factor % first == 0 and first * first < factor:
         first *= 2
@@ -62,9 +75,16 @@ def split_factor(factor: float) -> tuple[float, float]:
 def division(
     rule: ReduceRule, dtype: torch.dtype, *, ranks: int, can_average: bool
 ) -> Division:
-    """How to divide sums of ``dtype`` over ``ranks`` ranks.
+    """Return how to divide sums over ranks.
 
-    ``can_average``: whether the collectives that sum can divide, too.
+    Args:
+        rule: the unit's settings; only ``rule.factor`` is read.
+        dtype: the reduce dtype.
+        ranks: number of ranks, the default of ``rule.factor``.
+        can_average: whether the backend's collectives can average.
+
+    Returns: the divisors before and after the sum.
+    Collective: none.
     """
     return _division(rule.factor, dtype, ranks, can_average)
 
@@ -73,9 +93,11 @@ def division(
 def _division(
     factor: float | None, dtype: torch.dtype, ranks: int, can_average: bool
 ) -> Division:
+    """Compute ``division``; cached, because all units of a model share few results."""
     whole = float(ranks) if factor is None else factor
     if dtype not in _ROOMY:
         return Division(*split_factor(whole), by_backend=False)
+    # A backend averages over the number of ranks and cannot use another factor.
     if factor is None and can_average:
         return Division(1.0, 1.0, by_backend=True)
     return Division(1.0, whole, by_backend=False)

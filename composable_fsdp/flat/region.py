@@ -1,15 +1,15 @@
-"""One region of a unit: its buffers, and the leaves that view them.
+"""A region of a unit: flat buffers, and the leaves that view the buffers.
 
 ::
 
-    shard          (shard_numel,)   always     <- sharded leaves, the originals
-    full           (padded_numel,)  unshard..  <- full leaves, which compute sees
-    reduce_buffer  (padded_numel,)  backward   <- gradients, moved when all are there
-    grad_shard     (shard_numel,)   till clear <- ``.grad`` of the sharded leaves
+    buffer         shape            has memory           viewed by
+    shard          (shard_numel,)   always               sharded leaves (originals)
+    full           (padded_numel,)  while unsharded      full leaves (for compute)
+    reduce_buffer  (padded_numel,)  during backward      gradients before reduction
+    grad_shard     (shard_numel,)   until grads cleared  ``.grad`` of sharded leaves
 
-Views are made once, at build; those of ``grad_shard`` with it (``gradients``). A full
-leaf has a version counter of its own: an all-gather into ``full`` does not invalidate
-what autograd saved (the values are the same again).
+The views of ``shard``, ``full`` and ``reduce_buffer`` are created once, at build. The
+views of ``grad_shard`` are created together with ``grad_shard`` (``flat.gradients``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from composable_fsdp.planning.options import Dtypes
 
 
 class FlatParameter:
-    """A region at run time, built by ``build_region``."""
+    """A region at run time. Created by ``build_region``."""
 
     __slots__ = (
         "__weakref__",
@@ -66,64 +66,82 @@ class FlatParameter:
 
     layout: RegionLayout
     rank: int
+    """This rank's index in the shard group."""
     is_cut: bool
-    """Whether ``full`` has memory of its own; else it is ``shard``."""
+    """Whether ``full`` is a buffer of its own. If not, ``full`` is ``shard``."""
     device: torch.device
-    """Where ``full`` and ``reduce_buffer`` are."""
+    """The device of ``full`` and ``reduce_buffer``."""
     offload: bool
-    """Whether ``shard`` and ``grad_shard`` are on the host, pinned for a GPU."""
+    """Whether ``shard`` and ``grad_shard`` are in host memory (pinned if the compute
+    device is a GPU)."""
     shard: Tensor
     full: Tensor
     own_slice: Tensor | None
-    """This rank's slice of ``full``, ``(shard_numel,)``, where the shard is copied into
-    it before the gather: cast, or from the host. Else the shard itself is gathered."""
+    """This rank's slice ``(shard_numel,)`` of ``full``, if the shard must be cast or
+    copied from the host into ``full`` before the all-gather. ``None`` if the all-gather
+    reads ``shard`` directly."""
     owner: Callable[[], Any]
-    """The state of the unit, weakly; for the hooks of ``full_leaves``."""
+    """Weak reference to the unit's state, for the gradient hooks of ``full_leaves``."""
     leaves: tuple[nn.Parameter, ...]
+    """The sharded leaves: the original parameters, in memory order."""
     absent: tuple[int, ...]
-    """Numbers of the leaves that have no element here, and have some on other ranks."""
+    """Indices of leaves that have no element on this rank but elements on other
+    ranks."""
     full_leaves: tuple[nn.Parameter, ...]
+    """The full leaves, aligned with ``leaves``."""
     reduce_buffer: Tensor | None
+    """Unreduced gradients; ``None`` for a frozen region."""
     reduce_views: tuple[Tensor, ...]
+    """The view of each parameter's gradient in ``reduce_buffer``."""
     gaps: tuple[Tensor, ...]
     """Views of the padding in ``reduce_buffer``."""
     grad_dtype: torch.dtype
-    """Dtype of ``grad_shard``: the parameters', unless low precision is kept."""
+    """Dtype of ``grad_shard``: the parameters' dtype, or the reduce dtype if
+    ``keep_low_precision_grads`` is set."""
     grad_shard: Tensor | None
+    """The reduced gradient of this rank's elements. ``None`` before the first
+    reduction, and after ``.grad`` of all leaves was cleared (released at the next
+    forward or reduction)."""
     grad_views: tuple[Tensor | None, ...]
-    """What the leaves show: views of ``grad_shard``, and ``None`` for an absent one."""
+    """``.grad`` of each leaf: a view of ``grad_shard``, or ``None`` for a leaf in
+    ``absent``."""
     grad_gaps: tuple[Tensor, ...]
     """Views of the padding in ``grad_shard``."""
     grad_places: tuple[int, ...]
-    """Addresses of both: a user can give one other data."""
+    """Addresses of ``grad_shard`` and of its views at creation. A changed address shows
+    that a user replaced ``.data``."""
     shown: bytes
-    """Per parameter: 1 if its part of ``grad_shard`` was a gradient, which somebody may
-    have kept."""
+    """Per parameter: 1 if the parameter's view of ``grad_shard`` was set as ``.grad``,
+    so that a user may hold a reference to the view."""
     unshown: bytes
-    """What ``shown`` is at first: zeros."""
+    """The initial value of ``shown``: zeros."""
     flat: nn.Parameter | None
-    """``shard`` as one parameter, if it was handed out (``flat_parameter``): then the
-    flat gradient is its ``.grad``, and the leaves have none."""
+    """``shard`` as a single parameter, or ``None`` (``flat_parameter``). If set,
+    ``grad_shard`` is the ``.grad`` of ``flat`` and the leaves have no ``.grad``."""
     arrived: bytearray
-    """Per parameter: 1 if a gradient has come that was not reduced yet."""
+    """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
     waiting: list[Tensor | None]
-    """Per parameter: its gradient as autograd made it, until it is in
-    ``reduce_buffer``."""
+    """Per parameter: the gradient as autograd produced the gradient, until the copy
+    into ``reduce_buffer``."""
     has_tensor_hooks: bool
-    """Whether a leaf has hooks of the user that see its gradient; of this reduction."""
+    """Whether, in the current reduction, a leaf has tensor hooks of the user that must
+    see the gradient."""
     division: Division
     """How sums over ranks become averages."""
     partial: Tensor | None
-    """``(shard_numel,)`` in the reduce dtype: sums of earlier reductions that were not
-    taken over the replicas yet; see ``set_requires_all_reduce``."""
+    """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait for
+    the all-reduce over the replicate group (``set_requires_all_reduce``); ``None`` if
+    no sums wait."""
     temporary: Tensor | None
-    """Where a reduction writes while ``grad_shard`` still holds earlier gradients, or
-    is on the host."""
+    """Output of the reduction if the reduction cannot write into ``grad_shard``, which
+    holds earlier gradients, has another dtype or is on the host."""
     in_flight: bytearray | None
-    """Offloaded, while a copy to ``grad_shard`` is on its way: per parameter, 1 if its
-    part will be a gradient. Nobody on the host may touch ``grad_shard`` then."""
+    """Offloaded units only, while a device-to-host copy into ``grad_shard`` is in
+    flight: per parameter, 1 if the parameter gets a gradient. The host must not read or
+    write ``grad_shard`` until the copy has ended. ``None`` if no copy is in flight."""
     owned: dict[int, Tensor]
-    """Then, too: gradients that are tensors of the user, by the parameter's number."""
+    """During the copy of ``in_flight``: by index of the parameter, gradients that are
+    tensors of the user and no views of ``grad_shard``."""
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -145,15 +163,25 @@ def build_region(
     offload: bool = False,
     sharded: bool = False,
 ) -> FlatParameter:
-    """Copy this rank's part of ``parameters`` into a shard and make every view.
+    """Copy this rank's part of ``parameters`` into a new shard and create all views.
 
-    ``device`` computes; with ``offload`` the shard is on the host, and ``full`` has
-    memory of its own also where one rank holds everything. With ``sharded`` the
-    ``parameters`` are this rank's part already, in memory of their own.
+    Afterwards each tensor in ``parameters`` is its own sharded leaf: the same object,
+    with ``.data`` a view of ``shard`` and, unless ``sharded``, no ``.grad``.
 
-    Afterwards each of ``parameters`` (in slot order) is its own sharded leaf: the same
-    object, its data a view of ``shard``, its ``.grad`` cleared unless it was sharded.
-    Sends nothing.
+    Args:
+        layout: the planned region.
+        parameters: the full parameters in slot order; this rank's parts if ``sharded``.
+        rank: this rank's index in the shard group.
+        rows: whether sharded leaves keep whole rows of dim 0; else sharded leaves are
+            1-D.
+        device: the compute device. Ignored if a parameter is on meta.
+        dtypes: the compute, reduce and gradient dtypes of the region.
+        offload: keep the shard in host memory. ``full`` is then a separate buffer, even
+            if the shard group has one rank. Default: False.
+        sharded: ``parameters`` hold only this rank's elements already. Default: False.
+
+    Returns: the region.
+    Collective: none.
     """
     region = FlatParameter()
     region.layout, region.rank = layout, rank
@@ -164,7 +192,9 @@ def build_region(
     region.offload = offload
     region.shard = _new_shard(region, layout.dtype)
     region.grad_dtype = dtypes.gradient
-    # Nothing here is recorded: the parameters are detached, and all else is made here.
+    # The buffers must not be inference tensors, which training could not write to.
+    # No torch.no_grad is needed: the parameters are detached, so autograd records
+    # nothing here.
     with memory.outside_inference():
         _fill_shard(region, parameters, rows=rows, sharded=sharded)
         _make_sharded_leaves(region, parameters, rows=rows, sharded=sharded)
@@ -174,11 +204,11 @@ def build_region(
 
 
 def _new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
-    """An uninitialised ``(shard_numel,)`` where shards live."""
+    """Create an uninitialised buffer ``(shard_numel,)`` on the device of the shards."""
     numel, device = region.layout.shard_numel, region.device
     if not region.offload or device.type == "meta":
         return memory.new_buffer(numel, dtype, device)
-    # Only from pinned memory do copies run beside the CPU and the GPU's compute.
+    # Copies between host and device are asynchronous only if the host memory is pinned.
     pinned = device.type == "cuda"
     return memory.new_buffer(numel, dtype, torch.device("cpu"), pinned=pinned)
 
@@ -190,12 +220,13 @@ def _fill_shard(
     rows: bool,
     sharded: bool,
 ) -> None:
+    """Copy this rank's elements of ``parameters`` into the shard; zero the padding."""
     shard = region.shard
     if shard.is_meta:
         return
     parts, cuts, _ = region.layout.shard_cuts(region.rank, rows=rows)
     if cuts.gaps:
-        # Padding is zero, so that a norm of the whole shard means something.
+        # A norm over the whole shard must not see undefined padding.
         shard.zero_()
     for parameter, (start, stop, at) in zip(parameters, parts, strict=True):
         if stop > start:
@@ -208,9 +239,19 @@ def _fill_shard(
 def shard_views(
     region: FlatParameter, base: Tensor, *, rows: bool
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Views of a ``(shard_numel,)`` buffer: this rank's leaves, and padding."""
+    """Return views of a buffer that is laid out like the shard.
+
+    Args:
+        region: the region whose layout is used.
+        base: the buffer ``(shard_numel,)``.
+        rows: whether views keep whole rows of dim 0; else the views are 1-D.
+
+    Returns: one view per parameter (empty if this rank has no elements), and the views
+    of the padding.
+    Collective: none.
+    """
     _, cuts, shapes = region.layout.shard_cuts(region.rank, rows=rows)
-    # One operation for all pieces, where slices would take one each.
+    # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
     parts = [
         pieces[i] if len(shape) == 1 else pieces[i].view(shape)
@@ -226,13 +267,16 @@ def _make_sharded_leaves(
     rows: bool,
     sharded: bool,
 ) -> None:
+    """Make ``parameters`` the sharded leaves: views of the shard."""
     views, _ = shard_views(region, region.shard, rows=rows)
     for parameter, view in zip(parameters, views, strict=True):
         if not sharded:
-            # ``.data =`` keeps a ``.grad`` of the old shape, which no optimizer could
-            # use.
+            # Setting ``.data`` keeps a ``.grad`` of the old shape, which no optimizer
+            # accepts.
             parameter.grad = None
         parameter.data = own_memory(view)
+        # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
+        # parameter's dtype.
         if region.grad_dtype != view.dtype:
             parameter.grad_dtype = region.grad_dtype
     region.leaves = tuple(parameters)
@@ -246,17 +290,16 @@ def _make_sharded_leaves(
 
 
 def own_memory(view: Tensor) -> Tensor:
-    """``view`` of the shard for a leaf; an empty one with an empty storage of its own.
-
-    Empty views have no address, by which other data of the leaf could be told.
-    """
+    """Return ``view``, or an empty tensor with its own storage if ``view`` is empty."""
+    # All empty views have address 0, so only the storage can show that a user replaced
+    # ``.data`` of an empty leaf (``external_changes``).
     return view if view.numel() else torch.empty_like(view)
 
 
 def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
-    """Give the region a ``full`` ``(padded_numel,)`` of ``dtype``, leaves included.
+    """Create ``full`` ``(padded_numel,)`` of ``dtype`` and its full leaves.
 
-    It has no memory afterwards, unless it is the shard itself.
+    ``full`` has no memory afterwards, unless ``full`` is the shard itself.
     """
     layout = region.layout
     region.is_cut = layout.world_size > 1 or dtype != layout.dtype or region.offload
@@ -274,20 +317,20 @@ def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
         for part, leaf in zip(parts, region.leaves, strict=True)
     )
     if region.is_cut:
-        # A view can only be made of memory that is there; it outlives the memory.
+        # Views can be created only while the storage has memory. The views stay valid
+        # when the storage is resized to 0.
         memory.free(region.full)
 
 
 def full_views(
     layout: RegionLayout, buffer: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """The parts of a ``(padded_numel,)`` buffer: parameters, and padding.
-
-    They have its memory, but autograd does not know it: each has a version counter of
-    its own, which is what makes the split *unsafe*, and nothing that the collector has
-    to look into.
-    """
+    """Split a buffer ``(padded_numel,)`` into views of parameters and of padding."""
     cuts = layout.cuts
+    # "Unsafe" means that autograd does not know the pieces as views, so each piece has
+    # a version counter of its own: an all-gather into ``full`` does not invalidate
+    # tensors that autograd saved (the gathered values are the same again). A piece also
+    # has no ``_base`` that the garbage collector would have to visit.
     pieces = buffer.unsafe_split_with_sizes(cuts.sizes)
     parts = [
         pieces[i] if len(slot.shape) == 1 else pieces[i].view(slot.shape).data
@@ -297,24 +340,34 @@ def full_views(
 
 
 def full_leaf(part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parameter:
-    """Make ``part``, one of ``full_views``, a parameter with the original's attributes.
+    """Turn a view of ``full`` into a parameter with the original's type and attributes.
 
-    It is trainable as its region is, so that a change of the original's
-    ``requires_grad`` shows as a difference.
+    Args:
+        part: the parameter's view from ``full_views``. Converted in place for a plain
+            ``nn.Parameter``.
+        leaf: the original parameter.
+        trainable: the region's flag. A later change of ``leaf.requires_grad`` then
+            shows as a difference between ``leaf`` and the full leaf.
+
+    Returns: the full leaf, which shares ``__dict__`` with ``leaf``.
+    Collective: none.
     """
     made: nn.Parameter
     if type(leaf) is nn.Parameter:
         made = part  # type: ignore[assignment]  # from the next line on
-        made.__class__ = nn.Parameter  # as torch's lazy parameters do
+        # Torch's lazy parameters change their class in the same way.
+        # ``nn.Parameter(part)`` would create one more tensor.
+        made.__class__ = nn.Parameter
         made.requires_grad = trainable
     else:
         made = torch.Tensor._make_subclass(type(leaf), part, trainable)
-    # One dict for both: what a user sets on the parameter is seen in forward, and back.
+    # Shared, so that an attribute that a user sets on either leaf is visible on both.
     made.__dict__ = leaf.__dict__
     return made
 
 
 def _make_gradients(region: FlatParameter, reduce_dtype: torch.dtype) -> None:
+    """Create ``reduce_buffer`` ``(padded_numel,)`` and its views, without memory."""
     layout = region.layout
     region.reduce_buffer = region.grad_shard = None
     region.reduce_views = region.grad_views = ()
@@ -329,11 +382,9 @@ def _make_gradients(region: FlatParameter, reduce_dtype: torch.dtype) -> None:
 
 
 def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
-    """Make ``grad_shard`` ``(shard_numel,)`` and its views, for a reduction.
-
-    Not at build: between build and backward the memory is the optimizer's and the
-    activations'. Values are undefined.
-    """
+    """Create ``grad_shard`` ``(shard_numel,)`` (values undefined) and its views."""
+    # Called by reductions and not at build: between build and backward the memory is
+    # free for optimizer state and activations.
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             make_grad_shard(region, rows=rows)
@@ -341,7 +392,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
     if region.offload:
         shard = _new_shard(region, region.grad_dtype)
     else:
-        # Once per step and unit, so with no call around it.
+        # Runs once per step and unit; inlined to save a function call.
         numel, device = region.layout.shard_numel, region.device
         shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
     views, region.grad_gaps = shard_views(region, shard, rows=rows)
@@ -354,10 +405,8 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
 def with_absent(
     region: FlatParameter, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """``gradients`` of the leaves, ``None`` for those that have no element here.
-
-    As with FSDP1: of an empty gradient a mean would be NaN, and a maximum an error.
-    """
+    """Return ``gradients`` with ``None`` for leaves without elements on this rank."""
+    # FSDP1 does the same: the mean of an empty gradient is NaN, and ``max()`` raises.
     shown = list(gradients)
     for index in region.absent:
         shown[index] = None

@@ -1,8 +1,9 @@
-"""Parameters whose places in a unit were taken by others since.
+"""A registry of parameters that were replaced in their unit.
 
-``to_empty`` of a model on meta, ``load_state_dict(assign=True)`` and an assignment make
-new objects. An optimizer made before still holds the old ones, which nobody uses: it
-would step on nothing and say nothing. So the unit notes what it gives up.
+``to_empty`` of a model on meta, ``load_state_dict(assign=True)`` and an assignment
+create new parameter objects. An optimizer that was created earlier still holds the old
+objects and would step on unused parameters without an error. So the unit records the
+parameters that were replaced, and ``optim`` reads the records.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 
 
 class _Place(NamedTuple):
+    """The unit and the slot that a replaced parameter had."""
+
     handle: weakref.ref[FlatParamHandle]
     slot: int
-    """Of the parameter's slot, which a new layout of the unit keeps."""
+    """``ParameterSlot.index``, which stays the same when the unit is rebuilt."""
 
 
-_places: Any = WeakIdKeyDictionary()  # torch has no types for it
+# ``Any``, because torch has no type stubs for this class.
+_places: Any = WeakIdKeyDictionary()
 _times = 0
 
 
 def record_replaced(
     handle: FlatParamHandle, leaves: Sequence[Sequence[nn.Parameter]]
 ) -> None:
-    """Remember the leaves of ``handle`` that ``leaves`` will take the places of."""
+    """Record the leaves of ``handle`` that ``leaves`` will replace."""
     global _times
     for region, parameters in zip(handle.regions, leaves, strict=True):
         for slot, old, new in zip(
@@ -38,24 +42,30 @@ def record_replaced(
         ):
             if old is not new:
                 _places[old] = _Place(weakref.ref(handle), slot.index)
-                # One that comes back: a weak reference to it would forbid to swap it.
+                # A parameter that returns is a leaf again. The entry must go, because
+                # ``torch.utils.swap_tensors`` refuses a parameter that has weak
+                # references.
                 _places.pop(new, None)
                 _times += 1
 
 
 def times_replaced() -> int:
-    """How many parameters were replaced so far."""
+    """Return how many parameters have been replaced so far in this process."""
     return _times
 
 
 def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] | None:
-    """Who is in the place of a replaced ``parameter`` now; ``None`` if it was not."""
+    """Return the unit and the leaf that replaced ``parameter``.
+
+    ``None`` if ``parameter`` was not replaced, or is a leaf again.
+    """
     place = _places.get(parameter)
     handle = None if place is None else place.handle()
     if handle is None or find_leaf(parameter) is not None:
         return None
+    # The parameter was assigned to its place again; the next forward will adopt it.
     if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
-        return None  # it is back in its place, as the next forward will find
+        return None
     now = (
         leaf
         for region in handle.regions

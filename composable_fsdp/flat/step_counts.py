@@ -1,8 +1,8 @@
-"""Units over whose leaves optimizers have stepped.
+"""Counting optimizer steps per unit.
 
-A fused kernel writes parameters without a word to autograd: their versions stay. A unit
-whose full parameters are kept over a step therefore counts the steps as well. Nobody
-counts before the first unit was kept.
+A fused optimizer kernel writes parameters without incrementing their version counters.
+A unit whose full parameters are kept over a step therefore counts optimizer steps as
+well. Counting starts when the first unit is kept.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ _watching = False
 
 
 def start_counting_steps() -> None:
-    """Count steps from now on."""
+    """Count optimizer steps from now on."""
     global _watching
     _watching = True
 
 
 def is_counting_steps() -> bool:
-    """Whether anybody has asked for the steps of a unit."""
+    """Return whether step counting was started."""
     return _watching
 
 
 def count_step(handles: Iterable[weakref.ref[FlatParamHandle]]) -> None:
-    """Count a step over the leaves of each of ``handles``."""
+    """Count an optimizer step for each unit in ``handles``."""
+    # A dead reference belongs to a model that was deleted.
     for link in handles:
         handle = link()
         if handle is not None:

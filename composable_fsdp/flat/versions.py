@@ -1,17 +1,14 @@
-"""Version counters of full leaves: autograd reads weights inside their window only.
+"""Version counters of full leaves: autograd may read weights only inside a window.
 
-A full leaf may be read from the wait for its all-gather to the reshard of its unit. A
-graph that reads it later, or earlier, would read freed memory or one that an all-gather
-is writing. Autograd compares the version of every tensor that it saved with the one it
-finds, so the counters say which leaves may be read::
+A full leaf may be read from the wait for the unit's all-gather until the unit is
+resharded. A graph that reads the leaf earlier or later would read freed memory, or
+memory that an all-gather is writing. Autograd compares the version of every saved
+tensor with the version at unpacking, so the version counters express which leaves may
+be read::
 
     unshard    wait_unsharded         reshard
     --- unreadable ---|--- readable ---|--- unreadable ---
                        the version of the sharded leaf
-
-The version of a readable full leaf is that of its sharded leaf: a step, a load or a
-write between forward and backward is the error that it is in plain torch. A full leaf
-whose version is another one was written to while its unit was full (``writes``).
 
 ``torch._C._autograd._unsafe_set_version_counter`` is private; used only here, checked
 on torch 2.13 and 2.11.
@@ -27,17 +24,21 @@ from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.naming import join_name, quoted
 
 set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Set the version counters of a tuple of tensors."""
 version_of = attrgetter("_version")
+"""Return the version counter of a tensor without a Python-level function call."""
 
 _FIRST = 1 << 31
-"""Above every version that writes lead to; counters have 32 bits."""
+"""Lower bound of unreadable versions, above all versions that writes reach; counters
+have 32 bits."""
 _given = 0
 
 
 def unreadable_versions(number: int) -> tuple[int, ...]:
-    """Versions for ``number`` leaves that mean "not to be read", each given once.
+    """Return versions for ``number`` leaves that mean "must not be read".
 
-    An error of autograd names the version it found, and that names the leaf.
+    Each version is given out once (until the counter wraps around), so that the version
+    in an autograd error identifies the leaf.
     """
     global _given
     first = _FIRST + _given % (_FIRST >> 1)
@@ -46,11 +47,19 @@ def unreadable_versions(number: int) -> tuple[int, ...]:
 
 
 def make_readable(handle: FlatParamHandle) -> None:
-    """Let autograd read the full leaves. Their data must be there. Sends nothing."""
-    # Asked anew at each wait: a parent's forward may write to its children's shards.
+    """Allow autograd to read the full leaves, whose data must be there.
+
+    Collective: none.
+    """
+    # The version of a readable full leaf is the version of its sharded leaf: an
+    # optimizer step, a load or a write between forward and backward raises the same
+    # error as in plain torch. If the version differs afterwards, the full leaf was
+    # written to (``forward_writes``). Read at every wait: a parent's forward may write
+    # to its children's shards.
     now = tuple(map(version_of, handle.sharded_placed))
     if handle.handed_out:
-        # A flat parameter that an optimizer steps on stands for all leaves.
+        # An optimizer that steps on a flat parameter increments only the version of the
+        # flat parameter, which stands for all leaves.
         steps = sum(map(version_of, handle.handed_out))
         now = tuple([version + steps for version in now])
     if now != handle.readable:
@@ -59,16 +68,20 @@ def make_readable(handle: FlatParamHandle) -> None:
 
 
 def make_unreadable(handle: FlatParamHandle) -> None:
-    """Have autograd refuse to read the full leaves from now on. Sends nothing."""
+    """Make autograd refuse to read the full leaves from now on.
+
+    Collective: none.
+    """
     if handle.readable is not None:
         set_versions(handle.full_placed, handle.unreadable)
         handle.readable = None
 
 
 def find_unreadable(text: str) -> str | None:
-    """The name of the parameter that autograd refused to read, as ``text`` says.
+    """Return the name of the parameter that autograd refused to read.
 
-    None if ``text`` names no version of ``unreadable_versions`` that is in use.
+    ``text`` is the message of autograd's error, from which the version is parsed. The
+    result is ``None`` if ``text`` names no unreadable version that is in use.
     """
     _, found, rest = text.partition("is at version ")
     number = rest.partition(";")[0]

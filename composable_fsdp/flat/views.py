@@ -1,4 +1,4 @@
-"""Which leaves a unit's modules show, and which of its buffers have memory."""
+"""Showing the full or the sharded leaves in a unit's modules; memory of the buffers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from composable_fsdp.flat.part_guards import REFUSE, refuse_part
 
 
 def use_full(handle: FlatParamHandle) -> None:
-    """Put the full leaves into the modules. Their data must be there. Sends nothing.
+    """Register the full leaves in the modules. Their data must be there.
 
-    Where a module shows another tensor than its sharded leaf, that stays until
-    ``use_sharded``: ``torch.func.functional_call`` put it there, for this call.
+    A place that shows another tensor than its sharded leaf keeps the other tensor until
+    ``use_sharded``: ``torch.func.functional_call`` has put the tensor there.
 
-    Raises: CompositionError, if such a tensor has not the shape of the full parameter.
+    Collective: none.
+    Raises: CompositionError, if such a tensor does not have the shape of the full
+    parameter.
     """
     for table, key, sharded, full in zip(
         handle.tables,
@@ -30,7 +32,7 @@ def use_full(handle: FlatParamHandle) -> None:
         handle.full_placed,
         strict=True,
     ):
-        # Not by a method: one more call for each place in every step.
+        # Not ``table.get(key)``: a method call per place in every step.
         if key not in table or table[key] is not sharded:
             save_functional_params(handle)
             break
@@ -39,14 +41,16 @@ def use_full(handle: FlatParamHandle) -> None:
 
 
 def use_sharded(handle: FlatParamHandle) -> None:
-    """Put the sharded leaves, the original parameters, back. Sends nothing."""
+    """Register the sharded leaves, the original parameters. Collective: none."""
     for table, key, sharded in zip(
         handle.tables, handle.keys, handle.sharded_placed, strict=True
     ):
         table[key] = sharded
+    # After the loop, which has overwritten the foreign tensors.
     if handle.foreign:
         restore_functional_params(handle)
-    if handle.parts_open:  # as close_parts, without its call
+    # As ``refuse_part_calls``, inlined to save a function call per step.
+    if handle.parts_open:
         for hooks in handle.guards:
             hooks[REFUSE] = refuse_part
         handle.parts_open = False
@@ -54,16 +58,17 @@ def use_sharded(handle: FlatParamHandle) -> None:
 
 
 def allocate_full(handle: FlatParamHandle) -> None:
-    """Give every ``full`` its memory, on the current stream."""
+    """Allocate every ``full`` on the current stream."""
     for full in handle.gather_lists[0]:
         memory.allocate(full)
     handle.gathered = True
 
 
 def free_full(handle: FlatParamHandle) -> None:
-    """Take the memory of every ``full`` back.
+    """Free the memory of every ``full``.
 
-    The sharded leaves must be in the modules already: a kernel on a freed leaf crashes.
+    The sharded leaves must be registered already: a kernel that reads a freed leaf
+    crashes.
     """
     for full in handle.gather_lists[0]:
         memory.free(full)
@@ -71,7 +76,7 @@ def free_full(handle: FlatParamHandle) -> None:
 
 
 def allocate_reduce(handle: FlatParamHandle) -> None:
-    """Give the reduce buffers their memory, on the current stream."""
+    """Allocate the reduce buffers on the current stream."""
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         memory.allocate(region.reduce_buffer)
@@ -79,7 +84,7 @@ def allocate_reduce(handle: FlatParamHandle) -> None:
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
-    """Take the memory of the reduce buffers back, on the stream that allocated it."""
+    """Free the reduce buffers, on the stream that allocated the buffers."""
     for region in handle.trainable:
         assert region.reduce_buffer is not None
         memory.free(region.reduce_buffer)
@@ -87,7 +92,8 @@ def free_reduce(handle: FlatParamHandle) -> None:
 
 
 def zero_missing(handle: FlatParamHandle) -> None:
-    """Zero the padding and the slots of gradients that did not arrive, in one call."""
+    """Zero the padding, and the parts of gradients that did not arrive."""
+    # All views are collected first, so that a single call zeroes all of them.
     missing: list[torch.Tensor] = []
     for region in handle.trainable:
         missing.extend(region.gaps)
@@ -102,8 +108,13 @@ def zero_missing(handle: FlatParamHandle) -> None:
 
 
 def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
-    """Per region, which leaves get a gradient: by this reduction or one held back."""
+    """Return per region which leaves get a gradient from this reduction.
+
+    Includes gradients of earlier reductions whose sums wait in ``partial``.
+    """
     if handle.rule.fill:
+        # With ``set_reduce_scatter_unused_params`` every parameter counts as arrived,
+        # so that all ranks reduce the same parameters.
         arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
     else:
         arrived = tuple([bytes(region.arrived) for region in handle.trainable])
@@ -116,20 +127,22 @@ def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
 
 
 def clear_arrived(handle: FlatParamHandle) -> None:
-    """Note that no gradient waits in the reduce buffers."""
+    """Record that no gradient waits for a reduction."""
     for region in handle.trainable:
         region.arrived[:] = bytes(len(region.arrived))
 
 
 def add_waiting_to_reduce_buffers(handle: FlatParamHandle) -> None:
-    """Copy gradients that wait and are the weights' memory, before that is freed.
+    """Copy waiting gradients that are views of ``full``, before ``full`` is freed.
 
-    A custom ``autograd.Function`` may return what it saved.
+    Does not write to the reduce buffers: the copies wait in ``FlatParameter.waiting``.
     """
     for region in handle.trainable:
+        # A custom ``autograd.Function`` may return a saved weight as a gradient.
         begin = region.full.data_ptr()
         end = begin + region.full.nbytes
-        # Others than plain tensors may have no place, and none of them is a view.
+        # Tensor subclasses may have no data pointer; a subclass is never a view of
+        # ``full``.
         plain = [each for each in region.waiting if each.__class__ is torch.Tensor]
         for place in map(torch.Tensor.data_ptr, plain):
             if begin <= place < end:
