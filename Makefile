@@ -12,7 +12,7 @@ DOCS := $(VENV)/.stamp-docs
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-gpu bench bench-full docs long clean
+.PHONY: help demo test lint check test-gpu bench bench-full docs long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,10 +24,12 @@ demo: $(DEV) ## train a small language model on two ranks and check it against o
 test: $(DEV) ## run all tests
 	$(PYTEST)
 
-check: $(DEV) ## lint, format, types and the fast tests
+lint: $(DEV) ## lint, format and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict
+
+check: lint ## lint, format, types and the fast tests
 	$(PYTEST) -m "not slow"
 
 # For a machine that brings its own CUDA build of torch and pytest: no .venv, nothing
