@@ -4,12 +4,14 @@
 PYTHON ?= python3
 # Processes that share the test files; JOBS=0 runs all of them in one, in order.
 JOBS ?= 2
+# More arguments for pytest: ARGS=--full-matrix runs every combination of parameters.
+ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint check test-gpu bench bench-full docs long clean

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support import world as worlds
+from tests.support.matrix import thin
 
 # Read by pytest-timeout where it is installed; an option of its own would be an error
 # where it is not.
@@ -34,6 +35,24 @@ def pytest_report_header() -> str | None:
     if collect_ignore_glob:
         return "hypothesis is not installed: only tests/gpu is collected"
     return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the switch of continuous integration."""
+    parser.addoption(
+        "--full-matrix",
+        action="store_true",
+        help="run every combination of parameters, not one for each pair of values",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Cut test matrices to pairs of values."""
+    if not config.getoption("--full-matrix"):
+        items[:], left_out = thin(items)
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:
