@@ -1,8 +1,4 @@
-"""Giving every rank what only the first one holds, one tensor at a time.
-
-The structure goes first, as one object, so that all ranks check the same names and
-shapes and raise alike; then each tensor is sent when its turn comes, and cut at once.
-"""
+"""Broadcast optimizer state from the first rank to all ranks, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -27,24 +23,26 @@ Route = tuple[dist.ProcessGroup, ...]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Stands for a tensor that another rank holds."""
+    """Placeholder for a tensor that only the first rank holds."""
 
     shape: torch.Size
     dtype: torch.dtype
     part: bool
-    """Whether it is a sharded value, of which there is nothing to give."""
+    """Whether the tensor is a sharded value, which holds only a part."""
 
 
 def broadcast_groups(
     units: Sequence[_FSDPState], group: dist.ProcessGroup | None
 ) -> Route:
-    """The groups over which this rank takes part, first to last.
+    """Return the groups in which this rank takes part in a broadcast, in order.
 
-    ``group`` if it is given; else first along the replicas of the first shard, then
-    within every shard group.
+    ``group`` if given. Else, on the first rank of each shard group, the replicate
+    group; then, on all ranks, the shard group. Groups of a single rank are left out.
     """
     if group is not None or not units:
         return ranks_of_broadcast(units, group)
+    # A tensor goes from the first rank along the replicate group of shard rank 0; then
+    # shard rank 0 of each replica holds the tensor and broadcasts to its shard group.
     ranks = units[0].ranks
     copies = ranks.replicate if ranks.shard.rank() == 0 else None
     return tuple(g for g in (copies, ranks.shard) if g is not None and g.size() > 1)
@@ -53,7 +51,7 @@ def broadcast_groups(
 def ranks_of_broadcast(
     units: Sequence[_FSDPState], group: dist.ProcessGroup | None
 ) -> Route:
-    """The groups over which, one after the other, all ranks can tell each other."""
+    """Return the groups over which, in turn, all ranks can exchange a message."""
     if group is not None:
         return (group,)
     if not units:
@@ -63,36 +61,41 @@ def ranks_of_broadcast(
 
 
 def share_structure(saved: Any, groups: Route) -> Any:
-    """Return the first rank's ``saved``: there as it is, elsewhere to be ``unpacked``.
+    """Return the first rank's ``saved``; other ranks get bytes for ``unpacked``.
 
     Collective: one broadcast of an object per group.
-    Raises: CheckpointError on all ranks, if it cannot be sent.
+    Raises: CheckpointError on all ranks, if the structure cannot be pickled.
     """
     is_first = all(group.rank() == 0 for group in groups)
     if not groups:
         return saved
+    # Send the structure first and as a single object: then all ranks check the same
+    # names and shapes, and raise alike, before the first tensor is sent.
     told: Any = _packed(saved) if is_first else None
     for group in groups:
         told = collectives.broadcast_object(told, group)
+    # A string is the error text of the first rank; see ``_packed``.
     if isinstance(told, str):
         raise CheckpointError(told)
     return saved if is_first else told
 
 
 def unpacked(shared: Any) -> Any:
-    """What ``share_structure`` returned, with tensors in their places or described.
+    """Return the structure of ``share_structure``, with tensors or ``Described``.
 
-    Numbers and 0-d tensors are there on every rank. On the first rank all tensors are.
-    Raises: as pickle, on a rank that cannot import what the first one sent.
+    Numbers and 0-d tensors are present on every rank; other tensors only on the first
+    rank.
+    Raises: as pickle, on a rank that cannot import a class that the first rank sent.
     """
     return pickle.loads(shared) if isinstance(shared, bytes) else shared
 
 
 def _packed(saved: Any) -> bytes | str:
-    """The structure as bytes, or what is wrong with it."""
+    """Return the structure as bytes, or a string that says why pickling failed."""
     try:
         return pickle.dumps(_pytree.tree_map(_describe, saved))
     except Exception as error:
+        # Return the text instead of raising: the other ranks wait for the broadcast.
         return (
             "The optimizer state of the first rank cannot be sent to the others: "
             f"{_unsent(saved)} ({type(error).__name__}: {error}). A state holds "
@@ -101,7 +104,7 @@ def _packed(saved: Any) -> bytes | str:
 
 
 def _unsent(saved: Any) -> str:
-    """What of a state does not pickle: where it is, and its type."""
+    """Return path and type of the first value that does not pickle."""
     for path, value in _pytree.tree_leaves_with_path(saved):
         try:
             pickle.dumps(_describe(value))
@@ -111,11 +114,14 @@ def _unsent(saved: Any) -> str:
 
 
 def _describe(value: Any) -> Any:
+    """Replace a tensor with dimensions or a sharded value by a ``Described``."""
     if not isinstance(value, Tensor):
         return value
     part = isinstance(value, ShardedValue)
     if value.ndim or part:
         return Described(value.shape, value.dtype, part)
+    # Scalars travel with the structure. On the CPU, because a pickled CUDA tensor would
+    # be restored on the sender's device.
     return value.cpu()
 
 
@@ -126,7 +132,14 @@ def share_tensor(
 ) -> Tensor:
     """Return the first rank's tensor on every rank, on ``device``.
 
-    Collective: one broadcast per group.
+    Args:
+        value: the tensor on the first rank, a ``Described`` on the others.
+        groups: the groups of ``broadcast_groups``.
+        device: the device of the result.
+
+    Returns: the full tensor, contiguous.
+
+    Collective: one broadcast per group; all its ranks must call.
     """
     if isinstance(value, Tensor):
         whole = value.detach().to(device).contiguous()

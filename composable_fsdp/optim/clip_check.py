@@ -1,18 +1,14 @@
-"""Gradients that were scaled by another factor on each rank are refused.
+"""Refuse gradients that each rank has scaled by another factor.
 
-``torch.nn.utils.clip_grad_norm_`` and whoever calls it (trainers do) take the norm of
-this rank's shards for that of the model. Nothing tells them otherwise, so what they did
-is looked for before the optimizer steps::
+``torch.nn.utils.clip_grad_norm_``, which trainers call, takes the norm of this rank's
+shards for the norm of the model. The optimizer's pre-step hook detects this::
 
     end of backward     note some elements and the version of each flat gradient
     user                writes to gradients, or does not
     before the step     another version? by which factor? the same on the other ranks?
 
-A write that is no scaling, or scales alike on all ranks, is the user's. Ranks that
-wrote tell each other their factors in the key-value store, and wait for each other, so
-all of them raise. Where nobody writes, a step asks for versions in the first steps and
-in a few behind each power of two, and in the others nothing. While somebody writes, it
-goes on, until factors were found right.
+A write is accepted if it does not scale, or if it scales by the same factor on all
+ranks. Ranks that wrote exchange their factors through the key-value store.
 """
 
 from __future__ import annotations
@@ -35,32 +31,37 @@ from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.full_param_checks import handles_of, parameters_of
 
 _BACKWARDS = 64
-"""Backwards noted at most for one step: more would be an accumulation of gradients."""
+"""Maximum number of backwards sampled for a step. More backwards than this are gradient
+accumulation."""
 _WINDOW = 2
-"""Steps looked at from each power of two on."""
+"""Number of steps checked from each power of two on."""
 _TRUSTED = 3
-"""Writes found right after which an optimizer is looked at in windows only."""
+"""Number of accepted writes after which an optimizer is checked in windows only."""
 _PATIENCE = 5.0
-"""Seconds to wait for ranks that hold elements and see no write; once an optimizer."""
+"""Seconds to wait for ranks that hold elements but saw no write; spent at most once per
+optimizer."""
 _ENOUGH = 4
-"""Elements of a leaf that a factor is told from at least."""
+"""Minimum number of elements of a leaf from which a factor is computed."""
 _TOLD = 64
-"""Parameters whose factors are told at most, the largest first."""
+"""Maximum number of parameters whose factors are sent, the largest parameters first."""
 
 
 class _Watched:
-    """What is known of one optimizer that holds parts of parameters."""
+    """State of the check for an optimizer that holds sharded parameters."""
 
     __slots__ = ("__weakref__", "alone", "ordinal", "said", "steps", "trust", "writes")
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
-        """Of the optimizers met, on all ranks the same."""
+        """Number of the optimizer in order of first use; equal on all ranks."""
         self.steps = self.trust = 0
+        # ``writes``: gradients were written to before the last step. ``alone``: this
+        # rank wrote and other ranks did not, so that the check is off for this
+        # optimizer.
         self.writes = self.alone = False
-        """Whether gradients were written to, and that by this rank and not by all."""
         self.said: list[tuple[Peers, str]] = []
-        """Places this rank was first at, the last two: to be removed by it."""
+        """Keys that this rank wrote first in the store and must remove; oldest first.
+        """
 
 
 _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched | None] = (
@@ -74,7 +75,7 @@ _met = 0
 
 
 def expect_gradients() -> None:
-    """Have gradients looked at before the next steps; called when a module is cut."""
+    """Have gradients sampled before the next steps; called when a module is sharded."""
     _watched.clear()
     _wishing.clear()
     SAMPLE_REQUEST.backwards = _BACKWARDS
@@ -83,8 +84,8 @@ def expect_gradients() -> None:
 def require_common_factor(optim: torch.optim.Optimizer) -> None:
     """Refuse gradients that each rank scaled by another factor.
 
-    If this rank wrote to gradients, keys in the store and a bounded wait for the others
-    that hold elements; sends no tensor.
+    Collective: none. If this rank wrote to gradients, the ranks that hold elements
+    exchange keys in the store and wait for each other, at most ``_PATIENCE`` seconds.
     Raises: CompositionError, on all ranks that wrote.
     """
     watched = _watched.get(optim, _UNKNOWN)
@@ -96,10 +97,15 @@ def require_common_factor(optim: torch.optim.Optimizer) -> None:
     if GRAD_SAMPLES:
         _compare(optim, watched)
     steps = watched.steps
+    # Without writes, request samples only in the first ``_WINDOW`` steps from each
+    # power of two on; all other steps cost nothing. After a write, request samples for
+    # every step until ``_TRUSTED`` writes were accepted.
     if watched.writes or steps + 1 - (1 << (steps + 1).bit_length() - 1) < _WINDOW:
         _wishing.add(watched)
         SAMPLE_REQUEST.backwards = _BACKWARDS
     elif SAMPLE_REQUEST.backwards:
+        # Turn sampling off for all optimizers only if no other optimizer still needs
+        # samples.
         _wishing.discard(watched)
         if not _wishing:
             SAMPLE_REQUEST.backwards = 0
@@ -110,6 +116,7 @@ _UNKNOWN = _Watched(-1)
 
 
 def _register_optimizer(optim: torch.optim.Optimizer) -> _Watched | None:
+    """Return a new record; None without a shard group whose ranks can be compared."""
     global _met
     shards = (handle.groups.shard for handle in handles_of(optim))
     if not any(shard is not None and can_compare(shard) for shard in shards):
@@ -119,7 +126,7 @@ def _register_optimizer(optim: torch.optim.Optimizer) -> _Watched | None:
 
 
 class _Write(NamedTuple):
-    """A flat gradient that was written to."""
+    """A flat gradient that was written to after its reduction."""
 
     handle: FlatParamHandle
     region: FlatParameter
@@ -128,18 +135,22 @@ class _Write(NamedTuple):
 
 
 def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
+    """Find the written gradients of ``optim`` and compare them per shard group."""
     held = set(map(id, parameters_of(optim)))
     writes: dict[dist.ProcessGroup, list[_Write]] = {}
     for region, note in list(GRAD_SAMPLES.items()):
         handle, gradient = note.handle(), note.gradient()
         if handle is None or gradient is None or gradient is not region.grad_shard:
             continue
+        # In-place writes raise the version counter of the flat gradient. Assigning
+        # ``p.grad`` does not, so an assigned gradient is accepted.
         if gradient._version == note.version:
             continue
         mine = {id(region.flat)} | set(map(id, region.leaves))
         if mine.isdisjoint(held):
             continue
-        # Asked last: the group of a model that nobody steps any more may be gone.
+        # Read the group last: the group of a model that is no longer trained may be
+        # destroyed.
         group = handle.groups.shard
         if group is not None:
             write = _Write(handle, region, note, gradient)
@@ -156,6 +167,10 @@ def _exchange(
     writes: Sequence[_Write],
     held: set[int],
 ) -> None:
+    """Exchange factors with the other ranks of ``group`` through the key-value store.
+
+    Raises: CompositionError, if factors differ; on all ranks of the group that wrote.
+    """
     leaves = _leaves_of(writes, held)
     said = _statement(leaves)
     peers = _peers.get(group)
@@ -163,6 +178,8 @@ def _exchange(
         peers = _peers[group] = Peers(group, "factors")
     place = f"{watched.ordinal}/{watched.steps}"
     if said.leaves or said.factor is not None:
+        # The first rank that writes the key sets the reference; every later rank
+        # compares itself with the first, and writes the difference under a second key.
         other = peers.say(place, json.dumps(said._asdict()))
         if other is None:
             watched.said.append((peers, place))
@@ -172,8 +189,10 @@ def _exchange(
             )
             if wrong:
                 peers.say(f"{place}/wrong", wrong)
+    # Wait for all ranks before the second key is read, so that all of them raise.
     peers.arrive(f"{place}/all", _ranks_with_elements(writes))
-    # Where more was done than scaling, others may have had nothing to do.
+    # After a write that is more than scaling, do not wait: the other ranks may have had
+    # no reason to write.
     mixed = any(leaf.is_changed_otherwise for leaf in leaves)
     if not mixed and not peers.all_arrived(f"{place}/all", _PATIENCE):
         watched.alone = True
@@ -191,6 +210,7 @@ def _exchange(
         watched.trust += 1
     if watched.trust >= _TRUSTED:
         watched.trust, watched.writes = 0, False
+    # Keep the keys of the last two exchanges, because slower ranks may still read them.
     for old_peers, old in watched.said[:-2]:
         for suffix in ("", "/wrong", "/all"):
             old_peers.remove(f"{old}{suffix}")
@@ -198,22 +218,23 @@ def _exchange(
 
 
 class _Leaf(NamedTuple):
-    """What became of one leaf's noted elements."""
+    """The comparison of the sampled elements of a leaf before and after the write."""
 
     name: str
     numel: int
     is_part: bool
-    """Whether other ranks hold elements of it, too."""
+    """Whether other ranks hold elements of the parameter, too."""
     gradient: Tensor
     factor: float | None
-    """``None`` if none can be told."""
+    """The common factor, or None if the elements do not show a factor."""
     is_changed_otherwise: bool
+    """Whether the write did something else than scale."""
     hints: list[float]
-    """What its elements say where they are too few to tell a factor."""
+    """Ratios of single elements, if there are fewer than ``_ENOUGH`` of them."""
 
 
 def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
-    """Every written leaf that this rank holds elements of and the optimizer steps."""
+    """Return every written leaf that has elements here and that the optimizer steps."""
     before, after = _on_host(writes)
     found = []
     for write, then, now in zip(writes, before, after, strict=True):
@@ -227,7 +248,7 @@ def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
             if not is_flat and id(region.leaves[index]) not in held:
                 continue
             slot, view = region.layout.parameters[index], region.grad_views[index]
-            assert view is not None  # it has noted elements
+            assert view is not None  # a leaf with samples has elements here
             name = quoted(join_name(handle.full_fqn, slot.fqn))
             is_part = view.numel() < slot.numel
             found.append(
@@ -240,14 +261,16 @@ def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
 def _on_host(
     writes: Sequence[_Write],
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """The noted elements, as they were and as they are; one wait for the GPU."""
+    """Return the sampled elements before and after the write, as host numbers."""
     parts: list[Tensor] = []
     for _, _, note, gradient in writes:
         now = gradient.index_select(0, note.places)
         for each in (note.values, now):
+            # The real parts are enough to find a real factor.
             real = torch.view_as_real(each)[:, 0] if each.is_complex() else each
             parts.append(real.to(torch.float64))
     device = parts[-1].device
+    # A single copy to the host, so that the host waits for the GPU once.
     numbers = torch.cat([part.to(device) for part in parts]).tolist()
     rows, at = [], 0
     for part in parts:
@@ -259,36 +282,44 @@ def _on_host(
 def _factor(
     pairs: Sequence[tuple[float, float]], tolerance: float
 ) -> tuple[float | None, bool, list[float]]:
-    """By what elements were multiplied; whether something else was done; hints."""
+    """Return the factor, whether something else than scaling was done, and hints.
+
+    ``pairs`` are the sampled elements ``(before, after)`` of a leaf.
+    """
     if all(now == then for then, now in pairs):
+        # Elements that are all zero are unchanged under every factor.
         return (1.0 if any(then for then, _ in pairs) else None), False, []
     largest = max(abs(then) for then, _ in pairs)
     if not 0 < largest < float("inf"):
         return None, largest == 0, []
-    # Small ones lose digits in half precision, and zeros say nothing.
+    # Leave out small elements, which lose digits in half precision, and zeros, which
+    # have no ratio.
     ratios = [now / then for then, now in pairs if abs(then) > 1e-2 * largest]
     mean = sum(ratios) / len(ratios)
     if mean != mean or mean == 0:
         return None, False, []
-    # What each differs by from the factor: by itself, and small ones as the largest.
+    # Two tests: the ratios agree with each other, and every element, also a small one,
+    # agrees with ``mean`` relative to the largest element.
     spread = max(ratios) - min(ratios)
     off = max(abs(now - mean * then) for then, now in pairs) / largest
-    # A clip makes nothing larger.
+    # A factor above 1 is no clipping of gradients and counts as another kind of write.
     if not (max(spread, off) <= 2 * tolerance * mean and mean <= 1 + tolerance):
         return None, True, []
     return (mean, False, []) if len(ratios) >= _ENOUGH else (None, False, ratios)
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """How far a factor may be from what two elements say, for two roundings each."""
+    """Return the relative error of a factor computed from two elements of ``dtype``."""
+    # Each of the two elements was rounded twice.
     return max(1e-5, 2.1 * torch.finfo(dtype).eps)
 
 
 class _RankStatement(NamedTuple):
-    """What a rank tells of its gradients.
+    """The message of a rank about its gradients.
 
-    ``leaves``: factors of parameters that others hold parts of, too. ``factor`` and
-    ``norm``: of all that were changed, if that is one.
+    ``leaves``: factors of parameters of which other ranks hold parts, too. ``factor``
+    and ``norm``: the common factor of all changed gradients and their norm after the
+    write; ``factor`` is None if there is no common factor.
     """
 
     leaves: dict[str, float]
@@ -298,16 +329,18 @@ class _RankStatement(NamedTuple):
 
 
 def _statement(leaves: Sequence[_Leaf]) -> _RankStatement:
+    """Build this rank's message."""
     parts = [leaf for leaf in leaves if leaf.is_part and leaf.factor is not None]
     parts.sort(key=lambda leaf: -leaf.numel)
     told = {leaf.name: leaf.factor for leaf in parts[:_TOLD] if leaf.factor is not None}
-    # Of means of several elements, roundings are half as far apart.
+    # A mean of several elements has about half the rounding error.
     tolerance = max((_tolerance(leaf.gradient.dtype) / 2 for leaf in leaves), default=0)
     factors = [leaf.factor for leaf in leaves if leaf.factor not in (None, 1.0)]
     clear = [factor for factor in factors if factor is not None]
     hints = [hint for leaf in leaves for hint in leaf.hints]
     if not clear and len(hints) > 1:
-        clear = hints  # of small parameters, all scaled alike
+        # All leaves are small. Together they show a factor if all were scaled alike.
+        clear = hints
     if any(leaf.is_changed_otherwise for leaf in leaves) or not clear:
         return _RankStatement(told, None, 0.0, tolerance)
     if _differ(max(clear), min(clear), tolerance):
@@ -318,17 +351,19 @@ def _statement(leaves: Sequence[_Leaf]) -> _RankStatement:
 
 
 def _differ(one: float, other: float, tolerance: float) -> bool:
+    """Return whether two factors differ by more than the relative ``tolerance``."""
     return abs(one - other) > tolerance * max(one, other)
 
 
 def _difference(mine: _RankStatement, theirs: _RankStatement, rank: int) -> str:
-    """What two ranks did differently, in words; empty if nothing is known of it."""
+    """Return a text on how two ranks scaled differently, or an empty string."""
     own, tolerance = dist.get_rank(), max(mine.tolerance, theirs.tolerance)
     for name, factor in mine.leaves.items():
         other = theirs.leaves.get(name, factor)
         if _differ(factor, other, tolerance):
             return _difference_text(f"that of {name}", factor, own, other, rank)
-    # They hold no parameter together. To the same norm of its own, each: a clip.
+    # The ranks share no parameter. Different factors alone may be intended; if also the
+    # norms after the write are equal, each rank has clipped by its own norm.
     if mine.factor is None or theirs.factor is None:
         return ""
     same = not _differ(mine.factor, theirs.factor, tolerance)
@@ -338,6 +373,7 @@ def _difference(mine: _RankStatement, theirs: _RankStatement, rank: int) -> str:
 
 
 def _difference_text(what: str, one: float, own: int, other: float, rank: int) -> str:
+    """Return the text for two factors, in the order of the ranks."""
     pairs = sorted([(own, one), (rank, other)])
     return f"{what} by " + " and by ".join(
         f"{factor:.4g} on rank {each}" for each, factor in pairs
@@ -345,7 +381,9 @@ def _difference_text(what: str, one: float, own: int, other: float, rank: int) -
 
 
 def _ranks_with_elements(writes: Sequence[_Write]) -> int:
-    """How many ranks of the group hold any of what was written to: the first ones."""
+    """Return how many ranks of the group hold elements of the written gradients."""
+    # Parameters fill the flat buffer from its start and padding is at its end, so the
+    # ranks with elements are the first ones of the group.
     layouts = [write.region.layout for write in writes]
     ends = [
         (max(slot.offset + slot.numel for slot in layout.parameters), layout)

@@ -1,7 +1,7 @@
-"""What one rank refuses, told to the ranks that would wait for it.
+"""Raise an exception of one rank on all ranks, so that no rank blocks in a collective.
 
-Before an exchange that has room for a text (``raise_on_all_ranks``), or before the
-first of many broadcasts (``require_success_on_all_ranks``).
+Use ``raise_on_all_ranks`` before an exchange of objects that can carry the error text,
+and ``require_success_on_all_ranks`` before the first of several broadcasts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 def units_known(model: object, optim: object) -> list[_FSDPState]:
-    """The units in ``model``; if that is no module, those that ``optim`` steps on.
+    """Return the units in ``model``; if ``model`` is no module, the units of ``optim``.
 
-    These only if they have one shard group: the order of several is the model's to say.
+    The units of ``optim`` are returned only if they share a single shard group.
     """
     if isinstance(model, nn.Module):
         return _get_fsdp_states(model)
@@ -34,35 +34,40 @@ def units_known(model: object, optim: object) -> list[_FSDPState]:
     handles = dict.fromkeys(place[0] for place in places if place is not None)
     states = [_get_module_fsdp_state(handle.infos[0].module) for handle in handles]
     units = [state for state in states if state is not None]
+    # With several groups, the order of collectives follows the model, which is not
+    # known.
     return units if len(shard_groups(units)) == 1 else []
 
 
 def shard_groups(units: Sequence[_FSDPState]) -> list[dist.ProcessGroup]:
-    """The groups over which units are cut, each once, in the order of the units."""
+    """Return the shard groups of the units, each once, in the order of the units."""
     groups = [unit.handle.groups.shard for unit in units]
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 @contextmanager
 def raise_on_all_ranks(units: Sequence[_FSDPState]) -> Iterator[None]:
-    """If the block raises, tell the ranks that are on their way to the exchange.
+    """If the block raises, send the error text to the ranks that wait in the exchange.
 
-    Collective: none; else as ``require_same_state``, in which the others are.
+    Collective: none if the block succeeds; else one all-gather of objects per shard
+    group, which pairs with the exchange of ``require_same_state`` on the other ranks.
     """
     try:
         yield
     except Exception as error:
         for group in shard_groups(units):
+            # The same form as in ``require_same_state``: entries, then the error text.
             collectives.all_gather_object(([], text_of(error)), group)
         raise
 
 
 @contextmanager
 def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """If the block raises on one of the ranks, raise on all of them.
+    """If the block raises on any rank, raise on all ranks.
 
-    Collective: one gather of texts over each of ``groups``.
-    Raises: what the block raised; on the other ranks CheckpointError with its text.
+    Collective: one all-gather of texts over each of ``groups``.
+    Raises: the exception of the block; on the other ranks CheckpointError with its
+    text.
     """
     own: Exception | None = None
     try:
@@ -83,7 +88,11 @@ def _rank() -> int:
 
 
 def text_of(error: Exception) -> str:
-    """What an error says, without the rank that ours add; with its kind if not ours."""
+    """Return the message of an error, for other ranks.
+
+    Errors of this package are sent without the rank that they append; other errors are
+    sent with their type.
+    """
     if isinstance(error, (FSDPError, TypeError)) and error.args:
         return str(error.args[0])
     return f"{type(error).__name__}: {error}"

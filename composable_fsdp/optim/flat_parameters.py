@@ -1,12 +1,12 @@
-"""``flat_parameters``: what an element-wise optimizer steps on with the fewest kernels.
+"""``flat_parameters``: parameters that an optimizer steps with the fewest kernels.
 
-An optimizer over the originals has as many tensors as the model has parameters; over
-the flat parameters it has one per region, and does per step what that costs::
+An optimizer over the originals has as many tensors as the model has parameters. Over
+flat parameters, an optimizer has a tensor per region, and pays per step for those::
 
     model.parameters()        up.weight  up.bias  down.weight  down.bias ..
     flat_parameters(model)   [ up.weight  up.bias  down.weight  down.bias | padding ]
 
-The padding has zero as its value and gradient, and is in no norm and no state dict.
+Value and gradient of the padding are zero; no norm and no state dict includes it.
 """
 
 from __future__ import annotations
@@ -37,26 +37,29 @@ _WHAT = "flat_parameters"
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return one parameter per trainable region: all that an optimizer has to step on.
+    """Return a parameter per trainable region, for an optimizer to step on.
 
-    Each is ``(shard_numel,)``: its data is the region's shard, which the original
-    parameters view, and backward makes the flat gradient its ``.grad``. In the order of
-    the handles and their regions, the same on all ranks; then trainable parameters of
-    ``module`` that no unit holds, as they are. Asked again it gives the same objects,
-    also after the model was moved, cast or given values on meta.
+    Each flat parameter has shape ``(shard_numel,)``. Its data is the region's shard,
+    which the original parameters view; backward makes the flat gradient its ``.grad``.
+    The list follows the order of the handles and their regions, which is equal on all
+    ranks; the trainable parameters of ``module`` that no unit holds come last,
+    unchanged. Every call returns the same objects, also after the model was moved, cast
+    or materialized from meta.
 
-    From then on ``.grad`` of the originals is None; gradients that they have by then
-    move. A parameter that got no gradient has zeros where others of its region have
-    one, so an element-wise optimizer steps it with a zero gradient: its weight decays
-    and its momentum runs on. An optimizer over the originals of a flat parameter, or
-    one that is not element-wise, is refused at its next step.
+    After the call ``.grad`` of the originals is None; existing gradients move to the
+    flat parameters. If a parameter gets no gradient while others of its region do, its
+    gradient is zero: an element-wise optimizer then still applies weight decay and
+    momentum. An optimizer over the originals of a flat parameter, and an optimizer that
+    is not element-wise, are refused at their next step.
 
-    Clear gradients with ``optimizer.zero_grad()``, or ``zero_grad()`` of ``module`` or
-    of a unit; that of a module around them does not know of flat parameters.
+    Clear gradients with ``optimizer.zero_grad()``, or with ``zero_grad()`` of
+    ``module`` or of a unit. ``zero_grad()`` of a module around ``module`` does not
+    clear flat gradients.
 
-    Sends nothing; all ranks should call it alike.
-    Raises: CompositionError, if ``module`` holds no unit, or parameters of a unit that
-    is not in it; PhaseError, inside forward, backward or ``unshard_params``.
+    Collective: none; all ranks should call alike.
+    Raises: CompositionError, if ``module`` holds no unit, or holds parameters of a unit
+    that is not in ``module``; PhaseError, inside forward, backward or
+    ``unshard_params``.
 
     >>> optim = AdamW(flat_parameters(model), foreach=True)
     """
@@ -79,6 +82,8 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
             )
     for state in states:
         require_between_steps(state, _WHAT)
+        # Regions are either trainable or frozen: lay the unit out anew first, if the
+        # user has changed ``requires_grad`` since.
         if requires_grad_changed(state.handle):
             follow_requires_grad(ensure_root(state), state.handle)
     flats = [
@@ -86,7 +91,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
         for handle in _get_fsdp_handles(module)
         for region in handle.trainable
     ]
-    # Optimizers that have stepped already may hold the originals.
+    # Optimizers that were checked before may hold the originals, so check them again.
     install_step_hooks()
     for each in (module, *(m for state in states for m in state.modules)):
         _clear_flat_ones_too(each)
@@ -94,12 +99,13 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def flat_parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
-    """Return what ``flat_parameters`` does, by the answers of ``group_by``.
+    """Return the parameters of ``flat_parameters``, by the results of ``group_by``.
 
-    Under ``None`` are the flat parameters of units that were sharded without it, and
-    parameters that no unit holds, of which nobody asked.
+    The key None has the flat parameters of units that were sharded without
+    ``group_by``, and the parameters that no unit holds.
 
-    Sends nothing. Raises: as ``flat_parameters``.
+    Collective: none.
+    Raises: as ``flat_parameters``.
 
     >>> groups = flat_parameter_groups(model)
     >>> optim = AdamW([
@@ -116,7 +122,9 @@ def flat_parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter
 
 
 def _clear_flat_ones_too(module: nn.Module) -> None:
-    """Have ``module.zero_grad()`` clear the flat gradients as well."""
+    """Replace ``module.zero_grad`` so that flat gradients are cleared, too."""
+    # ``nn.Module.zero_grad`` clears the parameters of the module, and flat parameters
+    # are not registered in any module.
     if getattr(module.zero_grad, "func", None) is not _zero_grad:
         own = functools.partial(_zero_grad, module)
         vars(module)["zero_grad"] = functools.update_wrapper(own, module.zero_grad)

@@ -1,14 +1,16 @@
-"""The state of an optimizer over flat parameters, as one over the originals has it.
+"""Convert optimizer state between flat parameters and original parameters.
 
 ::
 
     flat form       params [0, 1]              state 0: exp_avg (shard_numel,), step
     per original    params [0, 1, 2, 3, 4]     state 0: exp_avg (k, *trailing), step ..
 
-``unflatten_state`` goes down, ``join`` up. All else in this folder sees originals, so a
-state from flat parameters and one from the originals are the same, and go into each
-other's optimizers. A scalar (``step``) is one of the region: each original is given a
-copy, and they come back only if they are equal.
+``unflatten_state`` converts the upper form into the lower, ``flatten_state`` the lower
+into the upper. All other files of this folder work on original parameters, so state
+saved from flat parameters can be loaded into an optimizer over original parameters, and
+the other way round. A scalar (``step``) belongs to the whole region:
+``unflatten_state`` copies it for each original, and ``flatten_state`` requires that all
+copies are equal.
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ _ZERO_AT_FIRST = (
     "momentum_buffer",
     "square_avg",
 )
-"""Element-wise state that starts from zero, so zeros stand for a parameter that has
-none yet: that is what a gradient of zeros makes of them."""
+"""Element-wise state that optimizers initialize with zeros. If a parameter has no such
+state yet, zeros are used for it: a step with a zero gradient gives the same."""
 
 
 _WAY_OUT = "Load it into an optimizer over model.parameters()."
 
 
 class Part(NamedTuple):
-    """One original in a flat parameter: ``[at, at + numel)`` of it."""
+    """An original parameter: ``[at, at + numel)`` of a flat parameter's shard."""
 
     leaf: nn.Parameter
     slot: ParameterSlot
@@ -56,12 +58,14 @@ class Part(NamedTuple):
     name: str
 
     def view(self, flat: Tensor) -> Tensor:
-        """Its elements of ``flat`` ``(shard_numel,)``, in the leaf's shape."""
+        """Return the leaf-shaped view of this part of ``flat`` ``(shard_numel,)``."""
         return flat[self.at : self.at + self.leaf.numel()].view(self.leaf.shape)
 
 
 def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
-    """The originals of a flat parameter, in slot order, also of a retired one."""
+    """Return the originals of a flat parameter in slot order, also of a retired one."""
+    # Find leaves by slot index, because a retired flat parameter keeps an old layout,
+    # and the leaves may be in other regions now.
     leaves = {
         slot.index: leaf
         for region in handle.regions
@@ -79,14 +83,15 @@ def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
 
 
 def has_flats(param_groups: list[Group]) -> bool:
-    """Whether an optimizer has flat parameters."""
+    """Return whether an optimizer has flat parameters."""
     return any(id(p) in FLAT_PARAMS for group in param_groups for p in group["params"])
 
 
 def originals(param_groups: list[Group]) -> list[Group]:
-    """The groups with originals in the place of flat parameters; as they are if none.
+    """Return the groups with flat parameters replaced by their originals.
 
-    Names that were given to flat parameters are nobody's then.
+    Groups without flat parameters are returned unchanged. ``param_names`` are dropped,
+    because they name flat parameters.
     """
     if not has_flats(param_groups):
         return param_groups
@@ -101,14 +106,15 @@ def originals(param_groups: list[Group]) -> list[Group]:
 
 def _leaves(parameter: nn.Parameter) -> list[nn.Parameter]:
     found = find_flat(parameter)
+    # A parameter that is not flat is its own and only original.
     return [parameter] if found is None else [p.leaf for p in parts_of(*found)]
 
 
 def unflatten_state(param_groups: list[Group], given: dict[str, Any]) -> dict[str, Any]:
-    """``given``, a state dict in the form of ``param_groups``, per original.
+    """Convert a state dict over flat parameters into a state dict over originals.
 
-    Tensors are views of those in ``given``; numbers count the originals. What is per
-    original already, or not of these groups, is returned as it is.
+    Tensors of the result are views of those in ``given``; numbers count the originals.
+    A state that is per original already, or of other groups, is returned unchanged.
 
     Raises: CheckpointError, for state that is not element-wise.
     """
@@ -125,6 +131,7 @@ def unflatten_state(param_groups: list[Group], given: dict[str, Any]) -> dict[st
             if found is None:
                 each: list[Any] = [values]
             elif values is None:
+                # No state yet, but the originals still need their numbers.
                 each = [None] * len(found[1].layout.parameters)
             else:
                 handle, flat = found
@@ -142,7 +149,10 @@ def unflatten_state(param_groups: list[Group], given: dict[str, Any]) -> dict[st
 
 
 def _is_flat_form(param_groups: list[Group], given: Any) -> bool:
-    """Whether the groups of ``given`` count flat parameters, as optimizers do."""
+    """Return whether the groups of ``given`` count flat parameters.
+
+    They do if they have the sizes of ``param_groups`` and numbers as keys.
+    """
     if not isinstance(given, dict) or "param_groups" not in given:
         return False
     theirs = given["param_groups"]
@@ -152,8 +162,17 @@ def _is_flat_form(param_groups: list[Group], given: Any) -> bool:
 
 
 def part_of_state(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
-    """The original's part of a flat parameter's state; scalars are copied.
+    """Return the original's part of a flat parameter's state; scalars are copied.
 
+    Args:
+        part: the original parameter.
+        flat: the flat parameter that contains the original.
+        name: name of the state, for the message.
+        value: the state: ``(shard_numel,)``, a 0-d tensor, or no tensor.
+
+    Returns: a view in the leaf's shape, a copy of a 0-d tensor, or ``value`` itself.
+
+    Collective: none.
     Raises: CheckpointError, for state that is not element-wise.
     """
     value = value.local if isinstance(value, ShardedValue) else value
@@ -164,7 +183,8 @@ def part_of_state(part: Part, flat: FlatParamRecord, name: str, value: Any) -> A
     if value.ndim == 0:
         return value.clone()
     if value.shape == part.leaf.shape and len(flat.layout.parameters) == 1:
-        return value  # of one original, and so per original already
+        # A flat parameter of a single original may keep state in the original's shape.
+        return value
     raise CheckpointError(
         f"Optimizer state {name!r} of the flat parameter with {quoted(part.name)} has "
         f"shape {tuple(value.shape)}; expected a scalar or this rank's shard, "
@@ -178,14 +198,21 @@ def flatten_state(
     given: dict[str, Any],
     present: dict[Any, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The inverse of ``unflatten_state``: ``given`` per original, by numbers, in flat
-    form.
+    """Convert a state dict over originals, keyed by numbers, into the flat form.
 
-    ``present`` is the optimizer's own state: what the parts already lie in is taken as
-    it is, and nothing is copied. Padding is zero.
+    The inverse of ``unflatten_state``. Padding is zero.
 
-    Raises: CheckpointError, naming parameters of one region whose scalars differ, or
-    that lack state which others have and which does not start from zero.
+    Args:
+        param_groups: the optimizer's own groups, with flat parameters.
+        given: the state dict over the originals.
+        present: the optimizer's own ``state``. Tensors of ``given`` that are views of
+            these tensors are not copied. Default: copy everything.
+
+    Returns: the state dict in flat form; ``given`` itself without flat parameters.
+
+    Collective: none.
+    Raises: CheckpointError, naming parameters of a region whose scalars differ, or
+    parameters that lack state which others have and which does not start from zero.
     """
     if not has_flats(param_groups):
         return given
@@ -219,7 +246,7 @@ def _joined(
     each: list[dict[str, Any]],
     there: dict[str, Any],
 ) -> Iterator[tuple[str, Any]]:
-    """Name and value of every state of one flat parameter."""
+    """Yield name and value of every state of a flat parameter."""
     require_flattenable(parts, each)
     for name in dict.fromkeys(name for values in each for name in values):
         found = [
@@ -228,11 +255,16 @@ def _joined(
             if name in values
         ]
         whole, first = there.get(name), found[0][1]
+        # Equal in all parts, as ``require_flattenable`` has checked.
         if not is_elementwise(found[0][0], name, first):
             yield name, first
+        # All parts are views of the optimizer's own tensor already: take it without a
+        # copy.
         elif isinstance(whole, Tensor) and all(_is_in(p, v, whole) for p, v in found):
             yield name, whole
         else:
+            # Zeros for the padding and for parts without this state, see
+            # ``_ZERO_AT_FIRST``.
             made = first.new_zeros(flat.layout.shard_numel)
             for part, value in found:
                 part.view(made).copy_(value.view(part.leaf.shape))
@@ -240,18 +272,19 @@ def _joined(
 
 
 def require_flattenable(parts: list[Part], each: list[dict[str, Any]]) -> None:
-    """Refuse states of the originals that one flat parameter cannot have together.
+    """Refuse states of the originals that a flat parameter cannot represent.
 
-    In ``each`` an ``Ellipsis`` stands for an element-wise tensor. Sends nothing.
+    In ``each`` an ``Ellipsis`` stands for an element-wise tensor that is not read yet.
+    Collective: none.
 
-    Raises: CheckpointError, as ``join``.
+    Raises: CheckpointError, as ``flatten_state``.
     """
     for name in dict.fromkeys(name for values in each for name in values):
         found: list[tuple[Part, Any]] = []
         lacking: list[str] = []
         for part, values in zip(parts, each, strict=True):
             if name not in values:
-                # Of no element here, the state has none to lack.
+                # A parameter without elements on this rank cannot lack state.
                 lacking += [part.name] if part.leaf.numel() else []
             elif values[name] is not ... and not is_elementwise(
                 part, name, values[name]
@@ -269,21 +302,36 @@ def require_flattenable(parts: list[Part], each: list[dict[str, Any]]) -> None:
 
 
 def is_elementwise(part: Part, name: str, value: Any) -> bool:
-    """Whether a state has an element for each of the original's on this rank."""
+    """Return whether a state has an element per element of the original on this rank.
+
+    Args:
+        part: the original parameter.
+        name: name of the state; names in ``SCALARS`` are scalars.
+        value: the state.
+
+    Returns: True for an element-wise tensor.
+
+    Collective: none.
+    """
     if not isinstance(value, Tensor):
         return False
+    # For a 0-d parameter, the shape cannot distinguish element-wise state from a
+    # counter.
     if value.ndim == 0 and (part.slot.shape != () or name in SCALARS):
         return False
     return value.numel() == part.leaf.numel()
 
 
 def _is_in(part: Part, value: Tensor, whole: Tensor) -> bool:
+    """Return whether ``value`` is already the part's view of ``whole``."""
+    # The same address is enough: parts of one flat parameter do not overlap, and both
+    # tensors have the part's number of elements.
     home = part.view(whole)
     return value.data_ptr() == home.data_ptr() and value.dtype == home.dtype
 
 
 def _require_same(name: str, found: list[tuple[Part, Any]]) -> None:
-    """Refuse scalars of one region that differ. Raises: CheckpointError."""
+    """Refuse scalars of a region that differ. Raises: CheckpointError."""
     for part, other in found[1:]:
         first, value = found[0]
         if not same_scalar(value, other):
@@ -295,7 +343,7 @@ def _require_same(name: str, found: list[tuple[Part, Any]]) -> None:
 
 
 def same_scalar(one: Any, other: Any) -> bool:
-    """Whether two states that are no element-wise tensors are equal."""
+    """Return whether two states that are not element-wise tensors are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool((one == other.to(one.device)).all())
     return type(one) is type(other) and bool(one == other)

@@ -1,10 +1,9 @@
-"""``optim.state_dict()`` over flat parameters: as it is, and safe to hand on.
+"""State dicts of an optimizer over flat parameters, saved and loaded.
 
-State of a flat parameter is a ``ShardedValue`` of ``(padded_numel,)``, so that
-torch.distributed.checkpoint keeps all ranks' parts. What lies where in it depends on
-the number of ranks; each group therefore says how its flat parameters are laid out, and
-a state of another layout is refused where it is loaded. ``optim_state_dict`` has the
-form that goes anywhere.
+State of a flat parameter becomes a ``ShardedValue`` of shape ``(padded_numel,)``. The
+position of each parameter in that value depends on the world size; each group therefore
+stores a fingerprint of the layout of its flat parameters, and loading refuses another
+layout. For a state that does not depend on the layout, use ``optim_state_dict``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 StateDict = dict[str, Any]
 
 _MARK = "flat_parameters"
-"""Key of a group in a state dict: per parameter its layout, empty for an original."""
+"""Key of a group in a state dict: per parameter the fingerprint of its layout; an empty
+string for an original."""
 
 _ANYWHERE = (
     "Save what optim_state_dict(model, optim) returns, which is by parameter names, "
@@ -36,10 +36,12 @@ _ANYWHERE = (
 
 
 def refuse_torchs_functions() -> None:
-    """Refuse flat parameters to torch's state dict functions: they look for names.
+    """Raise if a function of ``torch.distributed.checkpoint.state_dict`` is calling.
 
-    Raises: CheckpointError, if one of them is calling.
+    Raises: CheckpointError.
     """
+    # torch's functions look up each parameter of the optimizer by its name in the
+    # model, and flat parameters have no name there.
     if dcp_request() is not None:
         raise CheckpointError(
             "torch.distributed.checkpoint.state_dict names an optimizer's parameters "
@@ -49,7 +51,7 @@ def refuse_torchs_functions() -> None:
 
 
 def give_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """The state dict with sharded values, and with the layouts in its groups.
+    """Return the state dict with sharded values, and with fingerprints in its groups.
 
     Raises: CheckpointError, as ``refuse_torchs_functions``.
     """
@@ -67,11 +69,15 @@ def give_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def _shown(flat: FlatParamRecord, value: Any) -> Any:
+    """Return ``(shard_numel,)`` state as a ``ShardedValue``; other values unchanged."""
     layout = flat.layout
     if not isinstance(value, Tensor) or value.shape != (layout.shard_numel,):
         return value
     if not layout.padded_numel:
-        return value  # no box could tell of it
+        # A value without elements has no boxes, so a checkpoint could not describe it.
+        return value
+    # A plain tensor would be taken by torch.distributed.checkpoint for a value that is
+    # equal on all ranks, and only the part of a single rank would be saved.
     return ShardedValue(
         value,
         (layout.padded_numel,),
@@ -83,7 +89,7 @@ def _shown(flat: FlatParamRecord, value: Any) -> Any:
 
 
 def _marks(group: dict[str, Any]) -> list[str]:
-    """Per parameter of a group a fingerprint of what lies where, equal on all ranks."""
+    """Return a layout fingerprint per parameter of a group; equal on all ranks."""
     marks = []
     for parameter in group["params"]:
         found = find_flat(parameter)
@@ -98,9 +104,9 @@ def _marks(group: dict[str, Any]) -> list[str]:
 
 
 def take_marks(optim: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Take the layouts out of ``groups``, if they are there.
+    """Remove the fingerprints from ``groups``, if there are any, and check them.
 
-    Raises: CheckpointError, if they are not those of the optimizer.
+    Raises: CheckpointError, if they differ from those of the optimizer.
     """
     told = [group.pop(_MARK, None) for group in groups]
     if all(marks is None for marks in told):
@@ -114,21 +120,24 @@ def take_marks(optim: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> No
 
 
 def per_original(optim: torch.optim.Optimizer, given: Any) -> Any:
-    """``unflatten_state`` of what ``optim.state_dict()`` returned, or of what is spread
-    already.
+    """Return ``unflatten_state`` of a state dict, in flat form or per original already.
 
     Raises: CheckpointError, for another layout, and as ``unflatten_state``.
     """
     if isinstance(given, dict) and "param_groups" in given:
+        # Copy the groups, because ``take_marks`` removes keys and ``given`` is the
+        # caller's.
         given = {**given, "param_groups": [dict(g) for g in given["param_groups"]]}
         take_marks(optim, given["param_groups"])
     return unflatten_state(optim.param_groups, given)
 
 
 def take_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    """This rank's part of a state in flat form, to be loaded; others as they are.
+    """Return this rank's part of a state dict in flat form, ready to load.
 
-    Raises: CheckpointError, for another layout, or a state by numbers of originals.
+    Without flat parameters, only the fingerprints are checked and removed.
+
+    Raises: CheckpointError, for another layout, or for a state that counts originals.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]
     take_marks(optim, groups)
@@ -157,9 +166,18 @@ def take_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
-    """This rank's ``(shard_numel,)`` of one state of a flat parameter; or a scalar.
+    """Return this rank's ``(shard_numel,)`` of a flat parameter's state, or a scalar.
 
-    Raises: CheckpointError, for anything else.
+    Args:
+        flat: the flat parameter.
+        name: name of the state, for the message.
+        value: a ``ShardedValue``, a tensor ``(shard_numel,)``, a 0-d tensor, or no
+            tensor.
+
+    Returns: the local part of a sharded value; other values unchanged.
+
+    Collective: none.
+    Raises: CheckpointError, for another shape or a sharded value of another layout.
     """
     numel = flat.layout.shard_numel
     if isinstance(value, ShardedValue):

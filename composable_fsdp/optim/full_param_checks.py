@@ -1,9 +1,7 @@
-"""Optimizers and full parameters: made of them, or stepping while they are shown.
+"""Refuse optimizers that hold full parameters or step while full parameters are shown.
 
 ``unshard``, ``unshard_params`` and a forward put full parameters into the modules for a
-while. An optimizer made then holds objects that never get a gradient; a step on the
-shards inside a block of ``unshard_params`` is undone by its end. Both would train
-nothing without a word, so both are refused at the step.
+while. Two mistakes with them would silently train nothing; both raise at the step.
 """
 
 from __future__ import annotations
@@ -24,21 +22,23 @@ _NAMED = 3
 
 
 def parameters_of(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of all groups."""
+    """Return the parameters of all groups."""
     return [p for group in optim.param_groups for p in group["params"]]
 
 
 def handles_of(optim: torch.optim.Optimizer) -> list[FlatParamHandle]:
-    """The units of whose leaves or flat parameters ``optim`` holds some."""
+    """Return the units whose parameters or flat parameters ``optim`` holds."""
     owners = (find_leaf(p) or find_flat(p) for p in parameters_of(optim))
     return list({id(owner[0]): owner[0] for owner in owners if owner}.values())
 
 
 def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
-    """Refuse a step on shards that a block of ``unshard_params`` shows full.
+    """Refuse a step on sharded parameters while ``unshard_params`` shows the full ones.
 
-    Raises: PhaseError, on all ranks alike; nothing was stepped.
+    Raises: PhaseError, on all ranks alike, before any parameter has changed.
     """
+    # At its end the block writes the full values into the shards, and so would undo the
+    # step.
     if not UNSHARDED:
         return
     for parameter in parameters_of(optim):
@@ -55,19 +55,21 @@ def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
 
 
 def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
-    """Whether ``optim`` steps on full parameters that a block shows with gradients.
+    """Return whether ``optim`` steps on full parameters that have gradients.
 
-    ``unshard_params(module, with_grads=True)`` gives those, and its end keeps what is
-    written into them. Full parameters without a gradient, or of no block, are refused:
-    they get none, as long as the optimizer lives.
+    ``unshard_params(module, with_grads=True)`` shows such parameters, and its end keeps
+    their new values. Other full parameters are refused, because they never get a
+    gradient.
 
-    Raises: CompositionError, on the ranks that hold some; nothing was stepped.
+    Raises: CompositionError, on the ranks that hold some, before any parameter has
+    changed.
     """
     strangers = [p for p in parameters_of(optim) if not (find_leaf(p) or find_flat(p))]
     if not strangers:
         return False
-    # A full leaf shares the dict of attributes with its original, whatever form or
-    # block it was made for.
+    # A full parameter shares its ``__dict__`` with the sharded parameter, for every
+    # dtype and for every block of ``unshard_params``; so find the owner by the identity
+    # of the ``__dict__``.
     originals = _originals()
     found = [
         (p, *originals[key]) for p in strangers if (key := id(_vars(p))) in originals
@@ -90,7 +92,7 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
 
 
 def _originals() -> dict[int, tuple[FlatParamHandle, int]]:
-    """Every sharded leaf there is, by the identity of its dict of attributes."""
+    """Return every existing sharded parameter, by the identity of its ``__dict__``."""
     links = {id(link): link for link in list(LEAVES.values())}
     handles = [handle for link in links.values() if (handle := link()) is not None]
     return {
@@ -101,4 +103,5 @@ def _originals() -> dict[int, tuple[FlatParamHandle, int]]:
 
 
 def _vars(parameter: Any) -> object:
+    """Return the ``__dict__`` of a parameter, None without."""
     return getattr(parameter, "__dict__", None)

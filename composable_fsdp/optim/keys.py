@@ -1,9 +1,8 @@
-"""Keys of an optimizer's state: numbers, names, and names that somebody else gave.
+"""Convert the keys of an optimizer state dict to the plain model's names.
 
-A state may be keyed by numbers (what ``optim.state_dict()`` gives), by the plain
-model's names, or by the names with which an optimizer was made (``param_names``, which
-torch keeps when it is given ``named_parameters()``). All become the plain model's
-names, if that can be done in one way only; else nothing is guessed.
+Keys may be numbers (as in ``optim.state_dict()``), the plain model's names, or the
+names that the optimizer was made with (``param_names``). An ambiguous key raises; keys
+are never guessed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.names import Group, Named
 
 Table = dict[Any, str]
-"""From a key as it was given to the plain model's name."""
+"""Maps a key of the given state dict to the plain model's name."""
 
 
 def state_by_name(
@@ -27,11 +26,19 @@ def state_by_name(
 ) -> dict[str, Any]:
     """Return ``saved`` with the plain model's names as keys; new dicts, same values.
 
-    ``groups`` and ``own``: the optimizer's groups, named and as they are. Numbers are
-    positions in them, unless ``saved`` says ``param_names``. Sends nothing.
+    Args:
+        saved: the state dict, keyed by numbers or by names.
+        model: the model.
+        groups: the optimizer's groups as named parameters.
+        own: the optimizer's groups. Numbers are positions in these groups, unless
+            ``saved`` has ``param_names``.
+        what: name of the public function, for the message.
 
-    Raises: CheckpointError in the name of ``what``, listing what is missing, left over,
-    or named twice.
+    Returns: the state dict keyed by names.
+
+    Collective: none.
+    Raises: CheckpointError, listing names that are missing, left over or given twice,
+    or if numbers and names are mixed.
     """
     _require_form(saved, what)
     keys = [*saved["state"], *(k for g in saved["param_groups"] for k in g["params"])]
@@ -60,6 +67,7 @@ def state_by_name(
 
 
 def _require_form(saved: Any, what: str) -> None:
+    """Raise CheckpointError unless ``saved`` has the keys of an optimizer state."""
     wanted = ("state", "param_groups")
     if not isinstance(saved, dict) or any(key not in saved for key in wanted):
         got = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved)
@@ -77,10 +85,12 @@ def _of_numbers(
     own: list[Group],
     what: str,
 ) -> Table:
-    """Numbers by the names beside them, else by their place in the groups."""
+    """Map numbers to names by ``param_names``, else by position in the groups."""
     theirs = saved["param_groups"]
     names = [name for group in theirs for name in group.get("param_names", ())]
     numbers = [number for group in theirs for number in group["params"]]
+    # Saved names are better than positions, because the order of parameters may have
+    # changed. Use them only if every name is known and different.
     if len(names) == len(numbers) > 0:
         known = _of_names(names, model, groups, own)
         if len({known.get(name) for name in names} - {None}) == len(names):
@@ -100,13 +110,16 @@ def _of_numbers(
 def _of_names(
     keys: list[str], model: nn.Module, groups: list[list[Named]], own: list[Group]
 ) -> Table:
-    """The model's names; if not all are, those that the optimizer was made with."""
+    """Map given names to the model's names.
+
+    If a key is not a name in the model, try the names that the optimizer was made with.
+    """
     members = [named for group_members in groups for named in group_members]
     known: Table = {named.fqn: named.fqn for named in members}
     mine = {id(named.parameter): named.fqn for named in members}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in mine:
-            # A tied parameter under another of its names.
+            # A tied parameter has several names; accept all of them.
             known.setdefault(strip_wrapper(name), mine[id(parameter)])
     given = [name for group in own for name in group.get("param_names", ())]
     made_with: Table = {}
@@ -117,12 +130,13 @@ def _of_names(
         made_with.get,
     ]
     found = [{key: lookup(key) for key in keys} for lookup in lookups]
+    # All keys must come from the same table: a mixture of both would be a guess.
     whole = next((table for table in found if None not in table.values()), found[0])
     return {key: name for key, name in whole.items() if name is not None}
 
 
 def _require_once(table: Table, saved: dict[str, Any], what: str) -> None:
-    """Refuse two keys for one parameter: which of the two is meant, nobody can say."""
+    """Refuse two keys for the same parameter, because either may be the right key."""
     for keys in (
         list(saved["state"]),
         [key for group in saved["param_groups"] for key in group["params"]],
@@ -139,10 +153,11 @@ def _require_once(table: Table, saved: dict[str, Any], what: str) -> None:
 
 
 def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> None:
+    """Refuse names that are missing in ``saved`` and names that are left over."""
     ours = {named.fqn: named for members in groups for named in members}
     theirs = {name for group in saved["param_groups"] for name in group["params"]}
-    # What no unit cuts (ignored, an adapter) may be new: it starts without a state, as
-    # with FSDP1.
+    # A parameter that no unit shards (an ignored parameter, an adapter) may be new. The
+    # parameter starts without state then, as with FSDP1.
     missing = sorted(
         name
         for name, named in ours.items()
@@ -158,13 +173,14 @@ def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> Non
 
 
 def _may_be_cut(named: Named) -> bool:
-    """Whether a unit holds it and would cut it, at whatever number of ranks."""
+    """Return whether a unit shards the parameter at some world size."""
     if named.handle is None:
         return False
     return named.handle.plan.options.strategy is not ShardingStrategy.NO_SHARD
 
 
 def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the options of a group, sorted by name, for a comparison."""
     return sorted(
         (k, v) for k, v in group.items() if k not in ("params", "param_names")
     )
@@ -173,8 +189,14 @@ def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def require_same_options(
     g: int, origins: set[int], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse a group ``g`` of parameters from ``saved`` groups that differ in options.
+    """Refuse a group whose parameters come from saved groups with different options.
 
+    Args:
+        g: number of the optimizer's group, for the message.
+        origins: numbers of the saved groups that hold its parameters.
+        saved: the saved groups.
+
+    Collective: none.
     Raises: CheckpointError.
     """
     if len({repr(_options(saved[origin])) for origin in origins}) > 1:
@@ -189,12 +211,20 @@ def require_same_options(
 def aligned_groups(
     groups: list[list[Named]], saved: dict[str, Any], own: list[Group]
 ) -> list[Group]:
-    """The saved options of each of the optimizer's groups, found by parameter names.
+    """Return the optimizer's groups with the saved options, found by parameter names.
 
-    ``params`` are the names, in the optimizer's order. A group of which none was saved
-    keeps the optimizer's own options.
+    A group without saved parameters keeps the optimizer's own options.
 
-    Raises: CheckpointError, for a group whose parameters were in several that differ.
+    Args:
+        groups: the optimizer's groups as named parameters.
+        saved: the state dict keyed by names.
+        own: the optimizer's groups.
+
+    Returns: the groups; ``params`` are names in the optimizer's order.
+
+    Collective: none.
+    Raises: CheckpointError, for a group whose parameters were in saved groups with
+    different options.
     """
     home = {
         name: i
@@ -206,7 +236,8 @@ def aligned_groups(
         origins = {home[named.fqn] for named in members if named.fqn in home}
         require_same_options(g, origins, saved["param_groups"])
         options = dict(saved["param_groups"][origins.pop()] if origins else own[g])
-        # They go with the order of the parameters, which is the optimizer's.
+        # ``param_names`` must be in the order of the parameters. The order is the
+        # optimizer's, so the names have to be the optimizer's, too.
         options.pop("param_names", None)
         if "param_names" in own[g]:
             options["param_names"] = own[g]["param_names"]

@@ -1,7 +1,7 @@
-"""FSDP1's older names for an optimizer's state: one function per type and step.
+"""FSDP1's older functions for optimizer state: a function per state type and step.
 
-Each says by its name what ``set_state_dict_type`` says for ``optim_state_dict`` and
-``optim_state_dict_to_load``, and looks at no setting.
+The name of each function decides the state dict type; ``set_state_dict_type`` has no
+effect on these functions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,17 @@ def full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return full state on the CPU; ``{}`` on other ranks with ``rank0_only``.
 
-    ``optim_input`` and ``group`` are not needed. Collective, Raises: as
-    ``optim_state_dict``.
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optim: the optimizer.
+        optim_input: ignored; accepted because FSDP1 has this argument.
+        rank0_only: return the state on the first rank only; default: True.
+        group: ignored; accepted because FSDP1 has this argument.
+
+    Returns: the state keyed by names, or ``{}``.
+
+    Collective: as ``optim_state_dict`` for the full type; all ranks must call.
+    Raises: as ``optim_state_dict``.
     """
     given = _own_state(model, optim, "full_optim_state_dict")
     return full_state(model, [optim], [given], first_only=rank0_only, to_cpu=True)
@@ -45,8 +54,17 @@ def shard_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return this rank's part of a state that every rank holds in full.
 
-    ``optim_input``: the parameters or groups of the optimizer, if it is not there yet.
-    Sends nothing. Raises: as ``optim_state_dict_to_load``.
+    Args:
+        full_optim_state_dict: the full state; equal on all ranks.
+        model: the sharded model, or a module that contains the sharded model.
+        optim_input: parameters or groups of an optimizer that does not exist yet; used
+            only without ``optim``. Default: a single group of all parameters.
+        optim: the optimizer; default: use ``optim_input``.
+
+    Returns: a state dict for ``optim.load_state_dict``.
+
+    Collective: none.
+    Raises: as ``optim_state_dict_to_load``.
     """
     what = "shard_full_optim_state_dict"
     groups = partial(_groups, model, optim, optim_input, what)
@@ -64,10 +82,19 @@ def scatter_full_optim_state_dict(
 ) -> dict[str, Any]:
     """Return this rank's part of a state that only the first rank holds.
 
-    The other ranks pass ``None``, or anything.
+    Args:
+        full_optim_state_dict: the full state on the first rank; ignored on other ranks,
+            which may pass None.
+        model: the sharded model, or a module that contains the sharded model.
+        optim_input: parameters or groups of an optimizer that does not exist yet; used
+            only without ``optim``. Default: a single group of all parameters.
+        optim: the optimizer; default: use ``optim_input``.
+        group: the ranks that take part; default: the ranks of the model.
 
-    Collective: one broadcast of the structure, one exchange of what ranks refuse, and
-    one broadcast per tensor, over ``group`` or the model's ranks.
+    Returns: a state dict for ``optim.load_state_dict``.
+
+    Collective: one broadcast of the structure, one all-gather of error texts, and one
+    broadcast per tensor, over ``group``; all its ranks must call.
     Raises: as ``optim_state_dict_to_load``, on all ranks alike.
     """
     what = "scatter_full_optim_state_dict"
@@ -84,9 +111,17 @@ def sharded_optim_state_dict(
     optim: torch.optim.Optimizer,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return state as sharded values in the optimizer's own memory.
+    """Return the state as copies in sharded values.
 
-    ``group`` is not needed. Collective, Raises: as ``optim_state_dict``.
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optim: the optimizer.
+        group: ignored; accepted because FSDP1 has this argument.
+
+    Returns: the state keyed by names, on the optimizer's devices.
+
+    Collective: as ``optim_state_dict`` for the sharded type; all ranks must call.
+    Raises: as ``optim_state_dict``.
     """
     given = _own_state(model, optim, "sharded_optim_state_dict")
     return sharded_state(model, [optim], [given], to_cpu=False)
@@ -95,7 +130,7 @@ def sharded_optim_state_dict(
 def _own_state(
     model: nn.Module, optim: torch.optim.Optimizer, what: str
 ) -> dict[str, Any]:
-    """The optimizer's state as it has it; what is wrong is told to the other ranks."""
+    """Return the optimizer's own state; an error is raised on all ranks."""
     with raise_on_all_ranks(units_known(model, optim)):
         require_pair(model, optim, what)
         return local_state_dict(optim)
@@ -106,9 +141,18 @@ def flatten_sharded_optim_state_dict(
     model: nn.Module,
     optim: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """Return what ``optim.load_state_dict`` takes, of sharded values of this plan.
+    """Return a state dict for ``optim.load_state_dict``, made from sharded values.
 
-    Sends nothing. Raises: as ``optim_state_dict_to_load``.
+    Args:
+        sharded_optim_state_dict: the state keyed by names, with sharded values.
+        model: the sharded model, or a module that contains the sharded model.
+        optim: the optimizer.
+
+    Returns: a state dict for ``optim.load_state_dict``.
+
+    Collective: none, if the sharded values belong to the same plan; else as
+    ``optim_state_dict_to_load``.
+    Raises: as ``optim_state_dict_to_load``.
     """
     require_pair(model, optim, "flatten_sharded_optim_state_dict")
     units = units_known(model, optim)
@@ -119,5 +163,5 @@ def flatten_sharded_optim_state_dict(
 
 
 def _groups(*args: Any) -> list[list[Group]]:
-    """The groups of the one optimizer; see ``groups_of``."""
+    """Return the groups of a single optimizer as a list; see ``groups_of``."""
     return [groups_of(*args)]

@@ -1,4 +1,4 @@
-"""From the plain model's optimizer state to what ``load_state_dict`` takes here."""
+"""Load optimizer state: cut a plain model's state into this rank's shards."""
 
 from __future__ import annotations
 
@@ -83,27 +83,35 @@ def optim_state_dict_to_load(
 ) -> dict[str, Any] | list[dict[str, Any]]:
     """Return this rank's part of a state, ready for ``optim.load_state_dict``.
 
-    Args:
-        model: the sharded model, or a module that holds it.
-        optim: the optimizer that will load the result; or a list of several, which
-            together have the parameters of the state: the result is a list, too.
-        optim_state_dict: what ``optim_state_dict`` returned, at any world size, or a
-            plain model's state, by names or by numbers (positions in the groups of
-            ``optim``); full on every rank, unless ``set_state_dict_type`` says
-            ``rank0_only`` (then the first rank's is sent to all) or local (then this
-            rank's own). Sharded values are taken wherever full tensors are, if they
-            are of this plan.
-        is_named_optimizer: keep names as keys instead of the optimizer's ids.
-        load_directly: also call ``optim.load_state_dict`` with the result.
-        group: the ranks that the first one sends to, if not the model's.
+    A parameter that no unit shards may be missing from the state; the parameter then
+    has no state after the load.
 
-    Collective: none; with ``rank0_only`` one broadcast of the structure, one exchange
-    of what ranks refuse, and one broadcast per tensor.
-    A parameter that no unit cuts may be missing from the state, and then has none.
-    Raises: CheckpointError, listing names that are missing, left over, or of another
-    shape; CompositionError, as ``optim_state_dict``; nothing has been loaded then.
-    What ``load_state_dict`` of one of several optimizers refuses is told when those
-    before it have loaded.
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optim: the optimizer that will load the result, or a list of optimizers whose
+            parameters together are the parameters of the state.
+        optim_state_dict: the state that ``optim_state_dict`` returned, at any world
+            size, or the state of a plain model, keyed by names or by numbers (positions
+            in the groups of ``optim``). Every rank passes the full state, except: with
+            ``rank0_only`` the first rank passes the state and sends it to all ranks;
+            for the local type every rank passes its own state. Sharded values are
+            accepted in the place of full tensors if they belong to the same plan or
+            their process group is known; the latter are gathered.
+        is_named_optimizer: keep names as keys; default: the optimizer's numbers.
+        load_directly: also call ``optim.load_state_dict`` with the result; default:
+            only return the result.
+        group: with ``rank0_only``, the ranks to which the first rank sends; default:
+            the ranks of the model.
+
+    Returns: a state dict, or a list of state dicts if ``optim`` is a list.
+
+    Collective: none; with ``rank0_only`` one broadcast of the structure, one all-gather
+    of error texts, and one broadcast per tensor. A sharded value of another plan is
+    gathered by one broadcast from each rank that holds elements.
+    Raises: CheckpointError, listing names that are missing, left over or of another
+    shape; CompositionError, as ``optim_state_dict``. No optimizer has loaded anything
+    then. An error in ``load_state_dict`` of an optimizer of a list is raised after the
+    optimizers before it in the list have loaded.
     """
     units = units_known(model, optim)
     settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
@@ -117,7 +125,10 @@ def optim_state_dict_to_load(
         for each in optims:
             require_elementwise(each)
         if units:
-            get_state_dict_type(model)  # one for all of them
+            # Called for the check alone: raises if units differ in their settings.
+            get_state_dict_type(model)
+        # The optimizer may get state here before its first step, and ``state_dict()``
+        # must show that state as sharded values, too.
         for each in optims:
             install_optimizer_hooks(each)
         return [each.param_groups for each in optims]
@@ -155,10 +166,29 @@ def state_to_load(
 ) -> list[dict[str, Any]]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``.
 
-    ``param_groups`` gives those of each optimizer, or raises: for all ranks, if they
-    would wait. ``elementwise`` is about each. ``units`` are those of ``model``;
-    ``given`` are names of parameters by ``id``, for those it does not hold.
+    Args:
+        units: the units of ``model``.
+        model: the model whose names ``saved`` uses.
+        param_groups: returns the parameter groups of each optimizer, or raises. Called
+            inside the block whose errors are raised on all ranks.
+        saved: the state dict; with ``from_first`` only the first rank's is read.
+        named: keep names as keys; default: numbers.
+        elementwise: per optimizer, whether all state must be element-wise; default: a
+            single optimizer, and yes.
+        local: ``saved`` is local state of this rank; default: full or sharded values.
+        from_first: broadcast ``saved`` from the first rank; default: no broadcast.
+        group: with ``from_first``, the ranks that take part; default: those of
+            ``units``.
+        given: names, by ``id``, of parameters that ``model`` does not hold.
+
+    Returns: a state dict per optimizer.
+
+    Collective: none; with ``from_first`` as ``optim_state_dict_to_load``.
+    Raises: as ``optim_state_dict_to_load``.
     """
+    # The structure is sent first, so that all ranks run the same checks before the
+    # first tensor is sent. A rank that raised alone would leave the others in a
+    # broadcast.
     senders = broadcast_groups(units, group) if from_first else ()
     shared = share_structure(saved, senders)
     with require_success_on_all_ranks(
@@ -180,7 +210,8 @@ def state_to_load(
                 _require_shapes(chain(*mine), saved, elementwise=each)
             require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
     state_of = {}
-    # By name: the first rank may have sent them, and orders may differ.
+    # Sort by name: each tensor of the first rank is one broadcast, and the order of the
+    # parameters in the optimizers may differ between ranks.
     for member in sorted(chain(*groups), key=attrgetter("fqn")):
         values = saved["state"].get(member.fqn)
         if values is not None:
@@ -190,8 +221,9 @@ def state_to_load(
                 else _part(member, name, values[name], senders)
                 for name in sorted(values)
             }
-            # In the order in which they were saved, as a plain optimizer loads them.
-            # No step would bring up to date what a rank without elements had.
+            # Keep the saved order of the state names, as a plain optimizer does. Skip
+            # parameters without elements on this rank: no step would update their state
+            # here, so the state would become stale.
             if not member.is_absent:
                 state_of[member.fqn] = {name: parts[name] for name in values}
     options = _split(aligned_groups(groups, saved, own), sizes)
@@ -200,7 +232,7 @@ def state_to_load(
 
 
 def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
-    """``items`` in consecutive lists of these sizes."""
+    """Cut ``items`` into consecutive lists of the given sizes."""
     rest = iter(items)
     return [list(islice(rest, size)) for size in sizes]
 
@@ -208,7 +240,7 @@ def _split(items: list[T], sizes: list[int]) -> list[list[T]]:
 def _chosen(
     state_of: dict[str, dict[str, Any]], groups: list[Group], *, named: bool
 ) -> dict[str, Any]:
-    """The state of the parameters in ``groups``, by names or counted from zero."""
+    """Return the state of the parameters in ``groups``, keyed by name or by number."""
     names = [name for group in groups for name in group["params"]]
     keys: dict[str, Any] = {name: name if named else i for i, name in enumerate(names)}
     return {
@@ -223,9 +255,10 @@ def _chosen(
 def _require_shapes(
     members: Iterable[Named], saved: dict[str, Any], *, elementwise: bool
 ) -> None:
-    """Refuse what is no scalar and not of a parameter's shape, on all ranks alike.
+    """Refuse tensors that are neither scalars nor of the parameter's full shape.
 
-    Not for an optimizer that has other state, of parameters that are whole here.
+    All ranks check the same shapes, so all ranks raise alike. If ``elementwise`` is
+    False, parameters that this rank holds whole may have state of any shape.
     """
     for named in members:
         if not elementwise and not named.is_cut:
@@ -246,12 +279,18 @@ def _require_shapes(
 def _part(
     named: Named, name: str, value: Any, senders: tuple[dist.ProcessGroup, ...]
 ) -> Any:
-    """This rank's part of one state value; scalars are the same on every rank."""
+    """Return this rank's part of a state value; scalars are equal on all ranks.
+
+    Collective: none; one broadcast per group of ``senders`` for a tensor with
+    dimensions.
+    """
     if isinstance(value, ShardedValue):
+        # Clone: the optimizer would otherwise write into the memory of the state dict.
         return own_part(named, value).clone()
     if not isinstance(value, (Tensor, Described)):
         return value
     if senders and value.shape:
+        # Scalars were sent with the structure; see ``unpacked``.
         value = share_tensor(value, senders, _device(named))
     assert isinstance(value, Tensor)
     if is_number(named, name, value):

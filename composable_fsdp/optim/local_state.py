@@ -1,4 +1,4 @@
-"""This rank's shards of an optimizer's state, out and in, under an equal plan."""
+"""Save and load this rank's shards of optimizer state under an equal plan."""
 
 from __future__ import annotations
 
@@ -31,9 +31,20 @@ def local_state(
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    """Return this rank's shards of the state under the plain names, and the plans.
+    """Return this rank's shards of the state, keyed by name, and the units' plans.
 
-    Tensors share the optimizer's memory unless they go to the host. Sends nothing.
+    Tensors share the optimizer's memory, unless ``to_cpu`` copies them to the host.
+
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optims: the optimizers.
+        given: per optimizer, the state dict that ``state_dict()`` returned.
+        to_cpu: copy tensors to the CPU.
+
+    Returns: ``{"state": ..., "param_groups": ..., PLAN: plans}``.
+
+    Collective: none.
+    Raises: CheckpointError, as ``state_by_name``; PhaseError, inside a step.
     """
     for state in _get_fsdp_states(model):
         require_between_steps(state, "optim_state_dict")
@@ -55,6 +66,7 @@ def local_state(
 
 
 def _shown(named: Named, value: Any, *, to_cpu: bool) -> Any:
+    """Return a state value as a ``LocalValue`` if this rank holds only a part."""
     if not isinstance(value, Tensor):
         return value
     is_part = named.is_cut and value.shape == named.parameter.shape
@@ -69,15 +81,24 @@ def require_plans(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def local_part(named: Named, name: str, value: Any) -> Any:
-    """A copy of ``value``, if it has this rank's shape or is a scalar.
+    """Return a copy of ``value``, if the shape is this rank's or the value is a scalar.
 
-    A copy, because it may be the memory of the optimizer that gave it.
+    Args:
+        named: the parameter.
+        name: name of the state, for the message.
+        value: the saved value.
+
+    Returns: a new tensor; ``value`` itself if it is no tensor.
+
+    Collective: none.
+    Raises: CheckpointError, for another shape.
     """
     if isinstance(value, LocalValue):
         value = value.plain()
     if not isinstance(value, Tensor):
         return value
     if value.ndim == 0 or value.shape == named.parameter.shape:
+        # Clone: the value may be memory of the optimizer that was saved.
         return value.clone()
     raise CheckpointError(
         f"Optimizer state {name!r} of {quoted(named.fqn)} has shape "

@@ -1,4 +1,4 @@
-"""Which parameter of the plain model each of an optimizer's parameters is."""
+"""Find the plain model's name of each parameter in an optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from composable_fsdp.planning.walk import edges
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A parameter of the optimizer: its name, and its slot if a unit holds it."""
+    """A parameter of an optimizer: name, and slot if a unit holds the parameter."""
 
     fqn: str
     parameter: torch.Tensor
@@ -32,19 +32,19 @@ class Named:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in the plain model."""
+        """Shape of the parameter in the plain model."""
         return self.slot.shape if self.slot else tuple(self.parameter.shape)
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks hold parts of it."""
+        """Whether the parameter is sharded over more than one rank."""
         return self.handle is not None and self.handle.groups.shard is not None
 
     @property
     def holders(self) -> range:
-        """The ranks of the shard group that hold elements of it; all, of an empty one.
+        """The ranks of the shard group that hold elements of the parameter.
 
-        Of a parameter that a unit holds.
+        All ranks for a parameter without elements. Only for a parameter of a unit.
         """
         assert self.region is not None
         assert self.slot is not None
@@ -52,27 +52,35 @@ class Named:
 
     @property
     def is_absent(self) -> bool:
-        """Whether other ranks hold elements of it, and this one has none to step on."""
+        """Whether other ranks hold elements and this rank has none to step on."""
         return is_absent(self.parameter)
 
     @property
     def speaks_for_absent(self) -> bool:
-        """Whether this rank is the first that holds elements, and another has none."""
+        """Whether this rank is the first holder and another rank has no element."""
         assert self.region is not None
         return self.has_absent and self.region.rank == self.holders[0]
 
     @property
     def has_absent(self) -> bool:
-        """Whether a rank of the shard group holds nothing of it; alike on all."""
+        """Whether some rank of the shard group holds no element; equal on all ranks."""
         assert self.region is not None
         return len(self.holders) < self.region.layout.world_size
 
 
 def require_pair(model: object, optim: object, what: str) -> None:
-    """Raise TypeError in the name of ``what`` unless this is a model and an optimizer.
+    """Raise TypeError unless ``model`` is a module and ``optim`` has ``param_groups``.
 
-    An optimizer is what has ``param_groups``: some wrap one and are none.
+    Args:
+        model: the object to check for ``nn.Module``.
+        optim: the object to check for ``param_groups``.
+        what: name of the public function, for the message.
+
+    Collective: none.
+    Raises: TypeError.
     """
+    # Ask for the attribute and not for ``torch.optim.Optimizer``: wrappers of
+    # optimizers have ``param_groups`` but need not be subclasses.
     if not isinstance(model, nn.Module) or not hasattr(optim, "param_groups"):
         raise TypeError(
             f"{what} expects a model and its optimizer, got a {type(model).__name__} "
@@ -81,8 +89,16 @@ def require_pair(model: object, optim: object, what: str) -> None:
 
 
 def require_pairs(model: object, optim: object, what: str) -> list[Any]:
-    """As ``require_pair``, of one optimizer or several; they are returned as a list.
+    """Call ``require_pair`` for each optimizer and return the optimizers as a list.
 
+    Args:
+        model: the model.
+        optim: an optimizer, or a list or tuple of optimizers.
+        what: name of the public function, for the message.
+
+    Returns: the list of optimizers.
+
+    Collective: none.
     Raises: TypeError; CheckpointError, as ``optimizers_of``.
     """
     found = optimizers_of(optim)
@@ -92,16 +108,16 @@ def require_pairs(model: object, optim: object, what: str) -> list[Any]:
 
 
 Group = dict[str, Any]
-"""One of an optimizer's ``param_groups``."""
+"""An entry of an optimizer's ``param_groups``."""
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-"""One optimizer, or several over different parameters of one model."""
+"""An optimizer, or several optimizers over different parameters of a model."""
 
 
 def optimizers_of(optim: object) -> list[Any]:
-    """``optim`` as a list: one, or a list or tuple of several.
+    """Return ``optim`` as a list, whether a single optimizer or a list or tuple.
 
-    Raises: CheckpointError, for a parameter that is in two of them.
+    Raises: CheckpointError, if two optimizers hold the same parameter.
     """
     found = list(optim) if isinstance(optim, (list, tuple)) else [optim]
     homes: dict[int, int] = {}
@@ -124,12 +140,19 @@ def groups_of(
     optim_input: Iterable[Any] | None,
     what: str,
 ) -> list[Group]:
-    """The parameter groups of ``optim``, or those an optimizer would be made from.
+    """Return the parameter groups of ``optim``, or the groups in ``optim_input``.
 
-    ``optim_input``: parameters or groups, as an optimizer takes them. With neither, one
-    group of all parameters, as FSDP1 has it.
+    Args:
+        model: the model; all its parameters are the default for ``optim_input``.
+        optim: the optimizer; default: use ``optim_input``.
+        optim_input: parameters or groups, as an optimizer's constructor takes them.
+            Default: a single group of all parameters, as in FSDP1.
+        what: name of the public function, for the message.
 
-    Raises: TypeError in the name of ``what``, for an ``optim`` that is none.
+    Returns: the groups; new dicts if they come from ``optim_input``.
+
+    Collective: none.
+    Raises: TypeError, if ``optim`` is not None and has no ``param_groups``.
     """
     if optim is not None:
         require_pair(model, optim, what)
@@ -141,16 +164,16 @@ def groups_of(
 
 
 def given_names(optim: object) -> dict[int, str]:
-    """The names that ``optim`` itself keeps for parameters, by ``id``.
-
-    Groups have them if it was made of ``named_parameters()``; torch's
-    ``_NamedOptimizer`` and TorchRec's optimizers have a mapping.
-    """
+    """Return the names that ``optim`` itself keeps for parameters, by ``id``."""
     names: dict[int, str] = {}
+    # torch's ``_NamedOptimizer`` and TorchRec's optimizers keep a mapping from names to
+    # parameters.
     for attribute in ("named_parameters", "params"):
         table = getattr(optim, attribute, None)
         if isinstance(table, Mapping):
             names.update((id(parameter), str(key)) for key, parameter in table.items())
+    # torch keeps ``param_names`` in the groups if the optimizer was made of
+    # ``named_parameters()``.
     for group in getattr(optim, "param_groups", ()):
         pairs = zip(group["params"], group.get("param_names", ()), strict=False)
         names.update((id(parameter), name) for parameter, name in pairs)
@@ -162,18 +185,28 @@ def name_parameters(
     param_groups: Iterable[Group],
     given: Mapping[int, str] | None = None,
 ) -> list[list[Named]]:
-    """Name the parameters of each of the optimizer's groups, as ``model`` calls them.
+    """Name the parameters of each parameter group as ``model`` names them.
 
-    In the place of a flat parameter are its originals. Those that ``model`` does not
-    hold have the name that is ``given``, and every rank holds them whole. Units may
-    show their full leaves. Only reads.
+    Flat parameters are replaced by their original parameters. A parameter that
+    ``model`` does not hold takes its name from ``given``; every rank holds such a
+    parameter whole. Units may be unsharded during the call.
 
-    Raises: CheckpointError, for a parameter that is not in ``model`` and has no name,
-    or one that ``model`` uses.
-    Warns: if ``model`` calls a parameter otherwise than its modules do.
+    Args:
+        model: the model that gives the names.
+        param_groups: the optimizer's groups.
+        given: names by ``id`` for parameters outside ``model``; default: no names.
+
+    Returns: per group, the named parameters in the optimizer's order.
+
+    Collective: none.
+    Raises: CheckpointError, for a parameter outside ``model`` that has no name in
+    ``given``, or whose name ``model`` uses for another parameter.
+    Warns: as ``names_of``.
     """
     members_of = originals(list(param_groups))
     names = names_of(model)
+    # While a unit is unsharded, its modules hold the full parameters, and the optimizer
+    # holds the sharded ones.
     names |= _names_behind(names, members_of)
     taken = set(names.values())
     groups = []
@@ -196,7 +229,10 @@ def name_parameters(
 
 
 def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int, str]:
-    """Names of sharded leaves in whose places full ones are shown, by ``id``."""
+    """Return names, by ``id``, of sharded parameters that modules do not show now.
+
+    An unsharded unit shows its full parameters in their places.
+    """
     found = (find_leaf(each) for group in groups for each in group["params"])
     handles = {id(place[0]): place[0] for place in found if place is not None}
     behind: dict[int, str] = {}
@@ -209,18 +245,21 @@ def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter in the tree of ``model`` by ``id``, the first it has.
+    """Return the name of each parameter in the tree of ``model``, by ``id``.
 
-    That is what ``model.named_parameters()`` says, without wrappers: a class may
-    override it, to show what it wraps as its own. What it leaves out has the name of
-    its place. Only reads.
+    A parameter with several names has the first. Names are those of
+    ``model.named_parameters()`` without the prefixes of wrappers. A parameter that
+    ``named_parameters()`` leaves out is named by its place in the module tree.
 
-    Warns: if a name is that of no place.
+    Warns: if a name of ``named_parameters()`` differs from every place of the
+    parameter.
     """
     places: dict[int, list[str]] = {}
     for name, parameter in _places(model):
         places.setdefault(id(parameter), []).append(name)
     names: dict[int, str] = {}
+    # A class may override ``named_parameters``, for example to show the parameters of a
+    # wrapped module as its own; the user's checkpoints then have these names.
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), strip_wrapper(name))
     moved = [key for key, name in names.items() if name not in places.get(key, [name])]
@@ -237,7 +276,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every place of every parameter, by the plain model's names; each module once."""
+    """Yield every place of every parameter, by name; each module once."""
     stack, seen = [("", model)], set()
     while stack:
         path, module = stack.pop()
@@ -262,15 +301,16 @@ def _named(fqn: str, parameter: torch.Tensor) -> Named:
 def place_of(
     handle: FlatParamHandle, index: int
 ) -> tuple[FlatParameter, ParameterSlot]:
-    """Region and slot of the unit's leaf number ``index``."""
+    """Return the region and the slot of the unit's parameter number ``index``."""
     region, at = region_of(handle, index)
     return region, region.layout.parameters[at]
 
 
 def is_absent(parameter: object) -> bool:
-    """Whether ranks hold elements of a unit's parameter, and this one none.
+    """Return whether only other ranks hold elements of a unit's parameter.
 
-    It has no state then; unless a flat parameter has it, which steps on padding.
+    The optimizer of this rank keeps no state for such a parameter. A parameter inside a
+    flat parameter does not count: its flat parameter has the state.
     """
     if not isinstance(parameter, torch.Tensor) or parameter.numel():
         return False
@@ -278,4 +318,5 @@ def is_absent(parameter: object) -> bool:
     if found is None:
         return False
     region, slot = place_of(*found)
+    # A flat parameter is stepped even if this rank's shard is only padding.
     return slot.numel > 0 and region.flat is None

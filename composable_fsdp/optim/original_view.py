@@ -1,6 +1,6 @@
-"""An optimizer over flat parameters, dressed as one over the originals.
+"""A view of an optimizer over flat parameters as an optimizer over the originals.
 
-For what reads or writes the state of one parameter after the other, in place: state by
+For callers that read or write the state parameter by parameter, in place: access by
 name, and the native checkpoint.
 """
 
@@ -32,7 +32,7 @@ Values = dict[str, Any]
 
 
 def over_originals(optim: Any) -> Any:
-    """``optim``, or if it has flat parameters what it looks like over the originals."""
+    """Return ``optim``, or a view over the originals of its flat parameters."""
     groups = getattr(optim, "param_groups", None)
     return OverOriginals(optim) if groups and has_flats(groups) else optim
 
@@ -40,7 +40,7 @@ def over_originals(optim: Any) -> Any:
 class OverOriginals:
     """``param_groups``, ``state``, ``defaults`` and ``load_state_dict`` per original.
 
-    ``state`` shows each its part of the optimizer's state, in the optimizer's memory.
+    ``state`` shows each original its part of the optimizer's state, without a copy.
     """
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
@@ -53,14 +53,23 @@ class OverOriginals:
         self._made: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
-        """Memory for a state of ``leaf`` that is not there yet, in its shape.
+        """Return memory for a state of ``leaf`` that does not exist yet, in its shape.
 
-        In that of the flat parameter's state, which ``load_state_dict`` then takes as
-        it is: nothing is there twice.
+        Args:
+            leaf: the original parameter.
+            name: name of the state.
+            dtype: dtype of the state.
+
+        Returns: for an original of a flat parameter, a view of zeros; else an empty
+        tensor.
+
+        Collective: none.
         """
         place = self.state.places.get(id(leaf))
         if place is None:
             return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+        # Allocate the flat parameter's state once and return views of that tensor:
+        # ``load_state_dict`` finds the views and takes the flat state without a copy.
         flat, part = place
         made = self._made.setdefault(flat.parameter, {})
         if name not in made:
@@ -68,7 +77,7 @@ class OverOriginals:
         return part.view(made[name]).detach()
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Load a state by numbers of the originals. Raises: as ``join``."""
+        """Load a state dict that counts the originals. Raises: as ``flatten_state``."""
         install_optimizer_hooks(self.optim)
         groups, present = self.optim.param_groups, dict(self.optim.state)
         for parameter, made in self._made.items():
@@ -76,9 +85,10 @@ class OverOriginals:
         self.optim.load_state_dict(flatten_state(groups, given, present))
 
     def require_joinable(self, values_of: Callable[[nn.Parameter], Values]) -> None:
-        """Refuse what ``load_state_dict`` would, of values that are not read yet.
+        """Refuse values that ``load_state_dict`` would refuse, before they are read.
 
-        Raises: CheckpointError, as ``require_flattenable`` of ``per_original``.
+        ``values_of`` returns the state of an original, with ``Ellipsis`` for
+        element-wise tensors. Raises: CheckpointError, as ``require_flattenable``.
         """
         for _, parts in self.flats:
             require_flattenable(parts, [values_of(part.leaf) for part in parts])
@@ -105,14 +115,14 @@ class _States:
         return _PartState(self._whole[place[0].parameter], *place)
 
     def get(self, leaf: nn.Parameter, default: Any = None) -> Any:
-        """The state of a leaf, or ``default`` where there is none."""
+        """Return the state of a leaf, or ``default`` if there is none."""
         place = self.places.get(id(leaf))
         key = leaf if place is None else place[0].parameter
         return self[leaf] if self._whole.get(key) else default
 
 
 class _PartState(Values):
-    """The state of one original; what is set here is written into the flat state."""
+    """The state of an original; assignments write into the flat parameter's state."""
 
     def __init__(self, whole: Values, flat: FlatParamRecord, part: Part) -> None:
         super().__init__(
@@ -140,6 +150,8 @@ class _PartState(Values):
         super().__setitem__(name, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set each; that of dict would set them here alone."""
+        """Assign each value."""
+        # ``dict.update`` would not call ``__setitem__`` and so not write into the flat
+        # state.
         for name, value in Values(*args, **kwargs).items():
             self[name] = value

@@ -1,4 +1,4 @@
-"""An optimizer's own state dict, with this rank's parts as plain tensors."""
+"""Read an optimizer's own state dict with this rank's parts as plain tensors."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from composable_fsdp.planning.checks import is_dtensor
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)
-"""Whether ``optim.state_dict()`` is called by us, who know what parts they are."""
+"""True while this package calls ``optim.state_dict()`` and wants plain tensors."""
 
 
 def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optim.state_dict()`` with plain tensors of this rank's shapes, per original.
+    """Return ``optim.state_dict()`` per original, with plain tensors of this rank.
 
-    Without state of parameters of which this rank holds no element.
+    The state of parameters without elements on this rank is left out.
     """
     token = wants_parts.set(True)
     try:
         found = unflatten_state(optim.param_groups, _plain(optim, optim.state_dict()))
     finally:
         wants_parts.reset(token)
-    # Of an absent parameter an earlier load may have left some, which no step has
-    # brought up to date.
+    # An earlier load may have left state of a parameter without elements on this rank.
+    # No step has updated that state, so leave it out.
     state, number = dict(found["state"]), 0
     for group in originals(optim.param_groups):
         for parameter in group["params"]:
@@ -50,7 +50,11 @@ def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def is_empty(values: Any) -> bool:
-    """Whether a state has no element; one from before a cut, or of a mean, has."""
+    """Return whether a state has no tensor with elements, apart from scalars.
+
+    State that was created before sharding has elements, and so has state that is not
+    element-wise, for example a mean.
+    """
     return isinstance(values, dict) and not any(
         isinstance(value, Tensor) and value.ndim and value.numel()
         for value in values.values()
@@ -58,6 +62,7 @@ def is_empty(values: Any) -> bool:
 
 
 def _plain(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with wrapper tensors replaced by plain tensors."""
     state = {
         key: plain_values(optim, values) if isinstance(values, dict) else values
         for key, values in state_dict["state"].items()
@@ -68,11 +73,11 @@ def _plain(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str
 def plain_values(
     optim: torch.optim.Optimizer, values: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state ``values`` of a parameter, quantised ones as what they stand for.
+    """Return the state ``values`` of a parameter with quantized tensors dequantized.
 
-    What wraps other tensors has no memory of its own: to read it would crash.
-    Raises: CheckpointError, for such state that cannot say its values.
+    Raises: CheckpointError, for a wrapper tensor that cannot be converted.
     """
+    # A wrapper tensor has no memory of its own; to read its storage would crash.
     if not any(map(is_wrapper, values.values())):
         return values
     return {
@@ -82,7 +87,7 @@ def plain_values(
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether ``value`` is a tensor made of others, as quantised state is."""
+    """Return whether ``value`` is a tensor that wraps others (quantized state)."""
     if type(value) is Tensor or not isinstance(value, Tensor) or is_dtensor(value):
         return False
     wraps: bool = is_traceable_wrapper_subclass(value)
@@ -90,6 +95,7 @@ def is_wrapper(value: Any) -> bool:
 
 
 def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
+    """Return ``value.dequantize()``, or raise CheckpointError without that method."""
     if type(value).dequantize is not Tensor.dequantize:
         plain: Tensor = value.dequantize()
         if type(plain) is Tensor and plain.shape == value.shape:
@@ -104,7 +110,7 @@ def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same state dict with ``local`` in the place of every sharded value."""
+    """Return the state dict with every sharded value replaced by ``local``."""
     return {
         **state_dict,
         "state": {
@@ -125,10 +131,18 @@ def joined_state(
     given: Sequence[dict[str, Any]],
     what: str,
 ) -> tuple[list[list[Named]], dict[str, Any], list[Group]]:
-    """The groups of all optimizers, named; their states by name; the groups themselves.
+    """Merge the states of all optimizers, keyed by name.
 
-    ``given`` is what each one's ``state_dict()`` returned. Units must be sharded.
+    Args:
+        model: the model.
+        optims: the optimizers; units must be sharded.
+        given: per optimizer, the state dict that ``state_dict()`` returned.
+        what: name of the public function, for the message.
 
+    Returns: the groups as named parameters; the merged state dict keyed by names; the
+    groups as the optimizers have them, over originals.
+
+    Collective: none.
     Raises: CheckpointError, as ``state_by_name``.
     """
     members: list[list[Named]] = []

@@ -1,4 +1,4 @@
-"""Names to numbers and back in an optimizer's state dict."""
+"""Convert an optimizer state dict between names and numbers as keys."""
 
 from __future__ import annotations
 
@@ -21,16 +21,25 @@ def rekey_optim_state_dict(
     optim_input: Iterable[Any] | None = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return the state with parameter names as keys, or with the optimizer's numbers.
+    """Return the state dict keyed by parameter names or by the optimizer's numbers.
 
-    ``{"state", "param_groups"}`` of new dicts around the same values; what has such
-    keys already is returned as it is. ``PARAM_ID`` counts the parameters of ``optim``
-    (or of ``optim_input``, what it was or will be made from) in their order, which is
-    that of ``optim.state_dict()``; names are those of ``model``, which need not be
-    sharded. Values are left as they are. Sends nothing.
+    The result has new dicts around the same values. A state dict that has the requested
+    keys already is returned unchanged.
 
-    Raises: CheckpointError, for a key that ``model`` or ``optim`` does not know, or
-    names and numbers mixed; TypeError, for something else than a key type.
+    Args:
+        optim_state_dict: the state dict, ``{"state": ..., "param_groups": ...}``.
+        optim_state_key_type: ``PARAM_NAME`` for names of ``model``, or ``PARAM_ID`` for
+            numbers, which count the parameters in the order of ``optim.state_dict()``.
+        model: the model that gives the names; need not be sharded.
+        optim_input: parameters or groups from which the optimizer was or will be made;
+            used only without ``optim``. Default: a single group of all parameters.
+        optim: the optimizer; default: use ``optim_input``.
+
+    Returns: the state dict with the requested keys.
+
+    Collective: none.
+    Raises: CheckpointError, for a key that ``model`` or ``optim`` does not know, or if
+    names and numbers are mixed; TypeError, if ``optim_state_key_type`` is no key type.
     """
     kind = by_name(
         OptimStateKeyType, optim_state_key_type, argument="optim_state_key_type"

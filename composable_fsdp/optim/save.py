@@ -1,4 +1,4 @@
-"""Optimizer state of the plain model, gathered from the ranks' shards."""
+"""Save optimizer state: gather shards into the plain model's names and shapes."""
 
 from __future__ import annotations
 
@@ -38,38 +38,51 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the optimizer's state, keyed by the plain model's parameter names.
+    """Return the optimizer state keyed by the plain model's parameter names.
 
-    ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}``,
-    with tensors of the plain model's shapes on the CPU of every rank, unless
-    ``set_state_dict_type`` asked for something else (``rank0_only``: ``{}`` on the
-    other ranks; sharded: ``ShardedValue`` in the place of tensors; local: this rank's
-    shards, and the plans they belong to).
+    The result is ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params":
+    [fqn, ...]}]}``. The state dict type of the model decides the form of the values:
+
+    * full (default): tensors of the plain model's shapes, on the CPU of every rank;
+      with ``rank0_only`` every rank except the first returns ``{}``;
+    * sharded: a ``ShardedValue`` in the place of every tensor of a sharded parameter;
+    * local: this rank's shards, and the plans of the units.
 
     Args:
-        model: the sharded model, or a module that holds it.
-        optim: an element-wise optimizer over its parameters; or a list of several, each
-            over its own, whose states and groups come out as those of one.
-        optim_state_dict: what ``optim.state_dict()`` returned, if not as it is now; by
-            numbers or by names. A list of those, for a list of optimizers.
-        group: ignored; each unit knows its ranks. Here because FSDP1 has it.
+        model: the sharded model, or a module that contains the sharded model.
+        optim: an element-wise optimizer over parameters of ``model``, or a list of
+            optimizers over different parameters. The states and groups of a list are
+            returned as if a single optimizer had them.
+        optim_state_dict: a state dict that ``optim.state_dict()`` returned, keyed by
+            numbers or by names; a list of state dicts for a list of optimizers.
+            Default: the current state of ``optim``.
+        group: ignored, because each unit knows its process groups. Accepted because
+            FSDP1 has this argument.
 
-    Collective: per unit and state one all-gather over the shard group (one gather per
-    region with ``rank0_only``), and one exchange of state names per group before; all
-    ranks must call. For sharded values that exchange alone; none for local shards.
-    Raises: CompositionError, for an optimizer that needs whole parameters;
-    CheckpointError, for state that is not element-wise or a foreign parameter;
-    DesyncError, if ranks have different state; PhaseError, inside a step.
+    Returns: the state dict, or ``{}`` on the other ranks with ``rank0_only``.
+
+    Collective: one all-gather of state names (objects) per shard group; then, for full
+    state, one all-gather per unit and state name over the shard group, or one gather
+    per region with ``rank0_only``. All ranks must call. Sharded state needs only the
+    exchange of names; local state needs no collective.
+    Raises: CompositionError, if the optimizer needs whole parameters, or if units
+    differ in their state dict settings; CheckpointError, for state that is not
+    element-wise or for a parameter that is not in ``model``; DesyncError, if ranks have
+    different state names; PhaseError, inside a forward, a backward or
+    ``unshard_params``; TypeError, if ``model``, ``optim`` or the number of state dicts
+    is wrong.
     """
     units = units_known(model, optim)
     settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    # Local state needs no collective, so no other rank waits for this rank's error.
     with raise_on_all_ranks([] if is_local else units):
         optims = require_pairs(model, optim, "optim_state_dict")
         for each in optims:
             require_elementwise(each)
         if units:
-            get_state_dict_type(model)  # one for all of them
+            # Called for the check alone: raises if units differ in their settings.
+            get_state_dict_type(model)
         given = _given(optims, optim_state_dict)
     config = settings.optim_state_dict_config
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
@@ -83,7 +96,10 @@ def optim_state_dict(
 
 
 def _given(optims: list[torch.optim.Optimizer], given: Any) -> list[dict[str, Any]]:
-    """The state of each, as it was passed or as it is now. Raises: TypeError."""
+    """Return a state dict per optimizer: the given ones, or the current ones.
+
+    Raises: TypeError, if the numbers of state dicts and of optimizers differ.
+    """
     if given is None:
         return [local_state_dict(each) for each in optims]
     found = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -103,7 +119,20 @@ def full_state(
     first_only: bool,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    """Return full state whatever type is set; see ``optim_state_dict``."""
+    """Return full state, whatever state dict type is set; see ``optim_state_dict``.
+
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optims: the optimizers.
+        given: per optimizer, the state dict that ``state_dict()`` returned.
+        first_only: return the state on the first rank only, and ``{}`` elsewhere.
+        to_cpu: copy tensors to the CPU; if False, tensors stay on their device.
+
+    Returns: ``{"state": ..., "param_groups": ...}`` with new tensors, or ``{}``.
+
+    Collective: as ``optim_state_dict`` for the full type; all ranks must call.
+    Raises: as ``optim_state_dict``.
+    """
     units = _get_fsdp_states(model)
     members, options, states, by_handle = _agreed(model, optims, given)
     wanted = not (first_only and units and not units[0].handle.groups.is_first)
@@ -111,7 +140,8 @@ def full_state(
     for named, values in zip(members, states, strict=True):
         if values and wanted:
             result[named.fqn] = {
-                # What is cut is replaced as soon as its unit has been gathered.
+                # Keep the shards of sharded parameters as placeholders, without a copy:
+                # ``_gather`` replaces each of them by the full tensor.
                 k: v if named.is_cut and not is_scalar(v) else _copy(v, to_cpu)
                 for k, v in values.items()
             }
@@ -127,9 +157,18 @@ def sharded_state(
     *,
     to_cpu: bool,
 ) -> dict[str, Any]:
-    """Return the state as sharded values, whatever type is set.
+    """Return the state as sharded values, whatever state dict type is set.
 
-    Tensors are copies. None is sent.
+    Args:
+        model: the sharded model, or a module that contains the sharded model.
+        optims: the optimizers.
+        given: per optimizer, the state dict that ``state_dict()`` returned.
+        to_cpu: copy tensors to the CPU; if False, copy them on their device.
+
+    Returns: ``{"state": ..., "param_groups": ...}``; all tensors are copies.
+
+    Collective: one exchange of state names per shard group; no tensor is sent.
+    Raises: as ``optim_state_dict``.
     """
     members, options, states, _ = _agreed(model, optims, given)
     result = {
@@ -148,9 +187,13 @@ def _agreed(
     optims: Sequence[torch.optim.Optimizer],
     given: Sequence[dict[str, Any]],
 ) -> tuple[list[Named], list[Group], list[dict[str, Any]], dict[int, list[int]]]:
-    """The parameters, their groups, their states, and which of them a unit cuts.
+    """Return named parameters, their groups, their states, and the indices per unit.
 
-    Refuses on all ranks alike what one of them cannot put together.
+    The last value maps ``id(handle)`` of each unit that shards parameters to the
+    indices of those parameters, sorted by name. An error on any rank is raised on all
+    ranks.
+
+    Collective: one exchange of state names per shard group (``require_same_state``).
     """
     units = _get_fsdp_states(model)
     with raise_on_all_ranks(units):
@@ -160,7 +203,8 @@ def _agreed(
     members = [named for group_members in groups for named in group_members]
     states: list[dict[str, Any]] = [joined["state"].get(m.fqn, {}) for m in members]
     by_handle: dict[int, list[int]] = {}
-    # By name and not as the optimizer has them: what is sent follows this order.
+    # Sort by name: the order of the collectives follows this order, and the order of
+    # the parameters in the optimizer may differ between ranks.
     for i in sorted(range(len(members)), key=lambda i: members[i].fqn):
         if members[i].is_cut:
             by_handle.setdefault(id(members[i].handle), []).append(i)
@@ -170,7 +214,7 @@ def _agreed(
 
 
 def _copy(value: Any, to_cpu: bool) -> Any:
-    """A copy of a tensor, or of the tensors in lists and dicts, as LBFGS has them."""
+    """Copy a tensor, or each tensor in nested lists and dicts as LBFGS has them."""
     if isinstance(value, (list, dict)):
         return _pytree.tree_map(partial(_copy, to_cpu=to_cpu), value)
     if not isinstance(value, Tensor):
@@ -186,12 +230,18 @@ def _gather(
     first_only: bool,
     to_cpu: bool,
 ) -> None:
-    """Gather the tensors of one unit, one state name after the other."""
+    """Gather the tensors of a unit into ``result``, state name by state name.
+
+    Collective: per state name one all-gather over the shard group; with ``first_only``
+    one gather per region, and only in the first replica.
+    """
     handle = members[indices[0]].handle
     assert handle is not None
+    # Sorted, because every rank must gather the names in the same order.
     names = sorted(
         {k for i in indices for k, v in states[i].items() if not is_scalar(v)}
     )
+    # The first rank is in the first replica; gathers in other replicas are not needed.
     if first_only and not handle.groups.in_first_replica:
         return
     for name in names:
@@ -208,6 +258,8 @@ def _gather(
             shard = shards[handle.regions.index(region)]
             shard[at : at + value.numel()].copy_(value.reshape(-1))
         fulls = gather_flat_values(handle, shards, first_only=first_only)
+        # ``first_only``: ranks other than the first take part in the gather and return
+        # {}.
         if not fulls or not result:
             continue
         for i in indices:
@@ -227,7 +279,10 @@ def _empty_shard(
     indices: list[int],
     name: str,
 ) -> Tensor:
-    """A zeroed ``(shard_numel,)`` in the state's dtype; empty if nobody has it."""
+    """Return zeros ``(shard_numel,)`` in the dtype of the state ``name`` of a region.
+
+    If no parameter of the region has this state, the buffer has no elements.
+    """
     region = handle.regions[index]
     for i in indices:
         value = states[i].get(name)

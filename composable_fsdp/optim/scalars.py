@@ -1,5 +1,5 @@
-"""Names of optimizer state that is one number per parameter."""
+"""Names of optimizer state that is a single number per parameter."""
 
 SCALARS = ("step", "mu_product", "eta", "mu")
-"""Those of ``torch.optim``. For a parameter without dimensions the shape does not tell
-them from element-wise state."""
+"""State names in ``torch.optim``. For a 0-d parameter, the shape does not distinguish
+such state from element-wise state."""

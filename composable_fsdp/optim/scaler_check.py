@@ -1,9 +1,7 @@
-"""A gradient scaler that decides on each rank by itself is refused at the first step.
+"""Refuse a gradient scaler that decides on each rank alone, at the first step.
 
-``torch.amp.GradScaler`` skips the step of a rank that found an infinity in its part of
-the gradients, and lowers that rank's scale, while the others step. It tells an
-optimizer nothing of itself, so it is found among the callers of the step, in the steps
-that are looked at. Later steps pay nothing.
+``torch.amp.GradScaler`` skips the step on a rank that found an infinity in its part of
+the gradients, and lowers the scale of that rank, while the other ranks step.
 """
 
 from __future__ import annotations
@@ -18,14 +16,15 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, leaf_name
 
 _DEPTH = 32
-"""Frames between a scaler's step and the optimizer's: profilers, schedulers, trainers
-and the hooks themselves put some there."""
+"""Maximum number of frames between a scaler's step and the optimizer's step: profilers,
+schedulers, trainers and the hooks themselves add frames."""
 
 
 def require_common_decision(optim: torch.optim.Optimizer) -> None:
-    """Refuse a step on parts of parameters that torch's own scaler decided on.
+    """Refuse a step on sharded parameters that torch's own scaler calls.
 
-    Sends nothing. Raises: CompositionError, on all ranks that step.
+    Collective: none.
+    Raises: CompositionError, on all ranks that step.
     """
     scaler = _find_local_scaler()
     if scaler is None:
@@ -48,7 +47,9 @@ def require_common_decision(optim: torch.optim.Optimizer) -> None:
 
 
 def _find_local_scaler() -> torch.amp.GradScaler | None:
-    """The scaler that called the step, if it asks no other rank."""
+    """Return the scaler that called the step, if the scaler asks no other rank."""
+    # A scaler passes nothing about itself to the optimizer, so search the call stack.
+    # Only the checked first steps do so; later steps pay nothing.
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_DEPTH):
         if frame is None:
@@ -64,6 +65,8 @@ def _find_local_scaler() -> torch.amp.GradScaler | None:
 
 
 def _decides_locally(scaler: torch.amp.GradScaler) -> bool:
-    """Whether what looks for infinities is torch's own, of one rank's gradients."""
+    """Return whether the scaler searches infinities with torch's own methods."""
+    # torch's methods look at the gradients of this rank only. A subclass that overrides
+    # either of the two is trusted to combine the ranks.
     own, base = type(scaler), torch.amp.GradScaler
     return own.unscale_ is base.unscale_ and own._unscale_grads_ is base._unscale_grads_

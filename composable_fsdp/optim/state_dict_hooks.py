@@ -1,11 +1,9 @@
-"""``optim.state_dict()`` of sharded parameters says that it is one rank's part.
+"""Hooks on ``optim.state_dict()`` and ``load_state_dict()`` for sharded parameters.
 
-torch.distributed.checkpoint takes a plain tensor for one that every rank holds whole:
-it would keep one rank's part and give it to all. An optimizer over sharded parameters
-therefore gets two hooks when it is first met: its state dict holds ``ShardedValue``,
-and ``load_state_dict`` takes those, full tensors and plain parts. It is met at its
-first step, before which it has no state, or when a function of ours is given a state
-for it.
+The state dict holds ``ShardedValue`` in the place of this rank's tensors; loading
+accepts ``ShardedValue``, full tensors and this rank's plain tensors. An optimizer gets
+the hooks at its first step, before which the optimizer has no state, or when a function
+of this package is called with the optimizer.
 """
 
 from __future__ import annotations
@@ -42,19 +40,28 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 
 
 def install_optimizer_hooks(optim: object) -> None:
-    """Give ``optim`` its hooks, if it is torch's and holds parts of parameters."""
+    """Register both hooks, if ``optim`` is torch's and holds sharded parameters.
+
+    State that was loaded before the registration is cut into this rank's parts.
+    """
     if not isinstance(optim, torch.optim.Optimizer):
         return
     if not hasattr(optim, "_optimizer_state_dict_post_hooks"):
-        return  # made without Optimizer.__init__, around one that is met by itself
+        # A wrapper that did not call ``Optimizer.__init__``. The wrapped optimizer gets
+        # the hooks at its own step.
+        return
     parameters = [p for group in optim.param_groups for p in group["params"]]
     if _on_state_dict in optim._optimizer_state_dict_post_hooks.values():
         return
     if not any(find_leaf(p) or find_flat(p) for p in parameters):
         return
+    # torch.distributed.checkpoint takes a plain tensor for a value that every rank
+    # holds whole: the package would save a single rank's part and load that part on all
+    # ranks.
     optim.register_state_dict_post_hook(_on_state_dict)
     optim.register_load_state_dict_pre_hook(_on_load_state_dict)
-    # Loaded before we met, from a state dict that another optimizer gave.
+    # State that was loaded before the hooks existed may hold sharded values of another
+    # optimizer's state dict.
     take_marks(optim, optim.param_groups)
     for parameter, values in optim.state.items():
         flat = find_flat(parameter)
@@ -69,7 +76,10 @@ def install_optimizer_hooks(optim: object) -> None:
 
 
 def _named(parameter: Any, *, whole: bool = False) -> Named | None:
-    """The parameter of a unit, if ranks hold parts of it, or ``whole`` ones count."""
+    """Return the named parameter if it is sharded, else None.
+
+    If ``whole``, also for a parameter of a unit that every rank holds whole.
+    """
     found = find_leaf(parameter) if whole else cut_leaf(parameter)
     if found is None:
         return None
@@ -81,7 +91,7 @@ def _named(parameter: Any, *, whole: bool = False) -> Named | None:
 def _members(
     optim: torch.optim.Optimizer, groups: Any, *, whole: bool = False
 ) -> dict[Any, Named]:
-    """Parameters of units by the keys that the state dict's ``groups`` use."""
+    """Return parameters of units by the keys that ``groups`` of the state dict use."""
     pairs = zip(groups, optim.param_groups, strict=False)
     return {
         key: named
@@ -92,23 +102,27 @@ def _members(
 
 
 def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Any:
-    """What ``state_dict()`` returns: sharded values, or what torch's functions ask.
+    """Return the state dict with sharded values, or in the form torch asks for.
 
-    Of a parameter of which this rank holds no element there is no state: what an
-    earlier load left of it would be older than that of the others.
+    The state of a parameter without elements on this rank is left out: state that an
+    earlier load left there is older than the state on the other ranks.
 
-    Collective: none; as ``optim_state_dict`` for the functions of
-    ``torch.distributed.checkpoint.state_dict``, which want every parameter's state.
+    Collective: none. In a call of ``torch.distributed.checkpoint.state_dict``, which
+    needs the state of every parameter: as ``optim_state_dict``.
     Raises: CheckpointError, for state that is not element-wise.
     """
+    # ``local_state_dict`` of this package is calling, and needs plain tensors.
     if wants_parts.get():
         return None
     if has_flats(optim.param_groups):
         return give_flat(optim, state_dict)
     asked = dcp_request()
+    # torch's functions do not say in the call that they need full tensors, so
+    # ``dcp_request`` reads their options from the calling frame.
     if asked is not None and asked.full:
         return _full(optim, state_dict, asked)
-    # For a checkpoint, whole ones too: a load then looks for holes.
+    # In a checkpoint, parameters that every rank holds whole are sharded values, too,
+    # because only for these does a load check that the file has all elements.
     whole = asked is not None
     members = _members(optim, state_dict["param_groups"], whole=whole)
     state = dict(state_dict["state"])
@@ -122,7 +136,8 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
                     mark_partial(named.handle, state[key], quoted(named.fqn))
     if asked is None:
         if any(named.is_cut and named.has_absent for named in members.values()):
-            # Ranks have other entries: to gather one would wait for ranks without.
+            # Ranks without elements of a parameter lack its entry. Forget the group, so
+            # that ``full_tensor`` raises instead of waiting for those ranks.
             for value in chain.from_iterable(
                 state[k].values() for k in members if k in state
             ):
@@ -137,11 +152,15 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
 def _exchanged_states(
     model: nn.Module, members: dict[Any, Named], state: dict[Any, Any]
 ) -> dict[Any, dict[str, Any]]:
-    """The states, by key, of parameters of which this rank holds no element."""
+    """Return, by key, the states of parameters that have no element on this rank.
+
+    Collective: one exchange of state names per shard group (``require_same_state``).
+    """
     cut = {key: named for key, named in members.items() if named.is_cut}
     states = [state.get(key, {}) for key in cut]
     by_handle: dict[int, list[int]] = {}
-    # By name and not as the optimizer has them: what is sent follows this order.
+    # Sort by name: all ranks must describe the parameters in the same order, and the
+    # order in the optimizer may differ between ranks.
     for i, named in sorted(enumerate(cut.values()), key=lambda pair: pair[1].fqn):
         by_handle.setdefault(id(named.handle), []).append(i)
     units = _get_fsdp_states(model)
@@ -158,6 +177,10 @@ def _all_shown(named: Named, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(named: Named, name: str, value: Any) -> Any:
+    """Return a state value as a ``ShardedValue``; scalars stay as they are.
+
+    Raises: CheckpointError, for a tensor of a sharded parameter in another shape.
+    """
     if isinstance(value, Tensor) and value.shape == named.parameter.shape:
         return as_sharded(named, value)
     if not named.is_cut:
@@ -177,7 +200,11 @@ def _shown(named: Named, name: str, value: Any) -> Any:
 def _full(
     optim: torch.optim.Optimizer, given: dict[str, Any], asked: DcpRequest
 ) -> dict[str, Any]:
-    """Full state under the optimizer's own keys; on other ranks maybe no state."""
+    """Return full state under the optimizer's own keys.
+
+    If the request puts the state on the CPU and rank 0 is first in the shard group, the
+    other ranks return no state. Collective: as ``full_state``.
+    """
     handles = [
         named.handle for named in _members(optim, given["param_groups"]).values()
     ]
@@ -201,9 +228,11 @@ def _full(
 def _on_load_state_dict(
     optim: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Any:
-    """What ``load_state_dict()`` loads: this rank's part of whatever was passed.
+    """Return this rank's part of the given state dict, ready to load.
 
-    Raises: CheckpointError, for sharded values of another plan; nothing was loaded.
+    Collective: none.
+    Raises: CheckpointError, for sharded values of another plan, before anything is
+    loaded.
     """
     state_dict = take_flat(optim, state_dict)
     members = _members(optim, state_dict["param_groups"], whole=True)
@@ -216,8 +245,9 @@ def _on_load_state_dict(
         for key, values in state_dict["state"].items()
     }
     for key, named in members.items():
-        # No rank saves any; but some optimizers count on the state that they made with
-        # the parameter. State from before sharding has the full shape, and is dropped.
+        # Ranks without elements save no state, but some optimizers create state in
+        # their constructor and need the entry: keep the current entry. State from
+        # before sharding has the full shape and is dropped.
         own = optim.state.get(named.parameter)
         if key not in state and named.is_absent and own is not None and is_empty(own):
             state[key] = own

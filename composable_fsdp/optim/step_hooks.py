@@ -1,8 +1,8 @@
-"""The hooks on every optimizer's step: who steps on our parameters, and may it.
+"""Hooks before and after every optimizer step: check that the step is valid.
 
-An optimizer is met and looked at in its first steps after a module was sharded, and
-again when its parameters are others. After those a step pays one look for flat
-parameters, one at its groups and one into a dictionary.
+An optimizer is checked in full in its first ``_LOOKED_AT`` steps after a module was
+sharded, and again after its parameter lists changed. Later steps pay for three
+look-ups: flat parameters, parameter groups, and a dictionary of known optimizers.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.state_dict.dcp_caller import is_state_init_step
 
 _LOOKED_AT = 2
-"""The first step sees state that was there before, the second what the first made."""
+"""Steps of an optimizer that are checked in full. The first step sees state that was
+loaded before; the second step sees the state that the first step created."""
 
 
 class _KnownOptimizer:
-    """What is known of an optimizer, as long as nothing of ``at`` changes."""
+    """Facts about an optimizer, valid while ``at`` is unchanged."""
 
     __slots__ = ("absent", "at", "handles", "looks")
 
@@ -59,11 +60,14 @@ class _KnownOptimizer:
         absent: tuple[_EmptyLeaves, ...],
     ) -> None:
         self.at = at
-        """How many applications and replaced parameters there had been, and the lists
-        of parameters of its groups."""
+        """The number of ``fully_shard`` calls and of replaced parameters when the
+        optimizer was last looked at, and identity and length of each group's parameter
+        list."""
+        # Weak references: the record must not keep the handles of a deleted model
+        # alive.
         self.handles = tuple([weakref.ref(handle) for handle in handles])
         self.absent = absent
-        """Leaves without elements on this rank."""
+        """Parameters without elements on this rank, per unit."""
         self.looks = 0
 
 
@@ -73,19 +77,23 @@ _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _KnownOptimizer] = (
 _unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandle]] = (
     weakref.WeakKeyDictionary()
 )
-"""Units kept full, unwritten before a step that only makes state: that step changes
-versions and no value."""
+"""Units that were kept unsharded and unchanged before a step that only creates state.
+
+Such a step raises version counters and changes no value."""
 _applications = 0
 _any_absent = False
-"""Whether an optimizer holds leaves without elements; else no step looks for them."""
+"""Whether some optimizer holds parameters without elements on this rank. If False, the
+hook after the step skips the search for them."""
 
 
 def install_step_hooks() -> None:
-    """Have every optimizer looked at in its next steps; called when a module is cut.
+    """Register the global step hooks and have every optimizer checked again.
 
-    Those that have stepped already, too: their parameters may just have become parts.
+    Called whenever a module is sharded and by ``flat_parameters``.
     """
     global _applications
+    # torch's global hooks also run for optimizers that exist already. Those that have
+    # stepped are checked again, because their parameters may just have been sharded.
     if not _applications:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
@@ -94,8 +102,17 @@ def install_step_hooks() -> None:
 
 
 def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Check ``optim`` before its step; the global pre-hook.
+
+    Collective: none. If gradients were written to, ``require_common_factor`` exchanges
+    keys through the key-value store.
+    Raises: CompositionError or PhaseError, before any parameter has changed.
+    """
     if torch.compiler.is_compiling():
         return
+    # ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and
+    # a learning rate of zero to create state. Units that were kept unsharded stay valid
+    # in such a step, although the version counters change.
     if is_counting_steps() and is_state_init_step():
         _unwritten[optim] = [
             handle
@@ -106,6 +123,8 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     prepare_flats(optim)
     require_outside_unshard_params(optim)
     require_common_factor(optim)
+    # Compare identity and length of the lists instead of all parameters: this line runs
+    # in every step.
     lists = [group["params"] for group in optim.param_groups]
     at = (_applications, times_replaced(), [(id(each), len(each)) for each in lists])
     met = _known.get(optim)
@@ -113,10 +132,12 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if STAND_IN in vars(optim):
             return
         if steps_on_full_params(optim):
-            return  # as long as the block shows them; looked at again each time
-        install_optimizer_hooks(
-            optim
-        )  # first, because it turns what was loaded into parts
+            # Valid while ``unshard_params`` shows the full parameters. The optimizer is
+            # not remembered, so that each of its steps is checked again.
+            return
+        # First, because the hooks cut state that was loaded earlier into this rank's
+        # parts, and the checks below expect parts.
+        install_optimizer_hooks(optim)
         met = _KnownOptimizer(at, handles_of(optim), _empty_leaves(optim))
     elif met.looks == _LOOKED_AT:
         return
@@ -124,6 +145,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     require_no_flat_originals(optim)
     require_own_state(optim)
     require_common_decision(optim)
+    # The expensive checks, a trial step and an exchange through the store, only once.
     if not met.looks:
         require_tried(optim)
         check_unmanaged_params(optim)
@@ -132,13 +154,16 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # After and not before: a closure may run the backward after which units are kept.
+    """Count the step for units that are kept unsharded; the global post-hook."""
+    # Count after the step: a closure inside ``step`` may run the backward after which
+    # units are kept unsharded.
     if (is_counting_steps() or _any_absent) and not torch.compiler.is_compiling():
         met = _known.get(optim)
         if met is None:
             return
         if is_counting_steps():
             if optim in _unwritten:
+                # The values are unchanged, so accept the new versions as current.
                 for handle in _unwritten.pop(optim):
                     handle.full_since = shard_versions(handle)
             else:
@@ -150,32 +175,39 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _note_steps_elsewhere(optim: torch.optim.Optimizer) -> None:
-    """Have an optimizer without state show that others have some, by an empty one.
+    """Give an optimizer without state an empty entry if other ranks have stepped.
 
-    ``torch.distributed.checkpoint.state_dict`` steps with zeros where there is none:
-    here alone, and this rank would have state of what no step has reached.
+    Collective: none.
     """
+    # ``torch.distributed.checkpoint.state_dict`` steps an optimizer without state with
+    # zero gradients. If only this rank did so, this rank would create state of
+    # parameters that no step has reached. An empty entry prevents that.
     for leaf in parameters_of(optim):
         place = find_leaf(leaf) if is_absent(leaf) else None
         if place is not None:
             region, index = region_of(*place)
+            # ``shown``: the parameter has a gradient on the ranks that hold its
+            # elements.
             if region.shown[index]:
                 optim.state[leaf] = {}
                 return
 
 
 class _EmptyLeaves(NamedTuple):
-    """Leaves of a unit of which other ranks alone hold elements."""
+    """Parameters of a unit whose elements are all on other ranks."""
 
     handle: weakref.ref[FlatParamHandle]
     epoch: int
-    """Of the handle, whose regions are others in the next."""
+    """The handle's epoch; a later epoch has other regions."""
     leaves: list[tuple[torch.Tensor, int, int]]
-    """Each with the numbers of its region, and in that."""
+    """Per parameter: the tensor, the region's number, the number inside the region."""
 
 
 def _empty_leaves(optim: torch.optim.Optimizer) -> tuple[_EmptyLeaves, ...]:
-    """Unit by unit, those whose versions steps move: fused kernels move none."""
+    """Return, per unit, parameters without elements whose versions a step raises.
+
+    Groups with ``fused`` are left out: fused kernels do not change version counters.
+    """
     global _any_absent
     found: dict[int, _EmptyLeaves] = {}
     leaves = [(leaf, group) for group in optim.param_groups for leaf in group["params"]]
@@ -196,20 +228,25 @@ def _empty_leaves(optim: torch.optim.Optimizer) -> tuple[_EmptyLeaves, ...]:
 
 
 def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -> None:
-    """Move the versions of leaves whose elements were stepped on other ranks alone.
+    """Raise the version counters of parameters that were stepped on other ranks only.
 
-    Without a gradient here the optimizer passed them by; a backward through weights of
-    before the step would raise on the other ranks, which then are waited for.
+    Collective: none.
     """
+    # This rank has no gradient of these parameters, so the optimizer skipped them.
+    # Autograd compares version counters of saved tensors in backward. A backward
+    # through the weights of before the step would raise on the other ranks only, and
+    # this rank would wait for them in a collective.
     passed: list[torch.Tensor] = []
-    # Many units have such leaves on each rank of many, so with one call a unit.
+    # Collect first and call ``increment_version`` once: with many ranks, most units
+    # have such parameters.
     for link, epoch, leaves in met.absent:
         handle = link()
         if handle is not None:
             if handle.epoch != epoch:
                 met.absent = _empty_leaves(optim)
                 return _count_writes_of_empty(optim, met)
-            # ``quoted``: as the last reduction left it, as nobody clears it here.
+            # ``shown`` is as the last reduction set it: ``zero_grad`` on this rank does
+            # not clear it, because there is no gradient to clear.
             passed += [
                 leaf
                 for leaf, region, index in leaves
@@ -218,6 +255,8 @@ def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -
     if not passed:
         return
     mine = [p for p in parameters_of(optim) if p.numel()]
-    # Where a rank's own gradients were cleared, those of the others were, too.
+    # If this rank's own gradients were cleared before the step, the gradients on other
+    # ranks were cleared, too, and no rank has stepped. Empty ``mine``: this rank holds
+    # no elements at all and cannot tell, so count the write.
     if not mine or any(p.grad is not None for p in mine):
         increment_version(passed)
