@@ -1,11 +1,14 @@
-"""Write the recorded steps anew: ``python -m tests.goldens --write``."""
+"""Write the recorded steps anew: ``python -m tests.goldens --write``.
+
+``--write-checkpoints`` writes checkpoints that do not exist yet.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from tests.goldens import recorded
+from tests.goldens import checkpoints, recorded
 from tests.support.world import rank_pool, shutdown_pools
 
 
@@ -15,15 +18,25 @@ def main() -> int:
     parser.add_argument(
         "--write", action="store_true", help="write tests/goldens/steps anew"
     )
-    if not parser.parse_args().write:
+    parser.add_argument(
+        "--write-checkpoints",
+        action="store_true",
+        help="write the checkpoints that are missing in tests/goldens/checkpoints",
+    )
+    asked = parser.parse_args()
+    if not asked.write and not asked.write_checkpoints:
         parser.print_help()
         return 2
+    changed = []
     try:
-        changed = recorded.write(rank_pool)
+        if asked.write_checkpoints:
+            changed += checkpoints.write_missing(rank_pool)
+        if asked.write:
+            changed += recorded.write(rank_pool)
     finally:
         shutdown_pools()
     sys.stdout.write("".join(f"changed: {name}\n" for name in changed))
-    sys.stdout.write(f"{len(changed)} files changed\n")
+    sys.stdout.write(f"{len(changed)} changed\n")
     return 0
 
 
