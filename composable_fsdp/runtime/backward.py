@@ -1,22 +1,12 @@
-"""Backward of a unit: two events (``graph_task`` ends what they leave).
+"""Backward of a unit: hooks on the nodes of the outputs and of the aliased inputs.
 
-* *Gradients complete*: the hook of each full leaf takes its gradient and counts down
-  from the number of leaves that this graph task will reach. At 0 the unit may reduce
-  (``arrivals``).
-* *Weights no longer needed*: each input that needs a gradient is an alias whose node
-  runs after everything the unit recorded. When the last one has run, and the gradients
-  are complete, the unit reshards. Complete gradients alone do not allow it: the last
-  use of the weights may be for the gradient of an input.
+Two events drive a unit, and ``graph_task`` ends the units that saw only a part of them:
 
-Where inputs need gradients the first waits for the second, which comes right after it:
-reshard, then reduce, so that the reduce buffer takes the place of the weights. With
-``BACKWARD_POST`` the next unit is gathered in between. The network serves in order, and
-the next unit's compute waits for its parameters, while nobody waits for a reduction
-until the next one is complete.
-
-The engine runs nodes by their age, youngest first, and the alias is the oldest node of
-its unit: what the unit computed has run when the alias does. What never came is done at
-the end of the graph task (``graph_task``).
+* *gradients complete*: the hook of each full parameter takes the gradient and
+  decrements ``pending``, the number of parameters that this graph task will reach. At 0
+  the unit may reduce (``grad_hooks``).
+* *parameters no longer needed*: ``input_done`` has run for each input that requires
+  grad. With complete gradients the unit reshards.
 """
 
 from __future__ import annotations
@@ -45,14 +35,14 @@ from composable_fsdp.tree.order_logs import enter_backward_use
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 RETAINED = 1 << 30
-"""Open calls of a unit whose backward builds a graph: it stays full."""
+"""Offset of ``open_calls`` for a backward that builds a graph: the unit stays full."""
 
 
 class UnitForward:
-    """One forward of a unit that a backward may follow.
+    """One forward of a unit, for the backward that may follow.
 
-    Held by hooks of the autograd graph, so it must not hold a node of it: the cycle
-    would keep activations alive.
+    Hooks of the autograd graph hold this object. The object must not hold a node of the
+    graph after the forward: the reference cycle would keep the activations alive.
     """
 
     __slots__ = (
@@ -74,26 +64,40 @@ class UnitForward:
     def __init__(self, state: _FSDPState, tape: ForwardRecord) -> None:
         self.state, self.tape = state, tape
         self.aliases: tuple[Any, ...] = ()
-        """Nodes of the inputs' aliases, until the end of the forward only."""
+        """Nodes of the aliases of the inputs; emptied at the end of the forward."""
         self.aliased = False
-        """Whether there were any, so that ``input_done`` can be expected."""
+        """Whether the call had an alias, so that ``input_done`` will run."""
         self.inputs: list[tuple[Tensor, int]] = []
-        """Tensors passed in and their versions, until the end of the forward only."""
+        """Input tensors with their versions at the start; emptied at the end of the
+        forward."""
         self.held: object = None
-        """Arguments among which are containers, until the end of the forward only."""
+        """The arguments, if they include containers; None from the end of the forward
+        on."""
         self.index = self.begin = self.since = -1
+        """``index``: position of this use in ``tape.order``; -1 in a recomputed
+        forward. ``begin``: number of uses that were recorded before the forward began.
+        ``since``: sequence number of the next autograd node at the start."""
         self.task = NO_TASK
+        """The graph task whose pre-backward has run for this call."""
         self.waiting = 0
+        """Aliases whose ``input_done`` has not run yet in this graph task."""
         self.wide, self.epoch = state.handle.wide, state.handle.epoch
+        """Full form and layout number of the unit at the time of the forward."""
 
     def forget_inputs(self) -> None:
-        """Hold nothing of a forward that is over, or raised."""
+        """Drop the references to the inputs of a forward that has ended or raised."""
         self.aliases, self.inputs, self.held = (), [], None
 
     def input_done(self, _: object, gradients: tuple[Any, ...]) -> None:
-        """Hook of an input's alias: count down, and reshard after the last."""
+        """Hook of the node of an aliased input: after the last input, reshard the unit.
+
+        The reduction of the unit follows here, if the gradients are complete.
+        """
         if self.state.handle.open_calls >= RETAINED:
             _hook_for_next_backward(self, gradients)
+        # The engine runs ready nodes by sequence number, highest (youngest) first. The
+        # alias is the oldest node of this forward, so all other nodes of the forward
+        # have run.
         self.waiting -= 1
         if self.waiting:
             return
@@ -103,17 +107,24 @@ class UnitForward:
         if handle.task != current_task():
             return
         handle.open_calls -= 1
+        # Complete gradients alone do not allow a reshard: the last operation that reads
+        # the parameters may compute the gradient of an input. Reshard before the
+        # reduction, so that the reduce buffer can take the memory of the parameters.
         through = handle.open_calls == 0 and handle.pending == 0
         if through:
             reshard_after_backward(state, handle)
         handle.expected_calls -= 1
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         if post:
-            # Its own index would not do: the units inside it have run since.
+            # ``reached`` and not ``self.index``: units inside this unit have run since,
+            # so the next unit is the one before the earliest use that backward has
+            # reached.
             listed = state.ahead_in_backward
             if tape.reached > 0 and tape.schedule is None and not listed:
                 prefetch_backward(context, tape, tape.reached)
-        # After the prefetch, which is needed sooner: the network serves one at a time.
+        # The reduce-scatter is issued after the prefetch: a backend runs collectives in
+        # order. The next unit waits for the all-gather, whereas no compute waits for
+        # this reduction until the next reduction is due.
         if (
             through
             and handle.reduce_due
@@ -124,18 +135,26 @@ class UnitForward:
 
 
 def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) -> None:
-    """Hook of an output's node: the unit is full, its gradients are expected.
+    """Hook of the node of an output: unshard the unit and expect gradients.
 
-    Runs once per call and graph task, whichever output comes first.
+    Runs once per forward call and graph task, whichever output comes first.
 
-    Collective: the unit's all-gather if it is sharded, and the prefetched units'.
-    Raises: DesyncError, if another rank does something else.
+    Args:
+        call: the forward call of the unit.
+        aliases: nodes of the aliased inputs, if the call has two or more; else empty.
+        _: the gradients of the node; not read.
+
+    Raises: DesyncError, if another rank runs another unit; PhaseError, if the layout of
+        the unit has changed since the forward.
+    Collective: the all-gather of the unit, if the unit is sharded, and of each unit
+        that is prefetched; over the shard group, all ranks of which must call.
     """
     task = current_task()
     if call.task == task:
         return
     call.task = task
-    # One alias needs no count. Of several, some may not lead to this loss.
+    # A single alias is not looked up: if the alias does not run, nothing counts down.
+    # Of several aliases, count only the aliases that this graph task will run.
     call.waiting = sum(map(will_run, aliases)) if len(aliases) > 1 else 1
     state = call.state
     handle, context = state.handle, state.context
@@ -149,11 +168,13 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     if call.tape.schedule is not None and call.index >= 0:
         send_skipped_uses(context, call.tape, call.index)
     if call.tape not in handle.tapes:
-        # The first call of its forward that this graph task meets.
+        # First call of this forward record in this graph task: add the open calls of
+        # the whole record.
         handle.tapes = (*handle.tapes, call.tape)
         handle.open_calls += call.tape.open_calls.get(handle, 0)
     log = handle.backward_log
-    # With a schedule the order is that of the forward, which was compared.
+    # With a schedule, backward follows the order of the forward, which has been
+    # compared.
     if log is not None and call.tape.schedule is None:
         if log.expected[log.position] is handle:
             log.position += 1
@@ -176,10 +197,10 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
 
 
 def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> None:
-    """Have a backward through the graph of this backward find the unit gathered.
+    """Register a hook that unshards the unit in a backward of this backward.
 
-    What the unit's backward computed reads its weights. ``gradients`` are those of an
-    input, where a backward of the backward comes in.
+    The graph of the unit's backward reads the parameters. ``gradients`` are the
+    gradients of an aliased input: a second backward enters the graph at their nodes.
     """
     hook = partial(pre_next_backward, call)
     for gradient in gradients:
@@ -188,11 +209,9 @@ def _hook_for_next_backward(call: UnitForward, gradients: tuple[Any, ...]) -> No
 
 
 def pre_next_backward(call: UnitForward, _: object = None) -> None:
-    """Hook of a gradient's node: the unit is full until this graph task ends.
+    """Hook of a gradient's node: unshard the unit until this graph task ends.
 
-    Which part of the graph is the unit's last is not known, so nothing counts down.
-
-    Collective: the unit's all-gather, if it is sharded.
+    Collective: the all-gather of the unit, if the unit is sharded.
     """
     task, state = current_task(), call.state
     handle, context = state.handle, state.context
@@ -200,6 +219,8 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     _require_same_layout(call)
     if handle.task != task:
         _begin_unit_backward(context, state, task)
+    # The last node of the second backward is not known, so no hook counts down; the end
+    # of the graph task reshards the unit.
     if handle.open_calls < RETAINED:
         handle.open_calls += RETAINED
     if handle.wide is not call.wide:
@@ -210,7 +231,10 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
 
 
 def _require_same_layout(call: UnitForward) -> None:
-    """Refuse a graph over buffers that are gone. Raises: PhaseError."""
+    """Raise if the buffers of the forward are gone because the layout has changed.
+
+    Raises: PhaseError.
+    """
     if call.epoch != call.state.handle.epoch:
         raise PhaseError(
             f"Backward reached unit {call.state.name} through a forward that ran "
@@ -221,16 +245,18 @@ def _require_same_layout(call: UnitForward) -> None:
 
 
 def _begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Enter the graph task: count the gradients to come."""
+    """Add the unit to the graph task, and count the gradients that the task brings."""
     register_task_end(context, state, task)
     handle = state.handle
     handle.phase = Phase.BACKWARD_PRE
     handle.pending = 0
-    if not context.captures:  # of captured leaves torch does not answer
+    # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a parameter if
+    # ``autograd.grad`` captures the gradient.
+    if not context.captures:
         handle.pending = sum(map(will_run, handle.accumulators))
     handle.tapes = ()
     handle.expected_calls = 0
-    # create_graph: the graph of this backward needs the weights again.
+    # With ``create_graph`` the graph of this backward reads the parameters again.
     handle.open_calls = RETAINED if torch.is_grad_enabled() else 0
     if handle.pending:
         handle.reduce_due = True

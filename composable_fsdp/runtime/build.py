@@ -1,4 +1,4 @@
-"""From planned targets to running units: buffers, states, hooks."""
+"""Construction of units from planned targets: buffers, states and hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composable_fsdp.tree.precision import make_precision
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 _applications = count(1)
-"""Of this process; a copied unit keeps its number."""
+"""Counter of the process; the copy of a unit keeps the number."""
 
 
 def build_units(
@@ -32,12 +32,22 @@ def build_units(
     api: str = API,
     before: Callable[[int], None] | None = None,
 ) -> list[_FSDPState]:
-    """Build every unit of one application, inner ones first; states in plan order.
+    """Build every unit of a call of ``fully_shard``, nested units first.
 
-    ``before`` is called with each target's index just before its unit is sharded.
+    All checks have been done before.
 
-    ``root_state`` is the one that the registry made for the first target; the others
-    are made and registered here. All checks are done; sends nothing.
+    Args:
+        targets: the planned units, outermost first.
+        root_state: the state that the registry made for the first target; states of
+            other targets are made and registered here.
+        ranks: the shard and replicate groups.
+        device: the compute device.
+        api: name of the API in the registry; default ``fully_shard``.
+        before: called with the index of each target just before the unit is sharded;
+            default None.
+
+    Returns: the states, in the order of ``targets``.
+    Collective: none.
     """
     engine.install()
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
@@ -54,7 +64,8 @@ def build_units(
         for below in target.units_below:
             if isinstance(below, _FSDPState) and below.parent is None:
                 _link(below, state)
-        # Inner units have entered theirs, and a module has one owner.
+        # Nested units were built first and own their modules already; a module has a
+        # single owner.
         heads = target.modules
         free = [m for m in target.members if m in heads or OWNERS.get(m) is None]
         OWNERS.set(state, *free)
@@ -63,13 +74,15 @@ def build_units(
 
 
 def _link(child: _FSDPState, parent: _FSDPState) -> None:
-    """Tell a unit which unit holds it. Weakly: it does not keep its parent alive."""
+    """Set the parent of a unit, as a weak reference."""
+    # Weak: a unit must not keep the parent alive.
     child._parent = weakref.ref(parent)
 
 
 def _fill(
     state: _FSDPState, target: Target, ranks: RankLayout, device: torch.device
 ) -> None:
+    """Set the fields of a new state and build the handle."""
     options = target.plan.options
     state.modules = target.modules
     state.fqn = target.plan.fqn

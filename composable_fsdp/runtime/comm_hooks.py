@@ -1,11 +1,11 @@
-"""Communication hooks: a function of the user that reduces in place of our collectives.
+"""Communication hooks: a function of the user that replaces the gradient collectives.
 
 The contract and the names are FSDP1's. A hook is called once per region and reduction,
-on the stream that reduces: ``hook(state, gradient, output)`` where parameters are
-sharded, ``hook(state, gradient)`` where one rank holds them whole. ``gradient`` is
-``(padded_numel,)`` in the reduce dtype and may be written over; what the hook leaves in
-``output`` ``(shard_numel,)`` (or in ``gradient``) becomes the gradient as it is: a
-hook divides, too. It may give either tensor another dtype through ``.data``.
+on the stream of the reduction: ``hook(state, gradient, output)`` if parameters are
+sharded, ``hook(state, gradient)`` if the shard group has a single rank. ``gradient`` is
+``(padded_numel,)`` in the reduce dtype and may be overwritten. The contents of
+``output`` ``(shard_numel,)`` (or of ``gradient``) become the gradient unchanged, so the
+hook must also divide. The hook may give either tensor another dtype through ``.data``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from composable_fsdp.flat.region import FlatParameter
 
 
 def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:
-    """Have the hook reduce each region; ``temporary`` is what it made.
+    """Have the hook reduce each region, and store the result in ``region.temporary``.
 
-    Collective: whatever the hook sends.
-    Raises: FSDPError, if the result is not of ``shard_numel`` elements.
+    Collective: the collectives of the hook.
+    Raises: FSDPError, if the result has not ``shard_numel`` elements.
     """
     assert rule.hook is not None
     for region in regions:
         assert region.reduce_buffer is not None
-        # Objects of their own: a hook may put other memory into them.
+        # Pass detached tensors: a hook may give them other memory through ``.data``.
         gradient = region.reduce_buffer.detach()
         if region.partial is not None:
             gradient.add_(region.partial)
@@ -53,10 +53,10 @@ def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:
 
 
 class DefaultState:
-    """What the default hooks need: the ranks, and the two factors of the average.
+    """State of the default hooks: the process group and the two factors of the average.
 
-    ``gradient_predivide_factor * gradient_postdivide_factor == world_size``; dividing
-    in two steps keeps low precision from over- and underflowing.
+    ``gradient_predivide_factor * gradient_postdivide_factor == world_size``. The
+    division in two steps avoids overflow and underflow in low precision.
 
     Raises: ValueError, without a process group.
     """
@@ -82,7 +82,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """The same for hooks that compress: gradients end in ``parameter_type``."""
+    """State of the compressing hooks: the result is cast to ``parameter_type``."""
 
     __slots__ = ("parameter_type",)
 
@@ -96,9 +96,9 @@ class LowPrecisionState(DefaultState):
 
 
 def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
-    """Average ``grad`` ``(numel,)`` over the state's ranks, in place.
+    """Average ``grad`` ``(numel,)`` over the process group of ``state``, in place.
 
-    Collective: one all-reduce.
+    Collective: an all-reduce over that group.
     """
     _divide(grad, state.gradient_predivide_factor)
     collectives.all_reduce(grad, state.process_group)
@@ -106,9 +106,14 @@ def allreduce_hook(state: DefaultState, grad: Tensor) -> None:
 
 
 def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> None:
-    """Average ``grad`` ``(padded_numel,)``; this rank's slice goes into ``output``.
+    """Average ``grad`` and write this rank's slice into ``output``.
 
-    Collective: one reduce-scatter.
+    Args:
+        state: the process group and the factors.
+        grad: the gradients of this rank ``(padded_numel,)``; divided in place.
+        output: ``(shard_numel,)``, filled with the averages.
+
+    Collective: one reduce-scatter over the process group of ``state``.
     """
     _divide(grad, state.gradient_predivide_factor)
     collectives.reduce_scatter_flat([output], [grad], state.process_group)
@@ -118,9 +123,16 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 def fp16_compress_hook(
     state: LowPrecisionState, grad: Tensor, output: Tensor | None = None
 ) -> None:
-    """Average in float16 and give the result in ``state.parameter_type``.
+    """Average in float16 and cast the result to ``state.parameter_type``.
 
-    Collective: one reduce-scatter; without ``output`` one all-reduce.
+    Args:
+        state: the process group, the factors and the dtype of the result.
+        grad: the gradients of this rank ``(padded_numel,)``.
+        output: ``(shard_numel,)``, filled with the averages. Default None: the averages
+            replace the data of ``grad``.
+
+    Collective: one reduce-scatter over the process group of ``state``; without
+        ``output`` one all-reduce.
     """
     _compressed(torch.float16, state, grad, output)
 
@@ -128,9 +140,16 @@ def fp16_compress_hook(
 def bf16_compress_hook(
     state: LowPrecisionState, grad: Tensor, output: Tensor | None = None
 ) -> None:
-    """Average in bfloat16 and give the result in ``state.parameter_type``.
+    """Average in bfloat16 and cast the result to ``state.parameter_type``.
 
-    Collective: one reduce-scatter; without ``output`` one all-reduce.
+    Args:
+        state: the process group, the factors and the dtype of the result.
+        grad: the gradients of this rank ``(padded_numel,)``.
+        output: ``(shard_numel,)``, filled with the averages. Default None: the averages
+            replace the data of ``grad``.
+
+    Collective: one reduce-scatter over the process group of ``state``; without
+        ``output`` one all-reduce.
     """
     _compressed(torch.bfloat16, state, grad, output)
 

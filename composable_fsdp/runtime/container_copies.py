@@ -1,10 +1,11 @@
-"""Containers that a unit was given copies of, and what it did to the copies.
+"""Copies of containers that the forward of a unit gets, and changes made to the copies.
 
-A tensor in a list that needs a gradient, is on another device or is to be cast is
-replaced by another, and so the list is copied: the caller's keeps the caller's tensors.
-What a unit appends to such a list, or sets in a dict, in an attribute of a dataclass or
-in a cache, is meant for the caller. So the copy is compared, once forward is over, with
-what it was at first, and what has changed is done to the caller's container::
+If a tensor in a list requires grad, is on another device or must be cast, the unit
+replaces the tensor, and therefore copies the list: the list of the caller keeps the
+caller's tensors. The forward may append to the list, or set an item of a dict, of a
+cache or of a dataclass, to return a value to the caller. After the forward the copy is
+therefore compared with its first contents, and changes are applied to the caller's
+container::
 
     given    [h]        the caller's           caller's afterwards  [h, aux]
     before   [h']       the copy at first
@@ -27,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class ContainerCopy(NamedTuple):
-    """One container and its copy, with the items of both as forward began."""
+    """A container and its copy, with the items of both at the start of the forward."""
 
     original: Any
     copy: Any
@@ -36,19 +37,20 @@ class ContainerCopy(NamedTuple):
 
 
 class ContainerCopies(NamedTuple):
-    """The copies that one forward of a unit works on."""
+    """The copies that a forward of a unit uses."""
 
     depth: int
-    """Number of forwards of the unit that are running, this one included."""
+    """Number of running forwards of the unit, including this forward."""
     copies: list[ContainerCopy]
     aliases: dict[int, Tensor]
     """Tensor arguments by the identity of their aliases."""
 
 
 def items_of(value: Any) -> dict[Any, Any] | None:
-    """The items of a container that can be written to, by key, index or attribute.
+    """Return the items of a mutable container, by key, index or attribute.
 
-    ``None`` if it is none. Of objects, dataclasses and those that pytree knows.
+    None if ``value`` is no mutable container. Objects count if they are dataclasses or
+    known to pytree.
     """
     if isinstance(value, MutableSequence):
         return dict(enumerate(value))
@@ -62,6 +64,7 @@ def items_of(value: Any) -> dict[Any, Any] | None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, in slots and in ``__dict__``."""
     slots: list[str] = []
     for kind in type(value).__mro__:
         own = vars(kind).get("__slots__", ())
@@ -75,11 +78,19 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def set_item(container: Any, key: Any, item: Any) -> None:
-    """Set the item that ``items_of`` gives under ``key``."""
+    """Set the item that ``items_of`` returns under ``key``.
+
+    Args:
+        container: a list, a mapping, or an object with attributes.
+        key: the index, the key, or the name of the attribute.
+        item: the new item.
+    """
     if isinstance(container, (MutableSequence, MutableMapping)):
         container[key] = item
     else:
-        object.__setattr__(container, key, item)  # also of a frozen one
+        object.__setattr__(
+            container, key, item
+        )  # also sets attributes of a frozen dataclass
 
 
 def record_copies(
@@ -88,9 +99,15 @@ def record_copies(
     old: Arguments,
     new: Arguments | None,
 ) -> Arguments:
-    """Note that a forward of the unit works on ``copies``; returns ``new``.
+    """Record that a forward of the unit uses ``copies``, and return ``new``.
 
-    Its arguments are ``new``, of which some are aliases of those in ``old``.
+    Args:
+        handle: the handle of the unit.
+        copies: the containers that were copied.
+        old: the arguments before the inputs were aliased.
+        new: the arguments of the forward, in which some tensors are aliases.
+
+    Returns: ``new``.
     """
     assert new is not None
     pairs = [
@@ -107,10 +124,10 @@ def record_copies(
 
 
 def apply_changes(lent: ContainerCopies, output: Any) -> Any:
-    """Do to the caller's containers what forward did to its copies.
+    """Apply changes of the copies to the caller's containers.
 
-    Items that it left alone stay the caller's own. Returns ``output`` with the caller's
-    containers in the places of copies.
+    Items that the forward did not change stay the caller's. Returns ``output`` with the
+    caller's containers in place of copies.
     """
     originals = {id(each.copy): each.original for each in lent.copies}
     own: dict[int, Any] = {**lent.aliases, **originals}
@@ -118,24 +135,28 @@ def apply_changes(lent: ContainerCopies, output: Any) -> Any:
         for key, item in each.before.items():
             if item is not each.given[key]:
                 own[id(item)] = each.given[key]
-    # A copy of a copy (cast, then aliased) comes later than what it was made of.
+    # A copy of a copy (cast, then aliased) was appended after the first copy.
     for each in reversed(lent.copies):
         _apply_change(each, own)
     return _restored(output, originals)
 
 
 def _own(item: Any, own: dict[int, Any]) -> Any:
+    """Return the caller's object for ``item``, or ``item``."""
+    # Several steps, because a copy may have been copied again.
     while id(item) in own:
         item = own[id(item)]
     return item
 
 
 def _apply_change(copied: ContainerCopy, own: dict[int, Any]) -> None:
+    """Apply the changes of a copy to the original container."""
     original, made, _, before = copied
     now = items_of(made)
     assert now is not None
     if isinstance(original, MutableSequence):
         items, earlier = list(now.values()), list(before.values())
+        # If the forward only appended, extend the original; else replace all items.
         kept = len(items) >= len(earlier) and all(map(is_, items, earlier))
         if not kept:
             original.clear()
@@ -151,6 +172,7 @@ def _apply_change(copied: ContainerCopy, own: dict[int, Any]) -> None:
 
 
 def _delete(container: Any, key: Any) -> None:
+    """Remove an item or an attribute, if present."""
     if isinstance(container, MutableMapping):
         container.pop(key, None)
     elif hasattr(container, key):
@@ -158,7 +180,7 @@ def _delete(container: Any, key: Any) -> None:
 
 
 def _restored(value: Any, originals: dict[int, Any]) -> Any:
-    """``value`` with originals in the places of their copies, at any depth."""
+    """Return ``value`` with originals in place of copies, at any depth."""
     if id(value) in originals:
         return _own(value, originals)
     if isinstance(value, (list, dict)):

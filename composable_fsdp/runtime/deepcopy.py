@@ -1,12 +1,12 @@
-"""``copy.deepcopy`` of a sharded model: shards of its own, the groups of the original.
+"""``copy.deepcopy`` of a sharded model: new shards, the same process groups.
 
-Python copies a module's attributes one after the other, hooks and registry among them,
-and so comes to the state of a unit while the module is half copied::
+Python copies the attributes of a module in turn, including hooks and the registry, and
+therefore reaches the state of a unit while the module is only partly copied::
 
     deepcopy(module) -> hooks -> state -> copy_state: leaves, submodules, units below
             '--> _modules: all copied by then, found in the memo
 
-A copy is a new tree: whatever unit of it runs first looks for its root again.
+A copy is a new tree: lazy initialization finds the root of the copy again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _NOT_COPIED = (
     "_parent",
     "_root_handles",
     "_root_states",
-    # Lists of units to prefetch: a copy goes by the order of its forward again.
+    # Listed units to prefetch: the copy prefetches by the order of the forward again.
     "ahead_in_backward",
     "ahead_in_forward",
     "context",
     "handle",
-    # Where its own modules keep tensors, it has to find.
+    # The copy searches the attributes of the copied modules again.
     "kept_at",
     "modules",
     "precision",
@@ -49,22 +49,23 @@ _NOT_COPIED = (
     "scans",
     "sums",
 )
-"""What a copy must not share; the other fields are settings and never change."""
+"""Fields that a copy must not share. All other fields are settings."""
 
 
 def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
-    """Return the state of a copied unit, over shards of its own.
+    """Return the state of a copied unit, with new shards.
 
-    The copy's leaves are copies of the sharded leaves ``(k, *trailing)``, without
-    gradients, as those of a copied plain model. It belongs to the tree that is copied
-    with it, and to none if only the unit is. Sends nothing.
+    The parameters of the copy are copies of the sharded parameters ``(k, *trailing)``
+    without gradients, as in a copied plain model. The copy belongs to the tree that is
+    copied at the same time, or to no tree if only the unit is copied.
 
     Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``;
-    PlanError, if a leaf was torn out of its shard and does not fit.
+        PlanError, if a parameter no longer views the shard and does not fit.
+    Collective: none.
     """
     require_between_steps(state, "copy.deepcopy")
     made = _FSDPState()
-    # First of all: the modules below lead back here.
+    # Before all else: the modules below refer back to this state.
     memo[id(state)] = made
     for name in _FSDPState.__slots__:
         if name not in _NOT_COPIED:
@@ -84,9 +85,10 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
 
 
 def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
+    """Return the copy of ``module``, with the dicts that the unit needs."""
     made = copy.deepcopy(module, memo)
-    # One that is being copied right now has no attributes yet. Its dicts will
-    # be these, which the memo knows.
+    # A module whose copy is in progress has no attributes yet. The dicts set here are
+    # the dicts that the copy will get, because ``memo`` knows them.
     for table in ("_parameters", "_forward_pre_hooks"):
         if table not in vars(made):
             vars(made)[table] = copy.deepcopy(vars(module)[table], memo)
@@ -96,6 +98,7 @@ def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
 def _copy_handle(
     handle: FlatParamHandle, modules: tuple[nn.Module, ...], memo: Memo
 ) -> FlatParamHandle:
+    """Build a handle over copies of the sharded parameters."""
     target = Target(
         plan=handle.plan,
         modules=modules,
@@ -115,17 +118,19 @@ def _copy_handle(
         groups=handle.groups,
         device=handle.device,
         sharded=True,
-        # Modules between may be half copied, and have no children yet.
+        # Modules below may be partly copied and have no children yet.
         guarded=tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards),
     )
     if handle.is_full:
-        # Unsharded by hand: the copied modules show copies of the full leaves.
+        # The user has unsharded the unit, so the copied modules show copies of full
+        # parameters.
         views.use_sharded(made)
     made.rule = copy.copy(handle.rule)
     set_divisions(made)
     for old, new in zip(handle.regions, made.regions, strict=True):
         if old.flat is not None:
-            # An optimizer that is copied as well, before or after, holds the same copy.
+            # An optimizer that is copied together with the model, before or after,
+            # refers to the same copy through ``memo``.
             rebind_flat_parameter(made, new, copy.deepcopy(old.flat, memo))
     memo[id(handle)] = made
     return made

@@ -1,18 +1,18 @@
-"""The one way into autograd's engine, as torch's functions for backward call it.
+"""Wrapper of autograd's entry into the engine, ``_engine_run_backward``.
 
 ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all call
-``torch.autograd._engine_run_backward``. The first ``fully_shard`` puts a function of
-ours in front of it (as ``torch.compiler`` does while it traces), because two mistakes
-can be seen nowhere else:
+``torch.autograd._engine_run_backward``. The first ``fully_shard`` wraps that function
+(as ``torch.compiler`` does during tracing), for two purposes:
 
 * gradients with respect to sharded parameters. The graph of a forward holds the full
-  leaves, so the engine would find the originals unreachable and return nothing, or
-  zeros. Here the full leaves take their place, and the gradients come out reduced.
-* a read of weights outside their window (``flat.shard_versions``): torch's message
-  knows a shape and two numbers, ours names the parameter.
+  parameters, so the engine would find the sharded parameters unreachable and return
+  None or zeros. The wrapper passes the full parameters instead and returns reduced
+  gradients.
+* a clear error for a read of parameters while the unit is sharded (``flat.versions``):
+  torch's message has a shape and two version numbers, ours names the parameter.
 
-A backward that has nothing of both pays one call. ``torch._C._vmapmode_*_nesting`` are
-private; used only here. Checked on torch 2.13 and 2.11.
+Any other backward pays a single function call. ``torch._C._vmapmode_*_nesting`` are
+private; used only here, checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ _AUTOGRAD: Any = torch.autograd
 
 
 def install() -> None:
-    """Put ``run_backward`` in front of torch's way into the engine, once.
-
-    Again, if somebody else has put a function in front meanwhile; theirs may lead to an
-    earlier one of ours, so each of ours knows what it is in front of.
-    """
+    """Wrap ``_engine_run_backward`` with ``run_backward``, unless already outermost."""
+    # If another library has wrapped the function since, wrap again. That wrapper may
+    # call an earlier wrapper of ours, so each wrapper stores the function that it
+    # wraps.
     found = _AUTOGRAD._engine_run_backward
     if not (isinstance(found, partial) and found.func is run_backward):
         ours = partial(run_backward, found)
@@ -63,11 +62,19 @@ def install() -> None:
 def run_backward(
     run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the engine by ``run``; gradients of sharded parameters are their unit's.
+    """Run the engine by ``run``; gradients of sharded parameters come from their unit.
 
-    Collective: as the backward; the reductions of units whose parameters are asked for.
-    Raises: PhaseError, naming a parameter that the graph reads while it is sharded, or
-    whose gradient cannot be had by itself.
+    Args:
+        run: the wrapped ``_engine_run_backward``.
+        outputs: the roots of the backward.
+        *args: further arguments of ``_engine_run_backward``; the fourth is ``inputs``.
+        **kwargs: keyword arguments of ``_engine_run_backward``.
+
+    Returns: the result of ``run``; for requested sharded parameters their reduced
+        gradients.
+    Raises: PhaseError, naming a parameter that the graph reads while the unit is
+        sharded, or whose gradient cannot be requested separately.
+    Collective: as the backward; the reductions of the units of requested parameters.
     """
     try:
         if len(args) > 3 and args[3]:
@@ -90,6 +97,7 @@ def run_backward(
 
 
 def _holds_ours(inputs: Sequence[Any]) -> bool:
+    """Whether ``inputs`` include a sharded parameter or a flat parameter."""
     ids = set(map(id, inputs))
     return not (LEAVES.keys().isdisjoint(ids) and FLAT_PARAMS.keys().isdisjoint(ids))
 
@@ -105,13 +113,15 @@ def _for_parameters(
     accumulate_grad: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Run a backward with respect to parameters of units, among others.
+    """Run a backward with respect to sharded parameters, among other inputs.
 
-    ``torch.autograd.backward(inputs=...)`` accumulates into their ``.grad``; for
-    ``torch.autograd.grad`` this rank's parts of the averaged gradients are returned.
+    ``torch.autograd.backward(inputs=...)`` accumulates into ``.grad`` of the
+    parameters; ``torch.autograd.grad`` gets this rank's parts of the averaged
+    gradients.
     """
     allow_unused = kwargs.pop("allow_unreachable", allow_unused)
     accumulate_grad = kwargs.pop("accumulate_grad", accumulate_grad)
+    # Check before the engine runs, so that all ranks raise before any collective.
     _require_no_fill(inputs)
     in_graph = [_in_graph(each) for each in inputs]
     engine = partial(
@@ -138,7 +148,8 @@ def _for_parameters(
         found = aside.gradients()
     if not allow_unused:
         _require_all(inputs, [i in reached.indices for i in range(len(inputs))])
-    # A parameter of which this rank holds nothing has no gradient here.
+    # A parameter without elements on this rank has no gradient here. Return zeros if
+    # the graph leads to the parameter, as on the other ranks.
     return tuple(
         None
         if index not in reached.indices
@@ -156,7 +167,7 @@ def _with_graph(
     *,
     allow_unused: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Run a backward whose gradients, of parameters too, have a graph."""
+    """Run a backward with ``create_graph``; the gradients have a graph, too."""
     flat = next((each for each in inputs if find_flat(each)), None)
     if flat is not None:
         raise PhaseError(
@@ -170,7 +181,8 @@ def _with_graph(
     places = [find_leaf(each) for each in inputs]
     for place, (_, *forms) in zip(places, in_graph, strict=True):
         found.append(next(captured))
-        # Of the two forms of a leaf the graph holds one.
+        # A parameter has up to two full forms (``wide`` or not); the graph holds a
+        # single form.
         for full in [next(captured) for _ in forms]:
             if place is not None and full is not None:
                 by_unit[place[0]][place[1]] = full
@@ -178,7 +190,8 @@ def _with_graph(
     for index, place in enumerate(places):
         if place is not None and place[0] in shards:
             own, shard = found[index], shards[place[0]].get(place[1])
-            # Of what the loss makes of the sharded parameter itself.
+            # ``own`` is the gradient through the sharded parameter itself (a penalty on
+            # weights).
             if shard is not None:
                 found[index] = shard if own is None else own + shard
     if not allow_unused:
@@ -187,7 +200,7 @@ def _with_graph(
 
 
 def _require_all(inputs: Sequence[Any], reached: Sequence[bool]) -> None:
-    """Refuse an input that the graph does not lead to. Raises: PhaseError."""
+    """Raise if the graph does not lead to every input. Raises: PhaseError."""
     for each, is_reached in zip(inputs, reached, strict=True):
         if not is_reached:
             raise PhaseError(
@@ -197,9 +210,10 @@ def _require_all(inputs: Sequence[Any], reached: Sequence[bool]) -> None:
 
 
 def _in_graph(given: Any) -> tuple[Any, ...]:
-    """The tensors that stand for ``given`` in graphs: of forwards, and its own.
+    """Return the tensors that stand for ``given`` in graphs.
 
-    A penalty on weights uses the sharded parameter itself.
+    For a sharded parameter: the full parameters of a forward, and the sharded parameter
+    itself, because a penalty on weights uses the sharded parameter.
     """
     flat = find_flat(given)
     if flat is not None:
@@ -208,7 +222,7 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
         return (given, *chain.from_iterable(map(_in_graph, leaves)))
     found = find_leaf(given)
     if found is None or not given.requires_grad:
-        return (given,)  # of a frozen parameter torch says what it says of any
+        return (given,)  # for a frozen parameter torch raises the usual error
     handle, index = found
     forms = [[r.full_leaves for r in handle.regions]]
     if handle.other_form is not None:
@@ -217,7 +231,10 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
 
 
 def _region_of(leaf: Any) -> tuple[FlatParamHandle, FlatParameter, int] | None:
-    """The unit and region of a sharded leaf, and its index there; ``None`` if none."""
+    """Return the unit, the region and the index in the region of a sharded parameter.
+
+    None if ``leaf`` is no sharded parameter.
+    """
     found = find_leaf(leaf)
     if found is None:
         return None
@@ -230,12 +247,14 @@ def _region_of(leaf: Any) -> tuple[FlatParamHandle, FlatParameter, int] | None:
 
 
 def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
+    """Return the units of all sharded and flat parameters in ``inputs``, each once."""
+    # A dict keeps the order of the inputs, which is equal on all ranks.
     found = [find_flat(each) or find_leaf(each) for each in inputs]
     return list(dict.fromkeys(each[0] for each in found if each is not None))
 
 
 def _require_no_fill(inputs: Sequence[Any]) -> None:
-    """Refuse to give zeros to parameters that were not asked for.
+    """Raise if zeros would be reduced for parameters that are not in ``inputs``.
 
     Raises: PhaseError, on all ranks alike.
     """
@@ -253,9 +272,9 @@ def _require_no_fill(inputs: Sequence[Any]) -> None:
 
 
 def _require_own_reduction(inputs: Sequence[Any]) -> None:
-    """Refuse what ``torch.autograd.grad`` cannot give of parameters, before it runs.
+    """Raise if ``torch.autograd.grad`` cannot return the gradients.
 
-    Raises: PhaseError, on all ranks alike.
+    Raises: PhaseError, on all ranks alike, before the engine runs.
     """
     if not all(isinstance(each, Tensor) for each in inputs):
         raise PhaseError(
@@ -298,17 +317,19 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
 
 
 def _first_name(inputs: Sequence[Any]) -> str:
+    """Return the name of the first sharded or flat parameter, for error messages."""
     return next(_name(each) for each in inputs if find_leaf(each) or find_flat(each))
 
 
 def _is_batched() -> bool:
-    """Whether this runs inside the vmap of ``is_grads_batched=True``."""
+    """Whether this code runs inside the vmap of ``is_grads_batched=True``."""
     depth: int = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return depth > 1
 
 
 def _name(each: Any) -> str:
+    """Return the name of an input for error messages."""
     found = find_leaf(each)
     if found is None:
         flat = find_flat(each)
@@ -317,7 +338,7 @@ def _name(each: Any) -> str:
 
 
 class _Finishing:
-    """Reductions end with their backward, whatever ``set_is_last_backward`` says."""
+    """Finish reductions with this backward; ``set_is_last_backward`` has no effect."""
 
     def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
         owners = [h.trainable[0].owner() for h in handles if h.trainable]
@@ -329,7 +350,8 @@ class _Finishing:
     def __enter__(self) -> None:
         self.before = [root_of(each).is_last_backward for each in self.contexts]
         for context in self.contexts:
-            # Of an earlier backward: its gradients are not among those asked for.
+            # A reduction of an earlier backward must not be part of the requested
+            # gradients.
             finish_reduction(context)
             finish_d2h_grad_copies(context)
             move_gradients_in(context.handles)
@@ -341,11 +363,12 @@ class _Finishing:
 
 
 class _SetAside:
-    """``.grad`` of some tensors, and their hooks on it, set aside for one backward."""
+    """Save and clear ``.grad`` and hooks of tensors for a single backward."""
 
     def __init__(self, asked: Sequence[Tensor]) -> None:
         self.asked = asked
-        # Where a flat parameter was handed out, it holds its leaves' gradients.
+        # If the region has a flat parameter, the gradients are in ``.grad`` of the flat
+        # parameter.
         flats = [
             region[1].flat for region in map(_region_of, asked) if region is not None
         ]
@@ -361,7 +384,7 @@ class _SetAside:
         return self
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """What came meanwhile, in memory of its own."""
+        """Return copies of the gradients of this backward."""
         return tuple(None if g is None else g.clone() for g in map(_came, self.asked))
 
     def __exit__(self, *_: object) -> None:
@@ -372,7 +395,7 @@ class _SetAside:
 
 
 def _came(asked: Tensor) -> Tensor | None:
-    """The gradient of ``asked``, or its part of that of a flat parameter."""
+    """Return the gradient of ``asked``, in or outside the flat parameter's gradient."""
     found = _region_of(asked)
     if found is not None and found[1].flat is not None:
         handle, region, index = found
@@ -381,9 +404,10 @@ def _came(asked: Tensor) -> Tensor | None:
 
 
 class _Reached:
-    """Which of some groups of tensors a backward brings a gradient to.
+    """Record the groups of tensors for which a backward computes a gradient.
 
-    Equal on all ranks, where ``.grad`` is not: a rank may hold nothing of a parameter.
+    The record is equal on all ranks, unlike ``.grad``: a rank may have no elements of a
+    parameter.
     """
 
     def __init__(self, groups: Sequence[tuple[Any, ...]]) -> None:
@@ -406,7 +430,7 @@ class _Reached:
 
 
 def _gradient(tensor: Tensor) -> Tensor | None:
-    # Torch warns of a question for the gradient of a tensor that keeps none.
+    # Torch warns if ``.grad`` of a non-leaf tensor without ``retain_grad`` is read.
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 

@@ -1,10 +1,10 @@
-"""Noticing that ranks initialised their shards in place and drew the same numbers.
+"""Warns if ranks initialized their shards in place and drew equal random numbers.
 
-``reset_parameters()`` on shards draws this rank's rows alone, so under one seed each
-rank has rows of another, and the model is not what the plain one would be. Equal draws
-are the proof: before the first forward each rank says in the store how its parameters
-begin, and compares with the rank that said so first. It says nothing if nothing was
-written to its shards since they were cut, and waits for nobody.
+``reset_parameters()`` on shards draws numbers for this rank's rows only. With the same
+seed on all ranks the rows repeat, and the model differs from the plain model. Before
+the first forward each rank publishes the start of each parameter in the key-value store
+and compares with the rank that published first. A rank publishes nothing if no shard
+was written to since construction. No rank waits for another rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join_name, quoted
 
 _LENGTH = 16
-"""How many numbers are compared: torch draws so many at a time on a CPU."""
+"""Number of elements that are compared; torch on CPU draws this many at a time."""
 _PER_UNIT = 8
 
 
 def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
-    """Warn if shards of ``handles`` hold the numbers that another rank's hold.
+    """Warn if shards begin with the same numbers as the shards of another rank.
 
-    Sends nothing; a round trip to the key-value store per shard group.
+    Collective: none; a round trip to the key-value store per shard group.
     """
     by_group: dict[str, list[FlatParamHandle]] = {}
     for handle in handles:
@@ -41,7 +41,7 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
         group = chosen[0].groups.shard
         assert group is not None
         mine = {mark: name for handle in chosen for mark, name in _samples(handle)}
-        # With its number no rank says what another one does.
+        # The rank is part of the text, so that no two ranks publish equal texts.
         words = [f"{mark}={name}" for mark, name in mine.items()]
         peers = Peers(group, "draws")
         said = peers.say("first", " ".join([f"{chosen[0].groups.rank}", *words]))
@@ -55,6 +55,7 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
 
 
 def _warn(rank: int, theirs: str, mine: str, count: int) -> None:
+    """Warn that ``count`` parameters begin as parameters of ``rank`` do."""
     more = f", and so do {count - 1} more" if count > 1 else ""
     warnings.warn(
         f"Parameters were initialised in place on shards, and ranks drew the same "
@@ -68,7 +69,7 @@ def _warn(rank: int, theirs: str, mine: str, count: int) -> None:
 
 
 def _samples(handle: FlatParamHandle) -> Iterator[tuple[str, str]]:
-    """How parameters begin on this rank, up to a factor, and their names."""
+    """Yield a digest of a parameter's first numbers, up to a factor, and the name."""
     found = 0
     for name, leaf in zip(handle._fqns, handle.leaves, strict=True):
         start = _start(leaf.detach())
@@ -81,9 +82,9 @@ def _samples(handle: FlatParamHandle) -> Iterator[tuple[str, str]]:
 
 
 def _start(leaf: Tensor) -> list[int] | None:
-    """The first numbers of ``leaf`` over the largest; ``None`` if none were drawn.
+    """Return the first numbers of ``leaf``, scaled; None if they do not look random.
 
-    A drawn parameter has no two equal rows, and its numbers are in no order.
+    A random parameter has no two equal rows, and the numbers are not sorted.
     """
     if leaf.numel() < _LENGTH or not leaf.is_floating_point() or leaf.is_meta:
         return None
@@ -93,6 +94,7 @@ def _start(leaf: Tensor) -> list[int] | None:
     steps = start.diff()
     if (steps >= 0).all() or (steps <= 0).all() or not start.isfinite().all():
         return None
-    # Bounds of a uniform distribution depend on the shape, which differs by rank.
+    # Scale by the largest number: the bounds of a uniform distribution depend on the
+    # shape, which differs between ranks.
     scaled: list[int] = (start / start.abs().max() * 1000).round().int().tolist()
     return scaled

@@ -1,21 +1,20 @@
-"""Tensors that leave a unit's forward by another way than its output.
+"""Finds tensors that leave the forward of a unit other than by the output.
 
-Backward may reach the unit through any of them, and has to find it gathered:
+Backward may enter the unit through any of these tensors, and must then find the unit
+unsharded:
 
-* an input that the unit wrote to in place (``x.add_(...)``): its new node, or that of
-  the tensor it views;
-* the tensor that an output views: a caller that changes the view in place drops the
-  view's own node and keeps that one;
-* a tensor that the unit put into a list, a dict or an object that it was given;
-* a tensor kept on an attribute or buffer of a module in the unit (an auxiliary loss).
-  Looking through them takes longer than a step may, so the first forwards look, and
-  those that they find are looked at in every forward after.
+* an input that the unit changed in place (``x.add_(...)``): the new grad_fn of the
+  input, or of the tensor that the input views;
+* the base of an output that is a view: if the caller changes the view in place, the
+  grad_fn of the view is replaced, and the grad_fn of the base stays;
+* a tensor that the unit put into a list, a dict or an object of the caller;
+* a tensor on an attribute or buffer of a module in the unit (an auxiliary loss).
 
-A tensor that leaves by yet another way (a closure, a global list) is refused when
-backward reads the weights outside their window (``flat.shard_versions``).
+If a tensor leaves in another way (a closure, a global list), backward raises an error
+when the graph reads parameters of the sharded unit (``flat.versions``).
 
-``torch._C._autograd._get_sequence_nr`` and ``Node._sequence_nr`` are private; used only
-here, checked on torch 2.13 and 2.11. Nodes are numbered in the order they are made.
+``torch._C._autograd._get_sequence_nr`` and ``Node._sequence_nr`` are private, checked
+on torch 2.13 and 2.11. Sequence numbers ascend in the order in which nodes are made.
 """
 
 from __future__ import annotations
@@ -31,24 +30,27 @@ from composable_fsdp.runtime.nested_tensors import tensors_in
 from composable_fsdp.tree.state import _FSDPState
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node of this thread gets."""
+"""Return the sequence number of the next node of this thread."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {REGISTRY_KEY}
-"""The registry leads to the states, and they to the whole tree: no walk per unit."""
+"""Attributes that are not searched. The registry refers to the states, and these to the
+whole tree, so a search in each unit would visit the whole tree."""
 _HOLDERS = frozenset({Tensor, list, tuple, dict})
 
 
 def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
-    """The nodes at which backward may enter through ``tensors``, each once.
+    """Return the nodes at which backward may enter through ``tensors``, each once.
 
-    Of a tensor that a caller changes in place one stays: its own, or that of its base.
-    Those of a base count if they were made ``since``; an older one is no unit's.
+    For a view, the node of the base is included if its sequence number is at least
+    ``since``; an older node was made before the forward.
     """
     found: dict[int, Any] = {}
     for tensor in tensors:
         node = tensor.grad_fn
         if node is None:
             continue
+        # If the caller changes a view in place, either the node of the view or the node
+        # of the base stays in the graph, so hook both.
         found[id(node)] = node
         if tensor._base is not None:
             base = tensor._base.grad_fn
@@ -58,7 +60,11 @@ def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
 
 
 def written_in_place(inputs: Iterable[tuple[Tensor, int]], since: int) -> list[Tensor]:
-    """Those of ``inputs`` that have another version now, and a node made ``since``."""
+    """Return the inputs that the forward changed in place.
+
+    The version has changed, and the node of the tensor (or of the base) was made at or
+    after sequence number ``since``.
+    """
     found = []
     for tensor, version in inputs:
         if tensor._version != version:
@@ -69,7 +75,9 @@ def written_in_place(inputs: Iterable[tuple[Tensor, int]], since: int) -> list[T
 
 
 def tensors_on_attributes(state: _FSDPState, since: int) -> list[Tensor]:
-    """Tensors made ``since`` that the unit's modules keep as attributes."""
+    """Return tensors on the modules' attributes, made at or after ``since``."""
+    # A search of all attributes is too slow for each step. The first forwards search,
+    # and later forwards read only the attributes that were found.
     if state.scans:
         state.scans -= 1
         known = {(id(table), key) for table, key in state.kept_at}
@@ -85,20 +93,17 @@ def tensors_on_attributes(state: _FSDPState, since: int) -> list[Tensor]:
 
 
 def made_since(tensors: Iterable[Tensor], since: int) -> list[Tensor]:
-    """Those of ``tensors`` whose node was made ``since``."""
+    """Return the tensors whose node was made at or after ``since``."""
     return [tensor for tensor in tensors if _is_since(tensor, since)]
 
 
 def _is_since(tensor: Tensor, since: int) -> bool:
+    """Whether the node of ``tensor`` was made at or after ``since``."""
     return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since
 
 
 def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Every tensor on attributes of this unit and those below: table, key, tensor.
-
-    What a unit below keeps was computed from what this one gave it, and may be all that
-    leads back to this one.
-    """
+    """Yield dict, key and tensor for attributes of this unit and of nested units."""
     stack: list[nn.Module | None] = list(state.modules)
     seen = set()
     while stack:
@@ -113,4 +118,6 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
                         yield table, key, tensor
                         if tensor.grad_fn is not None:
                             break
+        # Nested units are included: a tensor that a nested unit keeps was computed from
+        # outputs of this unit, and may be the only way back to this unit.
         stack += module._modules.values()

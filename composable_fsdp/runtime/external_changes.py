@@ -1,7 +1,7 @@
-"""Taking up what was done to a unit's parameters outside the step.
+"""Adoption of changes that were made to a unit's parameters outside the step.
 
-A model that was sharded on meta gets its values after, a model may be moved or cast
-before its first forward: the units find out when they are next needed.
+A model that was sharded on meta gets values later, and a model may be moved or cast
+before the first forward. The next use of a unit detects the change.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 
 def adopt_external_changes(state: _FSDPState) -> None:
-    """Make the unit's shards hold what its modules show. It must be sharded.
+    """Make the shards of the unit hold the parameters that the modules show.
 
-    Sends nothing.
+    The unit must be sharded.
 
-    Raises: PlanError, as ``require_leaves``; or if the parameters got values and a
-    buffer is still on meta.
+    Raises: PlanError, as ``require_leaves``, or if the parameters got values and a
+        buffer is still on meta.
+    Collective: none, except as ``finish_reduction``.
     """
     handle, context = state.handle, state.context
     if shards_are_unchanged(handle):
         return
     if context is not None:
-        # Old buffers go now, so nothing may still read them.
+        # The old buffers are freed below, so no stream may still read them.
         _finish_reduction(context, handle)
         free_oldest(context, keep=0)
         synchronize_copy_stream(context)
     device, was_on_meta = handle.device, handle.on_meta
     if not require_leaves(handle):
         return
+    # The rebuilt regions have new full parameters, which have no hooks yet.
     install_grad_hooks(state)
     if was_on_meta:
         _place_buffers(state)
@@ -49,6 +51,10 @@ def adopt_external_changes(state: _FSDPState) -> None:
 
 
 def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Finish the reduction in flight.
+
+    Raises: PlanError, if parameters of the reduction were cast since.
+    """
     if context.reducing is not None and context.reducing.handle is handle:
         for region in handle.trainable:
             if any(leaf.dtype != region.layout.dtype for leaf in region.leaves):
@@ -61,14 +67,19 @@ def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def adopt_external_changes_unless_meta(state: _FSDPState) -> None:
-    """The same, but a unit whose parameters are all on meta is left so."""
+    """Adopt changes, unless all parameters of the unit are still on meta."""
     shown_now = [parameters.get(name) for parameters, name, _, _ in state.handle.swaps]
+    # Values are required only when the unit is used; until then all parameters may be
+    # on meta.
     if not state.handle.on_meta or any(p is None or not p.is_meta for p in shown_now):
         adopt_external_changes(state)
 
 
 def _place_buffers(state: _FSDPState) -> None:
-    """Buffers got values with the parameters, and belong where those compute."""
+    """Move buffers that got values together with the parameters to the compute device.
+
+    Raises: PlanError, if a buffer is still on meta.
+    """
     meta = []
     for name, buffer in own_buffers(state):
         if buffer.is_meta:
@@ -84,12 +95,14 @@ def _place_buffers(state: _FSDPState) -> None:
 
 
 def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
-    """Have the tree compute where the unit's parameters are now."""
+    """Set the compute device of the unit, and of a root without regions."""
     device: torch.device = state.handle.device
     state.device = device
     if context is None:
         return
     root = root_of(context)
+    # A root without parameters has no device of its own and follows the first moved
+    # unit.
     if root.device != device and not root.handle.regions:
         root.device = device
     if root.device == device and context.streams is None:

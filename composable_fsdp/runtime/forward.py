@@ -1,12 +1,12 @@
-"""Forward of a unit: functions on its state, called by the hooks of its modules.
+"""Forward of a unit: functions that the hooks of the modules call.
 
 ::
 
     pre_forward    begin the iteration if outermost, unshard, alias the inputs
     post_forward   hook the outputs, reshard unless backward wants the weights kept
 
-A recomputed forward (activation checkpointing) runs inside backward: it finds or makes
-the unit full, is not part of the execution order, and leaves resharding to backward.
+A recomputed forward (activation checkpointing) runs inside backward: pre_forward makes
+the unit full if needed, the use is not recorded, and backward reshards the unit.
 """
 
 from __future__ import annotations
@@ -59,26 +59,34 @@ from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 _LAZY_OUTPUTS = frozenset(
     (AsyncGeneratorType, CoroutineType, GeneratorType, map, filter)
 )
-"""Outputs whose computation has not begun."""
+"""Types of outputs whose computation has not begun when the forward returns."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _NO_CONTAINERS = frozenset(
     {Tensor, nn.Parameter, tuple, bool, int, float, str, type(None)}
 )
-"""Types of arguments in which a forward leaves nothing."""
+"""Types of arguments into which a forward cannot put a tensor."""
 
 
 def pre_forward(
     state: _FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Make the unit full before its forward, and alias the inputs that need gradients.
+    """Unshard the unit before its forward, and alias the inputs that require grad.
 
-    The outermost unit moves tensors to a GPU that computes. Returns the arguments if
-    one of them was replaced.
+    The outermost unit also begins the iteration and, on CUDA, moves inputs to the
+    device.
 
-    Collective: the unit's all-gather, unless it is full, and those of units ahead.
-    Raises: PhaseError, inside ``unshard_params``; DesyncError, if another rank runs
-    another unit.
+    Args:
+        state: the unit.
+        module: the called module of the unit, which may have several.
+        args: positional arguments of the forward.
+        kwargs: keyword arguments of the forward.
+
+    Returns: the new ``(args, kwargs)`` if an argument was replaced, else None.
+    Raises: PhaseError, inside ``unshard_params``; DesyncError, if ranks run different
+        units.
+    Collective: the all-gather of the unit, unless already unsharded, and of prefetched
+        units.
     """
     context = state.context or ensure_root(state)
     if context.summoned is not None:
@@ -95,6 +103,8 @@ def pre_forward(
         context.outermost is None
         or (context.outermost is state and handle.calls and not is_live(context))
     ):
+        # A forward that a KeyboardInterrupt ended has run no hook, so ``outermost`` may
+        # be stale: ``is_live`` asks the call stack.
         begin_iteration(context, state)
         if context.streams is not None:
             replaced = to_device(args, kwargs, state.device, copies)
@@ -102,7 +112,8 @@ def pre_forward(
                 args, kwargs = replaced
     log = handle.forward_log
     if log is not None and not recomputing:
-        # Before anything is sent, so that ranks which disagree can say so.
+        # Compare before any collective is issued, so that ranks that disagree can
+        # raise.
         if log.expected[log.position] is handle:
             log.position += 1
         else:
@@ -121,14 +132,17 @@ def pre_forward(
     if not handle.is_full or handle.ready is not None:
         wait_unsharded(handle)
     elif not recomputing and not handle.calls:
-        # Unsharded by hand, or for another module of a list.
+        # Unsharded by the user, or for another module of this unit, so ``use_full``
+        # does not run. Tensors of ``functional_call`` must be recorded here.
         save_functional_params(handle)
-    if not handle.parts_open:  # as open_parts, without its call
+    if not handle.parts_open:  # ``open_parts``, inlined for speed
         for hooks in handle.guards:
             if REFUSE in hooks:
                 del hooks[REFUSE]
         handle.parts_open = True
     if not recomputing:
+        # Checksums find writes through ``.data`` in the first two forwards; see
+        # ``_copy_writes_to_shards``.
         if state.looks and not handle.calls:
             state.looks -= 1
             state.sums = checksums(handle) if handle.needs_gather else None
@@ -136,7 +150,8 @@ def pre_forward(
         if len(state.modules) > 1 and not state.remaining:
             state.remaining = frozenset(map(id, state.modules))
     elif handle.task != NO_TASK:
-        # Its pre-backward has run: the hooks of the first forward serve.
+        # The pre-backward of the unit has run; the hooks of the first forward also
+        # serve the recomputed forward.
         handle.calls.append(None)
         return (
             record_copies(handle, copies, (args, kwargs), replaced)
@@ -150,7 +165,7 @@ def pre_forward(
             if copies
             else replaced
         )
-    # A recomputed forward is a graph of its own, with counts of its own.
+    # A recomputed forward has a graph and therefore a record of its own.
     call = UnitForward(state, ForwardRecord() if recomputing else context.tape)
     if call.tape.schedule is not None:
         call.begin = len(call.tape.order.uses)
@@ -169,18 +184,17 @@ def _alias_inputs(
     kwargs: dict[str, Any],
     copies: list[ContainerCopy],
 ) -> Arguments | None:
-    """Replace each input that needs a gradient by an alias whose node tells its time.
-
-    The alias is of this call alone: a hook on the input itself would wait for all its
-    users.
-    """
+    """Replace inputs that require grad by aliases with the hook ``input_done``."""
+    # The hook is on an alias (``view_as``) that belongs to this call alone. A hook on
+    # the node of the input itself would run only after all users of the input.
     nodes: list[Any] = []
     inputs = call.inputs
 
     def alias(tensor: Tensor) -> Tensor:
         nonlocal inputs
         if not tensor.requires_grad:
-            if not tensor.is_inference():  # those have no version
+            if not tensor.is_inference():
+                # Tensors of inference mode have no version counter.
                 inputs += ((tensor, tensor._version),)
             return tensor
         view = tensor.view_as(tensor)
@@ -188,7 +202,8 @@ def _alias_inputs(
         assert node is not None
         node.register_hook(call.input_done)
         nodes.append(node)
-        inputs += ((view, view._version),)  # append would be a call
+        # ``+=`` and not ``append``: a method call per input costs host time.
+        inputs += ((view, view._version),)
         return view
 
     if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
@@ -199,7 +214,8 @@ def _alias_inputs(
         new_kwargs = {
             key: map_tensors(value, alias, copies) for key, value in kwargs.items()
         }
-        # A unit may leave tensors in a list, a dict or a cache.
+        # The forward may store new tensors in a list, a dict or a cache of the caller.
+        # Backward may enter the unit through such a tensor.
         if not _NO_CONTAINERS.issuperset(map(type, (*args, *kwargs.values()))):
             call.held = new_args, new_kwargs
             call.since = sequence_number()
@@ -212,17 +228,25 @@ def _alias_inputs(
 def post_forward(
     state: _FSDPState, module: nn.Module, args: tuple[Any, ...], output: Any
 ) -> Any:
-    """Hook the outputs for backward, then reshard unless the weights stay for it.
+    """Hook the outputs for backward, and reshard unless backward needs the parameters.
 
-    Returns the output if it was cast, or if it showed weights, which are copied. Also
-    called, with ``None``, when the forward raised. Sends nothing.
+    Also runs if the forward raised (``always_call=True``), with ``output`` None.
 
-    Raises: PhaseError, for a generator or coroutine, or for an object that holds
-    weights and cannot be made anew.
+    Args:
+        state: the unit.
+        module: the module of the unit whose forward has ended.
+        args: positional arguments of the forward; not read.
+        output: the output of the forward: tensors, alone or in containers.
+
+    Returns: the new output if the output was cast or showed parameters (now copies).
+    Raises: PhaseError, if the output is a generator or a coroutine, or an object that
+        holds parameters and cannot be rebuilt.
+    Collective: none.
     """
     context, handle = state.context, state.handle
+    # The pre-forward hook has raised in these two cases; keep that error.
     if context is None or context.summoned is not None:
-        return None  # the pre-forward refused
+        return None
     recomputing = current_task() != NO_TASK
     if output is None and sys.exc_info()[0] is not None and not recomputing:
         _after_raise(state)
@@ -237,14 +261,15 @@ def post_forward(
             _refuse_lazy_output(state, output)
         tensors = tensors_in(output)
     for tensor in tensors:
-        # What an operation made has a node in the graph, and is no view.
+        # Check only tensors that can share memory with the full parameters: the result
+        # of an operation has a grad_fn and no base.
         if (tensor.grad_fn is None or tensor._base is not None) and _is_weight(
             handle, tensor
         ):
             output = replaced = _copy_weights(state, output)
             tensors = tensors_in(output)
             break
-    # As ``was_written``, without its call.
+    # ``was_written``, inlined for speed.
     if (
         tuple(map(version_of, handle.full_placed)) != handle.readable
         or state.sums is not None
@@ -253,11 +278,13 @@ def post_forward(
         _copy_writes_to_shards(state)
     call = handle.calls.pop() if handle.calls else None
     if handle.foreign and not handle.calls:
-        # Before who gave them takes them away.
+        # ``functional_call`` removes its tensors after the call, so put them back into
+        # the modules first.
         views.use_sharded(handle)
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if handle.lent and handle.lent[-1].depth > len(handle.calls):
-        # After the outputs were hooked, among which are aliases.
+        # After ``_hook_outputs``, which needs the aliases of inputs that the output may
+        # contain.
         replaced = apply_changes(handle.lent.pop(), output)
     if recomputing:
         return replaced
@@ -271,7 +298,8 @@ def post_forward(
         for log in context.forward_logs:
             log.end()
         if context.offload and not awaited:
-            # No backward will wait before somebody changes the shards on the host.
+            # No backward will wait for the copies to the device, so wait here: an
+            # optimizer or the user may overwrite the shards on the host.
             synchronize_copy_stream(context)
         for unit in context.lists:
             if unit.remaining:
@@ -282,15 +310,18 @@ def post_forward(
     if state.reshard_after_forward or not awaited:
         reshard(context, handle)
     elif handle.is_full:
-        # The memory stays for backward, but whoever asks for parameters until then
-        # (zero_grad, an optimizer) has to find the originals.
+        # The full buffer stays for backward. The modules show the sharded parameters,
+        # because ``zero_grad`` or an optimizer may ask for parameters before backward.
         views.use_sharded(handle)
         handle.full_since = None
     return replaced
 
 
 def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
-    """Leave a list of which a module did not run, or ran once more. Sends nothing."""
+    """Reshard a multi-module unit after a forward that did not run each module once.
+
+    Some modules did not run, or ran again after the reshard. Collective: none.
+    """
     state.remaining = frozenset()
     handle = state.handle
     awaited = handle in context.tape.open_calls
@@ -303,21 +334,21 @@ def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
 
 
 def _is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
-    """Whether ``tensor`` reads the full parameters, whose memory will be freed."""
+    """Whether ``tensor`` shares memory with the full parameters."""
     try:
         memory = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
-        return False  # sparse or batched: no memory of its own
+        return False  # sparse or batched tensors have no storage
     return any(memory == f.untyped_storage()._cdata for f in handle.gather_lists[0])
 
 
 def _refuse_lazy_output(state: _FSDPState, output: Any) -> None:
-    """Refuse an output that computes after the forward; the unit is sharded then.
+    """Reshard the unit and refuse an output that would compute after the forward.
 
     Raises: PhaseError.
     """
     if isinstance(output, (CoroutineType, GeneratorType)):
-        output.close()  # or Python warns that nobody awaited it
+        output.close()  # else Python warns that the coroutine was never awaited
     _after_raise(state)
     raise PhaseError(
         f"The forward of fully sharded module {state.name} returned a "
@@ -328,11 +359,11 @@ def _refuse_lazy_output(state: _FSDPState, output: Any) -> None:
 
 
 def _copy_weights(state: _FSDPState, output: Any) -> Any:
-    """Return ``output`` with copies of what it shows of the unit's weights.
+    """Return ``output`` with copies in place of the unit's full parameters.
 
-    Gradients flow through a copy as through the weight.
+    Gradients flow through a copy to the parameter (``clone`` is differentiable).
 
-    Raises: PhaseError, where an object holds them that cannot be made anew.
+    Raises: PhaseError, if an object holds a parameter and cannot be rebuilt.
     """
     handle = state.handle
     output = map_tensors(output, lambda t: t.clone() if _is_weight(handle, t) else t)
@@ -346,7 +377,10 @@ def _copy_weights(state: _FSDPState, output: Any) -> Any:
 
 
 def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> bool:
-    """Have backward make the unit full at an output; False if it never will."""
+    """Register ``pre_backward`` on the nodes of the outputs.
+
+    Returns: False if no output has a node, so that no backward can reach this call.
+    """
     aliases, call.aliases = call.aliases, ()
     call.aliased = bool(aliases)
     inputs, call.inputs = call.inputs, []
@@ -368,7 +402,8 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
     if not nodes:
         return False
     if len(aliases) > 1:
-        # A node whose hook held itself would keep its graph alive.
+        # A hook must not hold the node that the hook is registered on (an alias that is
+        # also an output): the reference cycle would keep the graph alive.
         aliases = tuple(a for a in aliases if all(a is not node for node in nodes))
     hook = partial(pre_backward, call, aliases if len(aliases) > 1 else ())
     for node in nodes:
@@ -377,9 +412,9 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
         base = tensor._base
         for each in (tensor,) if base is None else (tensor, base):
             if each._backward_hooks:
-                # Of the user, on a tensor that is an output or that one views: they
-                # run before those of its node, in the order they came, and may read
-                # weights.
+                # Tensor hooks run before node hooks, in the order of registration. A
+                # user's hook on an output, or on the base of an output, may read the
+                # parameters, so put ``pre_backward`` first.
                 hooks = dict(each._backward_hooks)
                 each._backward_hooks.clear()
                 each._backward_hooks.update({FSDP_HOOK_KEY: hook, **hooks})
@@ -388,29 +423,32 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
         call.index = call.tape.order.record(handle)
         if call.tape.schedule is not None:
             call.tape.schedule.record(state, call.begin)
-    # Without an alias nothing will count this call down, and that is meant: the unit
-    # may use its weights for a gradient that did not come in by its inputs (an
-    # attribute, a closure), so only the end of backward is safe.
+    # Without an alias no ``input_done`` counts this call down, as intended: the
+    # gradient may flow to a tensor that is not an input (an attribute, a closure), so
+    # the parameters can be needed until the graph task ends.
     calls = call.tape.open_calls
     calls[handle] = calls.get(handle, 0) + 1
     return True
 
 
 def _since(aliases: tuple[Any, ...]) -> int:
-    """The number of the first node of a forward whose inputs have ``aliases``.
+    """Return the first sequence number of a forward with these ``aliases``.
 
-    Without one, every node that an output leads to is the forward's own.
+    0 without an alias: each node that leads to an output belongs to the forward.
     """
     return min([alias._sequence_nr() for alias in aliases], default=0)
 
 
 def _copy_writes_to_shards(state: _FSDPState) -> None:
-    """Have what the forward wrote to its weights reach the shards. Sends nothing.
+    """Copy in-place writes of the forward to the parameters into the shards.
 
+    Collective: none.
     Raises: PhaseError, as ``copy_writes_to_shards``.
     """
     context, handle = state.context, state.handle
     assert context is not None
+    # Writes through ``.data`` leave the version counter unchanged. Two forwards compare
+    # checksums; if either finds a write, every later forward copies all parameters.
     if state.sums is not None and len(handle.calls) == 1:
         before, state.sums = state.sums, None
         if not all(map(torch.equal, before, checksums(handle) or before)):
@@ -427,12 +465,14 @@ def _copy_writes_to_shards(state: _FSDPState) -> None:
         _after_raise(state)
         raise
     if context.streams is not None:
-        # The unit may be gathered again in this forward.
+        # The gather stream may gather this unit again in the same forward, and must
+        # read the shard after the copy.
         current = torch.cuda.current_stream(handle.device)
         context.streams.gather.wait_stream(current)
 
 
 def _after_raise(state: _FSDPState) -> None:
+    """Reset the unit, or the whole tree if outermost, after the forward raised."""
     context, handle = state.context, state.handle
     assert context is not None
     state.sums = None

@@ -1,10 +1,12 @@
-"""Gradients of full leaves: each waits, as autograd made it, for the unit's others.
+"""Post-accumulate-grad hooks of the full parameters.
 
-The last one that a graph task will bring makes the unit reduce.
+Each hook takes the gradient from the full parameter and keeps the tensor as autograd
+made it. The hook of the last gradient that the graph task will bring starts the
+reduction of the unit.
 
 ``Tensor._post_accumulate_grad_hooks`` and ``torch._C._functions.DelayedError`` are
-private; used only here (the first in ``leaf_hooks``, too), checked on torch 2.13 and
-2.11.
+private (the first is also used in ``user_hooks``, ``reduce`` and ``engine``), checked
+on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -40,53 +42,64 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _AccumulateGradFeeder: Any = torch._C._functions.DelayedError
 FSDP_HOOK_KEY = -1
-"""Key of our hook among those of a full leaf, or of a module's forward."""
+"""Key of our hook in the hook dicts of a full parameter and of a module's forward."""
 
 
 def install_grad_hooks(state: _FSDPState) -> None:
-    """Attach the arrival hooks to the full leaves of the current form, once."""
+    """Register the hooks on the full parameters of the current form, once per form."""
     handle = state.handle
     nodes: tuple[Any, ...] = ()
     if handle.gather_event is not None and handle.leaf_stream is None:
         handle.leaf_stream = torch.cuda.current_stream(handle.device)
-    # Without gradients there is no node to ask; leaving inference mode turns them on.
-    # The engine runs a node, and our hook with it, on the stream it was made on.
+    # An AccumulateGrad node exists only with gradients enabled; leaving inference mode
+    # enables gradients. The engine runs a node, and the hook with the node, on the
+    # stream that was current when the node was made.
     stream = handle.leaf_stream
     on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
     grads = torch.is_grad_enabled()
     with nullcontext() if grads else torch.inference_mode(False), on_stream:
         for region in handle.trainable:
-            # Weakly: the collector does not look into the hooks of a tensor (torch
-            # 2.13), so a strong reference would keep the model, or its shards, alive
-            # for ever.
+            # Weak references: the garbage collector does not look into the hooks of a
+            # tensor (torch 2.13), so a strong reference would keep the model and the
+            # shards alive for ever.
             region.owner, link = weakref.ref(state), weakref.ref(region)
             nodes += _accumulators(region.full_leaves)
             for index, leaf in enumerate(region.full_leaves):
-                # What register_post_accumulate_grad_hook sets, less its checks and its
-                # handle, which took longer than all else. Torch numbers from 0 up.
+                # The effect of ``register_post_accumulate_grad_hook`` without the
+                # checks and the handle, which took most of the time. Torch numbers
+                # hooks from 0 up, so the key -1 is free.
                 leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
                 hooks[FSDP_HOOK_KEY] = MethodType(_make_grad_hook(index), link)
-    # A leaf keeps its node only weakly: the handle does, so that the node we ask the
-    # engine about is the node it runs.
+    # Keep strong references to the AccumulateGrad nodes: a parameter holds the node
+    # only weakly, and ``_will_engine_execute_node`` must be asked about the node that
+    # will run.
     handle.accumulators = nodes
 
 
 def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
-    """The nodes that accumulate into ``leaves``, by way of one node that feeds all.
-
-    It reads no memory, and would raise if it was run. Gradients must be enabled.
-    """
+    """Return the AccumulateGrad nodes of ``leaves``. Gradients must be enabled."""
     if not leaves:
         return ()
+    # A single ``DelayedError`` node takes all parameters as inputs, so
+    # ``next_functions`` of the node are their AccumulateGrad nodes. The node reads no
+    # memory, and raises if the engine runs the node.
     fed = _AccumulateGradFeeder("never run", len(leaves))(*leaves)
     feeder: Any = (fed if isinstance(fed, Tensor) else fed[0]).grad_fn
     return tuple([node for node, _ in feeder.next_functions])
 
 
 def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:
-    """Make the unit ready to be full in the parameters' own dtype, or in compute's.
+    """Switch the unit to the full form in the parameters' own or the compute dtype.
 
-    A unit that is full in the other one gives it up. Sends nothing.
+    A unit that is unsharded in the other form is resharded, and that full buffer is
+    freed.
+
+    Args:
+        context: the context of the unit's tree.
+        state: the unit.
+        wide: True selects the parameters' own dtype, False the compute dtype.
+
+    Collective: none.
     """
     handle = state.handle
     if handle.wide is wide:
@@ -96,14 +109,15 @@ def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) 
         install_grad_hooks(state)
 
 
+# A function per index serves all units: a hook is then a single object, the bound
+# method of a weak reference to the region.
 @cache
 def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor], None]:
-    """The post-accumulate hook of full leaf ``index``: it takes the gradient away.
+    """Return the post-accumulate-grad hook of the full parameter ``index`` of a region.
 
-    The first of a reduction waits to be moved to the leaf's view of the reduce buffer
-    with all others; later ones are added there, in the dtype of the reduction. One
-    function for all units, so that a hook is one object: a method of a link to its
-    region.
+    The first gradient of a parameter since the last reduction is kept, and is copied to
+    the reduce buffer together with the other gradients of the unit. Later gradients are
+    added in the reduce buffer, in the reduce dtype.
     """
 
     def arrive(link: weakref.ref[FlatParameter], leaf: Tensor) -> None:
@@ -113,13 +127,14 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
         assert unit is not None
         handle = unit.handle
         gradient = leaf.grad
-        # None, if a custom Function returned no gradient: counted, nothing to move.
-        # One that was frozen after the forward takes none, as in plain torch.
+        # The gradient is None if a custom Function returned none; the hook is still
+        # counted. A parameter that was frozen after the forward gets no gradient, as in
+        # plain torch.
         if gradient is not None and not region.leaves[index].requires_grad:
             leaf.grad = gradient = None
         if gradient is not None:
             leaf.grad = None
-            if gradient.requires_grad:  # create_graph
+            if gradient.requires_grad:  # with create_graph
                 gradient = gradient.detach()
             if not handle.reduce_due:
                 _on_unexpected_grad(unit, handle)
@@ -130,8 +145,9 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
             else:
                 region.waiting[index] = gradient
                 region.arrived[index] = 1
-            del gradient  # the reduction frees it
-        # Of another graph task (a checkpoint inside the unit): only accumulated.
+            del gradient  # let the reduction free the gradient
+        # A gradient of another graph task (a reentrant checkpoint inside the unit) is
+        # only accumulated.
         if handle.task == current_task():
             handle.pending -= 1
             if handle.pending == 0:
@@ -141,10 +157,10 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
 
 
 def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """A gradient that no pre-backward announced: have somebody reduce it.
+    """Have the end of the graph task reduce a gradient that no pre-backward announced.
 
-    Raises: PhaseError, if the unit is not gathered, so that what was read of its
-    weights, if anything, is of no use.
+    Raises: PhaseError, if the unit is sharded, because the operations before this
+        gradient may have read parameters that are not valid.
     """
     context = state.context
     assert context is not None
@@ -158,34 +174,39 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
     handle.reduce_due = True
     if handle.task == NO_TASK:
         register_task_end(context, state, current_task())
-        # Nothing counts down, so the final callback reduces.
+        # -1 never counts down to 0, so the final callback of the graph task reduces.
         handle.pending = -1
 
 
 def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
+    """Reshard and reduce the unit, unless an open forward call will do so later."""
     context = state.context
     assert context is not None
-    # With a schedule, in the unit's turn; see ``write_unit_values``.
+    # With a schedule (``unused_params``) the reduction of the unit has a fixed turn,
+    # which is at the same point on all ranks.
     scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    # If every open call has an alias, the last ``input_done`` reshards and reduces.
     if handle.expected_calls and handle.expected_calls == handle.open_calls:
         return
     if handle.open_calls == 0:
-        # First: the reduce buffer can have the memory of the weights.
+        # Reshard first: the reduce buffer can then take the memory of the full
+        # parameters.
         reshard_after_backward(state, handle)
     if state.sync_gradients and not scheduled:
         for region in handle.trainable:
             if handle.open_calls and 0 in region.arrived:
-                # They may yet arrive, unannounced: from a reentrant checkpoint inside
-                # the unit. It is through when the last input is, so that reduces, once.
+                # Missing gradients may still arrive without a pre-backward, from a
+                # reentrant checkpoint inside the unit. The last ``input_done`` comes
+                # after the checkpoint and reduces once.
                 break
         else:
             reduce_gradients(context, handle)
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Give the weights up, or keep them for the next forward if so told.
+    """Reshard the unit after backward, or keep the unit full if so configured.
 
-    Inside a forward of the unit they stay, and its end decides.
+    Inside a forward of the unit nothing happens: the end of that forward decides.
     """
     context = state.context
     assert context is not None
@@ -195,8 +216,9 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     if state.reshard_after_backward:
         reshard(context, handle)
         if context.retiring:
-            # With BACKWARD_PRE the next all-gather is that of the unit after the next,
-            # and comes behind this unit's reduction: it waits for this unit anyway.
+            # With BACKWARD_PRE the next all-gather is for the unit after the next, and
+            # is issued after this unit's reduction, so the all-gather waits for this
+            # unit in any case. Freeing now costs no overlap.
             wait_for_freed_memory(context, handle)
     else:
         keep_full(context, handle)

@@ -1,7 +1,9 @@
-"""A graph task: one run of the autograd engine, and what its end still has to do.
+"""Graph tasks: a graph task is one run of the autograd engine.
 
-A unit joins the task whose backward reaches it. The engine calls back at the end of a
-task that went well; of one that raised it drops the callback, which notes it.
+A unit joins the graph task whose backward reaches the unit. At the end of a graph task
+the engine calls ``TaskEnd``, which finishes these units. If backward raises, the engine
+drops ``TaskEnd`` without a call; ``TaskEnd.__del__`` then records the graph task as
+dead.
 
 ``torch._C._current_graph_task_id`` and the engine's ``queue_callback`` are private;
 used only here, checked on torch 2.13 and 2.11.
@@ -36,17 +38,29 @@ from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Id of the backward that this thread runs; ``NO_TASK`` outside."""
+"""Return the id of the graph task that runs on this thread; ``NO_TASK`` outside
+backward."""
 _engine = torch.autograd.Variable._execution_engine
 
 
 def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Have the end of graph task ``task`` finish this unit."""
+    """Add the unit to graph task ``task``; the end of the task will finish the unit.
+
+    The first unit of a graph task also queues ``TaskEnd`` in the engine.
+
+    Args:
+        context: the context of the unit's tree.
+        state: the unit.
+        task: id of the graph task that is running.
+
+    Collective: none.
+    """
     if task not in context.tasks:
         if context.dead:
             reset_failed_graph_tasks(context)
         if context.streams is not None:
-            # Since the forward, behind which gathers are, shards may have changed.
+            # The gather stream waited for the caller's stream when the forward began.
+            # The shards may have changed since (an optimizer step), so wait again.
             wait_for_step(context.streams)
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
@@ -55,9 +69,10 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
 
 
 class TaskEnd:
-    """The callback at the end of a graph task; dropped uncalled, it notes that it died.
+    """Callback at the end of a graph task; if dropped uncalled, it marks the task dead.
 
-    The engine holds it with the graph task, and lets go of both when backward raises.
+    The engine holds the callback together with the graph task, and releases both when
+    backward raises.
     """
 
     __slots__ = ("context", "task")
@@ -66,41 +81,42 @@ class TaskEnd:
         self.context, self.task = context, task
 
     def __call__(self) -> None:
-        """Finish the units of the task."""
+        """Finish the units of the graph task."""
         finish_task(self.context, self.task)
 
     def __del__(self) -> None:
+        """Mark the graph task as dead if ``finish_task`` has not finished the task."""
         if self.task in self.context.tasks:
             self.context.dead.add(self.task)
             _show_sharded(self.context, self.task)
 
 
 def _show_sharded(context: RuntimeContext, task: int) -> None:
-    """Show the originals where graph task ``task`` died, for what asks next for them.
+    """Put the sharded parameters of dead graph task ``task`` back into the modules.
 
-    ``model.zero_grad()`` after a backward that raised has to reach them. The memory of
-    the full parameters stays until ``reset_failed_graph_tasks`` or ``recover``. Sends
-    nothing.
-
-    On CUDA the engine's thread may come here a moment after ``backward`` raised, when
-    the program is already on its way; so units that a forward or another graph task has
-    taken up since are left alone.
+    The full buffers keep their memory until ``reset_failed_graph_tasks`` or
+    ``recover``. Collective: none.
     """
+    # ``model.zero_grad()`` after a backward that raised must reach the sharded
+    # parameters. On CUDA a thread of the engine may run this code a moment after
+    # ``backward`` raised, while the main thread continues. Units that a forward or
+    # another graph task has taken up since are therefore skipped.
     for state in context.tasks[task]:
         handle = state.handle
         if handle.task == task and handle.is_full and not handle.calls:
             views.use_sharded(handle)
     if context.outermost is None and context.tasks.keys() <= context.dead:
         for handle in context.handles:
-            # Its backward was to come yet: prefetched, or unsharded by hand.
+            # The dead backward has not reached this unit, which was prefetched or
+            # unsharded by the user.
             if handle.is_full and not handle.calls:
                 views.use_sharded(handle)
 
 
 def reset_failed_graph_tasks(context: RuntimeContext) -> None:
-    """Reset units of graph tasks that raised; their unreduced gradients are dropped.
+    """Reset the units of graph tasks that raised, and drop their unreduced gradients.
 
-    Waits for collectives of this rank that were issued; sends nothing.
+    Waits for collectives that this rank has issued. Collective: none.
     """
     dead, context.dead = context.dead, set()
     context.filling.clear()
@@ -117,23 +133,27 @@ def reset_failed_graph_tasks(context: RuntimeContext) -> None:
 
 
 def reset_backward(handle: FlatParamHandle) -> None:
-    """Forget the graph task that the unit was in."""
+    """Reset the backward counters and remove the unit from its graph task."""
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
     handle.tapes, handle.expected_calls = (), 0
     handle.phase = Phase.IDLE
 
 
 def finish_task(context: RuntimeContext, task: int) -> None:
-    """End of a graph task: reduce and reshard what the events left, reset the units.
+    """Finish a graph task: reduce and reshard the units that no hook has finished.
 
-    The end of the outermost task also reshards units whose backward never came, and
-    orders the caller's stream, and the host's reads of offloaded gradients, behind the
-    last reduction. A backward that built a graph keeps its units in memory until the
-    next one ends.
+    The end of the outermost graph task also reduces gradients that an earlier backward
+    left, and reshards units that no backward has reached. If this backward is the last
+    (``is_last_backward``), the caller's stream then waits for the last reduction, and
+    the host for offloaded gradients. A backward with ``create_graph`` keeps the units
+    full until the next backward ends.
 
-    Collective: the reductions of units whose gradients came unannounced.
-    Raises: DesyncError, if another rank had more to send.
+    Raises: DesyncError, if another rank reduces more units.
+    Collective: the reductions of units with gradients that no pre-backward announced,
+        and of gradients that ``no_sync`` or a delayed all-reduce left; all-gathers and
+        reductions of ``finish_unused_params``.
     """
+    # Gradients are enabled inside a backward only with ``create_graph``.
     keep = torch.is_grad_enabled()
     if context.filling and len(context.tasks) == 1:
         finish_unused_params(context)
@@ -145,7 +165,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         if state.sync_gradients and has_arrived(handle):
             reduce_gradients(context, handle)
         if handle.calls:
-            # This backward ran inside its forward, which has use for it.
+            # This backward ran inside a forward of the unit, which still reads the
+            # parameters.
             handle.phase = Phase.FORWARD
             continue
         handle.kept = keep
@@ -153,6 +174,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             reshard(context, handle)
         else:
             keep_full(context, handle)
+    # A nested graph task (a reentrant checkpoint) ends here; the end of the outermost
+    # graph task does the rest.
     if context.tasks:
         return
     root = root_of(context)
@@ -160,8 +183,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         handle = state.handle
         waits = handle.held is not None and handle.rule.all_reduce
         if (handle.reduce_due or waits) and state.sync_gradients:
-            # Arrived under no_sync, or waits for its replicas, and this backward did
-            # not come by.
+            # The gradients arrived under ``no_sync``, or wait for the all-reduce over
+            # the replicate group, and this backward has not reached the unit.
             reduce_gradients(context, handle)
         if not keep and context.outermost is None:
             handle.kept = False

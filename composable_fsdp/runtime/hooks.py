@@ -1,9 +1,4 @@
-"""Attaching the functions of ``forward`` and ``backward`` to modules and leaves, once.
-
-Forward hooks are taken out of torch.compile's sight as a whole, so that a compiled
-block stays one graph (``torch._disable_dynamo`` is lazy: unlike
-``torch.compiler.disable`` it does not import dynamo; checked on torch 2.13).
-"""
+"""Registration of the hooks of ``forward`` and ``grad_hooks`` on a unit."""
 
 from __future__ import annotations
 
@@ -19,26 +14,27 @@ from composable_fsdp.runtime.grad_hooks import FSDP_HOOK_KEY, install_grad_hooks
 from composable_fsdp.tree.state import _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
+# torch.compile does not trace the forward hooks, so a compiled block stays a single
+# graph. ``torch._disable_dynamo`` is lazy: unlike ``torch.compiler.disable``, the
+# function does not import dynamo (checked on torch 2.13).
 _pre_forward = _disable_dynamo(pre_forward)
 _post_forward = _disable_dynamo(post_forward)
-# Pickled by name, so that who pickles a module gets as far as the state, which says
-# what to do instead.
+# The hooks are pickled by name. Pickling a module then reaches the state of the unit,
+# whose error says how to save the module instead.
 for _name, _hook in (("_pre_forward", _pre_forward), ("_post_forward", _post_forward)):
     _hook.__module__, _hook.__qualname__ = __name__, _name
 
 
 def install_hooks(state: _FSDPState) -> None:
-    """Arm the unit: hooks on its modules' forward and on its full leaves' gradients.
-
-    A module gets what ``register_forward_pre_hook(prepend=True, with_kwargs=True)`` and
-    ``register_forward_hook(always_call=True)`` set, less their handles, which took
-    longer than all else and which nobody kept (checked on torch 2.13 and 2.11).
-    """
+    """Register the forward hooks of the unit's modules and the hooks for gradients."""
     before, after = MethodType(_pre_forward, state), MethodType(_post_forward, state)
+    # The effect of ``register_forward_pre_hook(prepend=True, with_kwargs=True)`` and
+    # ``register_forward_hook(always_call=True)``, without their handles, which took
+    # most of the time and have no use here (checked on torch 2.13 and 2.11).
     for module in state.modules:
         pre_hooks: Any = module._forward_pre_hooks
         pre_hooks[FSDP_HOOK_KEY] = before
-        # Ours comes first: pre-hooks of the user see full parameters.
+        # Move the hook to the front: pre-hooks of the user see full parameters.
         pre_hooks.move_to_end(FSDP_HOOK_KEY, last=False)
         module._forward_pre_hooks_with_kwargs[FSDP_HOOK_KEY] = True
         module._forward_hooks[FSDP_HOOK_KEY] = after
@@ -54,9 +50,17 @@ def call_method(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``method`` as if it were the forward of the unit's ``module``.
+    """Call ``method`` as if the method were the forward of the unit's ``module``.
 
-    Collective: as a forward's.
+    Args:
+        state: the unit.
+        module: the module of the unit that has the method.
+        method: the function to call.
+        *args: positional arguments of ``method``.
+        **kwargs: keyword arguments of ``method``.
+
+    Returns: the output of ``method``, cast if the options ask so.
+    Collective: as in a forward of the unit.
     """
     changed = _pre_forward(state, module, args, kwargs)
     if changed is not None:
@@ -64,7 +68,8 @@ def call_method(
     try:
         output = method(*args, **kwargs)
     except BaseException:
-        # Called while the exception is handled, it knows that there is no output.
+        # Inside ``except``, so that ``post_forward`` finds the exception in
+        # ``sys.exc_info``.
         _post_forward(state, module, args, None)
         raise
     replaced = _post_forward(state, module, args, output)

@@ -1,4 +1,4 @@
-"""Giving parameters on meta their values, unit by unit, before each is sharded.
+"""Initialization of parameters on meta, unit by unit, before each unit is sharded.
 
 ::
 
@@ -6,13 +6,7 @@
                                    broadcast from the first rank, if asked for
                                    shard; the full values are freed
 
-So the memory above the shards is that of one unit. The original objects stay: what
-``init`` puts into a module is swapped into them, so that ties, and optimizers made
-earlier, hold.
-
-A tensor that several modules hold takes the values of the first, in ``.modules()``
-order. The initialisers of the others run as well, once each, on a stand-in of their
-own: as when a model ties its weights after it has made all its layers.
+The memory above the shards is therefore that of a single unit.
 """
 
 from __future__ import annotations
@@ -34,37 +28,39 @@ Init = Callable[[nn.Module], object]
 
 
 class MetaModule(NamedTuple):
-    """A module that holds meta tensors directly: which, and which it has first."""
+    """A module that holds meta tensors directly."""
 
     top: nn.Module
-    """Where names start."""
+    """The module at which names start."""
     module: nn.Module
     held: tuple[tuple[dict[str, Any], str, Tensor], ...]
-    """The module's table of parameters or buffers, key, and the tensor."""
+    """The module's dict of parameters or buffers, the key, and the tensor."""
     first: frozenset[str]
+    """Keys of tensors that no earlier module holds, in ``.modules()`` order."""
 
     @property
     def fqn(self) -> str:
-        """The module's name; only asked for by messages."""
+        """Return the FQN of the module, for error messages."""
         return name_of(self.top, self.module)
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Initialise a module whose tensors have memory, as torch's own layers do."""
+    """Call ``module.reset_parameters()``; the tensors of the module have memory."""
     reset: Any = module.reset_parameters
     reset()
 
 
 def keep_uninitialized(module: nn.Module) -> None:
-    """Initialise nothing: the values come from the first rank."""
+    """Initialize nothing: the values are broadcast from the first rank."""
 
 
 def with_memory(init: Init, device: torch.device) -> Init:
-    """``init``, after what ``module`` holds on meta has got memory on ``device``."""
+    """Return ``init`` preceded by an allocation of meta tensors on ``device``."""
     return partial(_give_memory_and_call, init, device)
 
 
 def _give_memory_and_call(init: Init, device: torch.device, module: nn.Module) -> None:
+    """Replace meta tensors by empty tensors on ``device``, then call ``init``."""
     for table in (module._parameters, module._buffers):
         for key, tensor in table.items():
             if tensor is not None and tensor.is_meta:
@@ -73,6 +69,7 @@ def _give_memory_and_call(init: Init, device: torch.device, module: nn.Module) -
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Any:
+    """Return an empty tensor or parameter like ``tensor`` on ``device``."""
     made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -82,9 +79,9 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Any:
 def find_meta_modules(
     targets: Sequence[Target], kept: frozenset[int]
 ) -> list[list[MetaModule]]:
-    """Per target, the modules that have to be initialised, in ``.modules()`` order.
+    """Return the modules to initialize per target, in ``.modules()`` order.
 
-    ``kept``: identities of parameters that are left on meta, because they are ignored.
+    ``kept``: identities of parameters that stay on meta because the user ignores them.
     """
     first: dict[int, tuple[int, str]] = {}
     for top in targets[0].modules:
@@ -109,6 +106,7 @@ def find_meta_modules(
 def _on_meta(
     module: nn.Module, kept: frozenset[int]
 ) -> tuple[tuple[dict[str, Any], str, Tensor], ...]:
+    """Return the parameters and buffers of the module that are on meta and not kept."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     return tuple(
         (table, key, tensor)
@@ -119,7 +117,7 @@ def _on_meta(
 
 
 def require_reset_parameters(waiting: Sequence[MetaModule]) -> None:
-    """Refuse modules on meta that torch's convention cannot initialise."""
+    """Raise PlanError if a module on meta has no ``reset_parameters``."""
     for each in waiting:
         if not callable(getattr(each.module, "reset_parameters", None)):
             raise PlanError(
@@ -132,17 +130,20 @@ def require_reset_parameters(waiting: Sequence[MetaModule]) -> None:
 
 @torch.no_grad()
 def materialize(waiting: MetaModule, init: Init) -> None:
-    """Run ``init`` on one module; afterwards nothing that was on meta is.
+    """Run ``init`` on a module; afterwards no tensor of the module is on meta.
 
-    Sends nothing.
-
-    Raises: PlanError, if ``init`` left a tensor on meta or changed its shape or dtype.
+    Raises: PlanError, if ``init`` left a tensor on meta or changed the shape or dtype.
+    Collective: none.
     """
     for table, key, tensor in waiting.held:
+        # A tensor that several modules hold gets the values of the first module.
+        # Initializers of the other modules run, too, each on a temporary tensor, as in
+        # a model that ties weights after all layers were made.
         if key not in waiting.first:
             table[key] = _empty_like(tensor, torch.device("meta"))
         elif table is waiting.module._buffers:
             table[key] = as_unfilled(tensor)
+    # Tensors of inference mode have no version counter and cannot be trained.
     with torch.inference_mode(False):
         init(waiting.module)
     for table, key, tensor in waiting.held:
@@ -157,6 +158,7 @@ def materialize(waiting: MetaModule, init: Init) -> None:
 def _require_like(
     waiting: MetaModule, key: str, tensor: Tensor, made: object
 ) -> Tensor:
+    """Return the tensor ``made`` by ``init``; raise PlanError if unlike ``tensor``."""
     if (
         isinstance(made, Tensor)
         and not made.is_meta
@@ -176,9 +178,11 @@ def _require_like(
 
 
 def _swap(waiting: MetaModule, key: str, tensor: Tensor, made: Tensor) -> None:
-    """Make the object ``tensor`` hold what ``made`` does, and keep its attributes."""
+    """Give the object ``tensor`` the contents of ``made``, and keep old attributes."""
     trainable = tensor.requires_grad
     swap: Callable[[Tensor, Tensor], None] = vars(torch.utils)["swap_tensors"]
+    # The original objects stay, so that tied weights and optimizers made earlier still
+    # refer to the parameters.
     try:
         swap(tensor, made)
     except RuntimeError as error:

@@ -1,13 +1,13 @@
-"""Buffers that were on meta: which of them nobody has filled since.
+"""Finds buffers that were on meta and were not filled since.
 
-``to_empty`` gives a buffer memory and no values, and a checkpoint has none for those
-that are not persistent (the frequencies of rotary embeddings). While it is on meta such
-a buffer is an ``UnfilledBuffer``, which marks the memory that it gets::
+``to_empty`` gives a buffer memory and no values, and a checkpoint has no values for
+buffers that are not persistent (the frequencies of rotary embeddings). Until then the
+buffer on meta is an ``UnfilledBuffer``, which fills new memory with a mark::
 
     meta buffer --to_empty--> all NaN (integers: the smallest) --fill--> values
 
-What is all marks at the first forward was never written. An object that is assigned in
-its place has values.
+A buffer that holds only marks at the first forward was never written. An object that
+the user assigned in place of the buffer has values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from composable_fsdp.tree.traversal import walk_states
 
 
 class UnfilledBuffer(Tensor):
-    """A buffer on meta. Whatever is made of it is a plain tensor.
+    """A buffer on meta. The result of an operation on such a buffer is a plain tensor.
 
     ``DisableTorchFunctionSubclass`` checked on torch 2.13 and 2.11.
     """
@@ -41,6 +41,7 @@ class UnfilledBuffer(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
+            # ``to_empty`` allocates by ``torch.empty_like``.
             if func is torch.empty_like and not made.is_meta:
                 _mark(made)
         return made
@@ -51,18 +52,17 @@ class UnfilledBuffer(Tensor):
 
 
 def as_unfilled(buffer: Tensor) -> UnfilledBuffer:
-    """The same buffer on meta, to be put in its place."""
+    """Return ``buffer`` on meta as an ``UnfilledBuffer``."""
     return buffer.as_subclass(UnfilledBuffer)
 
 
 def mark_meta_buffers(modules: Iterable[nn.Module]) -> bool:
-    """Put an ``UnfilledBuffer`` in the place of each buffer on meta; whether any
-    was."""
+    """Replace buffers on meta by ``UnfilledBuffer``; return whether any was on meta."""
     made: dict[int, UnfilledBuffer] = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                # One that several modules hold stays one.
+                # A buffer that several modules hold stays a single object.
                 made.setdefault(id(buffer), as_unfilled(buffer))
                 module._buffers[key] = made[id(buffer)]
     return bool(made)
@@ -70,13 +70,16 @@ def mark_meta_buffers(modules: Iterable[nn.Module]) -> bool:
 
 @torch.no_grad()
 def _mark(buffer: Tensor) -> None:
+    """Fill the buffer with NaN, or with the smallest integer; bool has no mark."""
     if buffer.is_floating_point() or buffer.is_complex():
         buffer.fill_(torch.nan)
+    # The smallest integer of an unsigned dtype is 0, a common value; use the largest.
     elif buffer.dtype is not torch.bool:
         buffer.fill_(torch.iinfo(buffer.dtype).min or torch.iinfo(buffer.dtype).max)
 
 
 def _is_marked(buffer: Tensor) -> bool:
+    """Whether the buffer holds only marks."""
     if not buffer.numel() or buffer.is_meta or buffer.dtype is torch.bool:
         return False
     if buffer.is_floating_point() or buffer.is_complex():
@@ -86,6 +89,7 @@ def _is_marked(buffer: Tensor) -> bool:
 
 
 def _unfilled(states: Iterable[tuple[str, _FSDPState]]) -> Iterator[str]:
+    """Yield the FQNs of buffers that hold only marks."""
     for fqn, state in states:
         if state.awaits_buffers:
             for name, buffer in own_buffers(state):
@@ -94,14 +98,15 @@ def _unfilled(states: Iterable[tuple[str, _FSDPState]]) -> Iterator[str]:
 
 
 def unfilled_buffers(module: nn.Module) -> list[str]:
-    """Names of buffers that have memory since they were on meta, and no values."""
+    """Return FQNs of buffers that were on meta and got memory but no values."""
     return list(_unfilled((fqn, state) for fqn, _, state in walk_states(module)))
 
 
 def require_filled(states: Sequence[_FSDPState]) -> None:
-    """Refuse a forward with buffers that have memory and no values. Sends nothing.
+    """Raise if a buffer that was on meta got memory but no values.
 
-    Raises: PlanError, naming them.
+    Raises: PlanError, with the FQNs.
+    Collective: none.
     """
     names = list(_unfilled((state.fqn, state) for state in states))
     if names:

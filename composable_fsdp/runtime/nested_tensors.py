@@ -1,8 +1,8 @@
-"""Walking inputs and outputs of any shape, fast for a tensor or a tuple of them.
+"""Traversal of nested inputs and outputs, fast for a tensor or a tuple of tensors.
 
-Containers that pytree knows are walked by it; others as what they are (dataclass,
-mapping, list), outputs at last by their attributes. A tensor that is missed would be an
-error in backward.
+Containers that pytree knows are traversed by pytree; other containers as dataclass,
+mapping or list; other objects in outputs by attributes. A tensor that is missed would
+cause an error in backward.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def _collect(value: object, found: list[Tensor], seen: set[int]) -> None:
+    """Append the tensors in ``value`` to ``found``; ``seen`` has the visited ids."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
@@ -51,7 +52,10 @@ def _collect(value: object, found: list[Tensor], seen: set[int]) -> None:
 
 
 def _inside(leaf: object) -> Iterable[object]:
-    """What an object that pytree does not know holds; not what it could compute."""
+    """Return the items or attributes of an object that pytree does not know.
+
+    Properties are not called. Modules, types and callables have no items.
+    """
     if isinstance(leaf, (type, nn.Module)) or callable(leaf):
         return ()
     if isinstance(leaf, Mapping):
@@ -70,9 +74,14 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with every tensor replaced by ``change(tensor)``.
 
-    Containers without a tensor that changes are returned as they are, so that their
-    identity is kept where nothing is to be done. Of others a copy is made; those that
-    can be written to are noted in ``copies``, if given, and copied once each.
+    Args:
+        value: a tensor, a container or any other object.
+        change: called with each tensor; returns the same tensor for no change.
+        copies: each copied mutable container is appended, and is copied only once;
+            default None records no copies.
+
+    Returns: containers in which no tensor changes unchanged (the same object); copies
+        of the others.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -93,7 +102,7 @@ def map_tensors(
         return _map_node(value, change, copies)
     before = {key: map_tensors(i, change, copies) for key, i in given.items()}
     if all(map(is_, before.values(), given.values())):
-        # One that only pytree knows may have tensors elsewhere.
+        # A type that only pytree knows may hold tensors outside the attributes.
         return value if _is_plain(value) else _map_node(value, change, copies)
     made = copy.copy(value)
     for key, item in before.items():
@@ -105,13 +114,14 @@ def map_tensors(
 
 
 def _is_plain(value: object) -> bool:
+    """Whether ``items_of`` sees all items of the container."""
     return isinstance(value, (MutableMapping, MutableSequence)) or is_dataclass(value)
 
 
 def _map_node(
     value: Any, change: Callable[[Tensor], Tensor], copies: list[ContainerCopy] | None
 ) -> Any:
-    """The same for what only pytree knows; what nobody knows is returned as it is."""
+    """Apply ``map_tensors`` to a container of pytree; return any other object as is."""
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if spec.is_leaf():
         return value
@@ -127,7 +137,16 @@ def to_device(
     device: torch.device,
     copies: list[ContainerCopy] | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments with their tensors on ``device``; ``None`` if they are."""
+    """Move the tensors of the arguments to ``device``.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        device: the target device.
+        copies: as in ``map_tensors``.
+
+    Returns: the new arguments, or None if all tensors are on ``device`` already.
+    """
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device)

@@ -1,25 +1,20 @@
-"""Gradients on their way to the host, for units whose shards live there.
+"""Copies of gradients to the host, for units with offloaded shards.
 
 ::
 
     reduce   [reduce-scatter k] [+ earlier] [copy to host k] [reduce-scatter k-1] ...
     host     ... issues, and waits for nothing ...    end of backward: one wait, .grad
 
-A copy is ordered by the reduce stream alone, so the host has to be kept away from
-``grad_shard`` while one is in flight. Two rules do that: the leaves show no gradient
-until the host has waited, once, at the end of backward (FSDP1 set ``.grad`` before, and
-an optimizer could read half a copy); and what the host does to ``grad_shard`` it does
-before the first copy of a backward. Earlier gradients are added on the device, where
-both halves of the sum are ordered by the stream. The tensors in between are allocated
-and dropped on the reduce stream, so their memory is reused behind the copy;
-``grad_shard`` is pinned, as the copy would be synchronous else, and made anew when it
-was cleared, from torch's cache of such memory.
+A copy is ordered by the reduce stream only, so the host must not access ``grad_shard``
+while a copy is in flight. Two rules ensure this: the parameters have no ``.grad`` until
+the host has waited, once, at the end of backward (FSDP1 set ``.grad`` earlier, and an
+optimizer could read half a copy); and the host accesses ``grad_shard`` only before the
+first copy of a backward.
 
-The other direction needs care too: a gather reads the shard behind the host's back.
-Whoever writes shards on the host comes after a wait: optimizers after one of their own
-(``comm.device``), our own functions after ``synchronize_copy_stream``. Nothing waits
-for others that write after a forward with gradients that got no backward; use
-``torch.no_grad``.
+Copies of shards to the device need care, too: an all-gather reads the shard
+asynchronously. Optimizers wait before they write shards (``comm.device``), and
+functions of this package call ``synchronize_copy_stream``. Other writes after a forward
+with gradients and without a backward are not ordered; use ``torch.no_grad``.
 """
 
 from __future__ import annotations
@@ -38,19 +33,33 @@ from composable_fsdp.tree.state import RuntimeContext
 def start_d2h_grad_copies(
     region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
 ) -> None:
-    """Issue the copy of ``sums`` ``(shard_numel,)`` to ``grad_shard``, added to it.
+    """Copy ``sums`` to ``grad_shard`` on the host, added to earlier gradients.
 
-    Runs on the reduce stream. The leaves have no ``.grad`` from here to
+    Runs on the reduce stream and does not wait. The parameters have no ``.grad`` until
     ``finish_d2h_grad_copies``.
+
+    Args:
+        region: an offloaded region.
+        sums: the averaged gradients ``(shard_numel,)`` on the device.
+        arrived: per parameter, 1 if the parameter gets a gradient.
+        rows: True if sharded parameters keep whole rows ``(k, *trailing)``, False if
+            flat.
+
+    Collective: none.
     """
     if region.in_flight is None:
         region.in_flight = _take_gradients(region, rows=rows)
     grad_shard = region.grad_shard
     assert grad_shard is not None
     if any(region.in_flight):
+        # Earlier gradients are added on the device, where the stream orders both
+        # operands. Temporary tensors are allocated and freed on the reduce stream, so
+        # their memory is reused only after the copy.
         earlier = memory.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
         copy_async(earlier, grad_shard)
         sums = earlier.add_(sums)
+    # ``grad_shard`` is pinned, because a copy to pageable memory would be synchronous.
+    # A cleared ``grad_shard`` is allocated anew from torch's cache of pinned memory.
     copy_async(grad_shard, sums)
     for index, hit in enumerate(arrived):
         if hit:
@@ -58,7 +67,7 @@ def start_d2h_grad_copies(
 
 
 def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
-    """Take the leaves' gradients into ``grad_shard``; which leaves had one."""
+    """Move gradients into ``grad_shard``; return which parameters had a gradient."""
     if region.flat is not None:
         held = bytearray([region.flat.grad is not None]) * len(region.leaves)
         if any(held):
@@ -81,14 +90,16 @@ def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
 
 
 def finish_d2h_grad_copies(context: RuntimeContext) -> None:
-    """Wait until the gradients are on the host, and show them as ``.grad``.
+    """Wait until the gradients are on the host, and set ``.grad``.
 
-    The one place where a step makes the CPU wait. It also waits for copies of shards to
-    the device, which an optimizer is about to overwrite. Calls the hooks of leaves that
-    got a gradient. Sends nothing.
+    Calls the post-accumulate-grad hooks of parameters that got a gradient.
+
+    Collective: none.
     """
     if not context.offload:
         return
+    # The only point of a step at which the CPU waits. The wait includes copies of
+    # shards to the device, which an optimizer is about to overwrite.
     synchronize(context.streams)
     hooked: list[nn.Parameter] = []
     for handle in context.handles:
@@ -103,7 +114,7 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
 
 
 def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
-    """Set ``.grad``; returns the leaves it was set of."""
+    """Set ``.grad`` and return the parameters whose ``.grad`` was set."""
     shown = []
     note_shown(region, bytes(landed))
     owned, region.owned = region.owned, {}
@@ -113,7 +124,8 @@ def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
         if not hit:
             continue
         if leaf.grad is not None and view is not None:
-            # The loss used the sharded parameter itself, beside its unit.
+            # The loss also used the sharded parameter directly, and autograd has set
+            # ``.grad``.
             view.add_(leaf.grad)
         leaf.grad = owned[i].copy_(view) if i in owned and view is not None else view
         shown.append(leaf)
@@ -121,7 +133,7 @@ def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
 
 
 def drop_d2h_grad_copies(context: RuntimeContext) -> None:
-    """Wait for gradients that are on their way to the host and forget them."""
+    """Wait for the gradients that are being copied to the host, and discard them."""
     if not context.offload:
         return
     synchronize(context.streams)
@@ -131,11 +143,11 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
 
 
 def synchronize_copy_stream(context: RuntimeContext) -> None:
-    """Let the host write shards: no copy to the device reads them any more."""
+    """Wait until no copy to the device reads shards; the host may then write shards."""
     if context.offload:
         synchronize(context.streams)
 
 
 def on_device(handle: FlatParamHandle, shard: Tensor) -> Tensor:
-    """``shard`` where collectives take it: itself, or a copy if it is offloaded."""
+    """Return ``shard`` on the device: the same tensor, or a copy if offloaded."""
     return shard.to(handle.device) if handle.offload else shard

@@ -1,4 +1,4 @@
-"""Casting what goes into a unit, what comes out of it, and its buffers."""
+"""Casts of the inputs, the outputs and the buffers of a unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def cast_floating(
     value: Any, dtype: torch.dtype, copies: list[ContainerCopy] | None = None
 ) -> Any:
-    """Return ``value`` with its floating point tensors in ``dtype``, at any depth."""
+    """Return ``value`` with floating point tensors cast to ``dtype``, at any depth.
+
+    Args:
+        value: a tensor, or containers of tensors.
+        dtype: the dtype of the result.
+        copies: if given, copied containers are appended; default None.
+
+    Returns: ``value`` itself if no tensor changes.
+    """
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -36,7 +44,16 @@ def cast_inputs(
     kwargs: dict[str, Any],
     copies: list[ContainerCopy],
 ) -> Arguments | None:
-    """Cast floating point inputs to the compute dtype where the options say so."""
+    """Cast floating point inputs to the compute dtype, if so configured.
+
+    Args:
+        state: the unit.
+        args: positional arguments of the forward.
+        kwargs: keyword arguments of the forward.
+        copies: copied containers are appended.
+
+    Returns: the new arguments, or None if the unit casts no inputs in this forward.
+    """
     precision, handle = state.precision, state.handle
     assert precision is not None
     root = state._is_root
@@ -52,9 +69,9 @@ def cast_inputs(
 
 
 def cast_buffers(state: _FSDPState) -> None:
-    """Give the unit's floating point buffers the dtype of this forward, in place.
+    """Cast the unit's floating point buffers to the dtype of this forward, in place.
 
-    Their identity is kept, so a buffer that two modules share stays shared.
+    The tensor objects stay the same, so a buffer that two modules share stays shared.
     """
     precision = state.precision
     assert precision is not None
@@ -75,12 +92,13 @@ def cast_buffers(state: _FSDPState) -> None:
 
 
 def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
-    """Buffers of the unit and not of a unit below it, with names from its modules."""
+    """Yield the buffers of the unit, without nested units, and their names."""
     for root in state.modules:
         stack: list[tuple[str, nn.Module]] = [("", root)]
         while stack:
             fqn, module = stack.pop()
-            # A wrapper of activations may have been put in since, and nobody owns it.
+            # An activation checkpoint wrapper that was inserted after ``fully_shard``
+            # has no owner; the wrapped module may belong to this unit.
             is_wrapper = any(name in module._modules for name in TRANSPARENT)
             if (owner := OWNERS.get(module)) is not state and (owner or not is_wrapper):
                 continue
@@ -93,19 +111,19 @@ def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
                     stack.append((path, child))
 
 
-# Input dtypes of modules that keep full precision, while one of their forwards runs.
+# Input dtypes of modules that keep full precision, during their forward.
 _GIVEN: weakref.WeakKeyDictionary[nn.Module, torch.dtype] = weakref.WeakKeyDictionary()
 
 
 def keep_full_precision(module: nn.Module) -> None:
-    """Cast what ``module`` is given to its own dtype, and what it gives back again.
+    """Cast the inputs of ``module`` to the module's own dtype, and the outputs back.
 
-    Its own dtype is that of its first floating point parameter, float32 without one;
-    outputs get the dtype of the first floating point input. Without such an input
-    nothing is cast.
+    The own dtype is the dtype of the first floating point parameter, or float32 without
+    such a parameter. Outputs get the dtype of the first floating point input; without
+    such an input nothing is cast.
     """
     raise_inputs = _disable_dynamo(_raise_inputs)
-    # Before hooks of the user, who should see what forward is given.
+    # ``prepend``: hooks of the user should see the inputs that the forward gets.
     module.register_forward_pre_hook(raise_inputs, prepend=True, with_kwargs=True)
     module.register_forward_hook(_disable_dynamo(_lower_outputs))
 

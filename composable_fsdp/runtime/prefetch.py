@@ -1,13 +1,9 @@
-"""Issuing an all-gather before it is needed: one unit ahead, or those that were listed.
+"""Prefetching: all-gathers that are issued before the unit is needed.
 
-Which unit comes next is read from a record, never searched in the tree: in backward
-from the order of the forward, in forward from the order of the last round of its mode.
-All ranks have equal records, so all issue alike. What turns out unused is resharded
-where the round ends.
-
-On CUDA a unit gathered ahead takes the place of one that was resharded and not freed
-(``unshard``): its all-gather waits for that one's last reader, so it runs beside the
-unit in use.
+The next unit is read from a record and never searched in the module tree: in backward
+from the order of the forward, in forward from the order of the last forward of the same
+mode. All ranks have equal records, so all ranks issue the same all-gathers. A user may
+list the units to prefetch instead.
 """
 
 from __future__ import annotations
@@ -20,15 +16,15 @@ from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 
 def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Unshard a unit whose backward begins and that nobody gathered ahead.
+    """Unshard a unit whose backward begins and that was not prefetched.
 
-    Without prefetch the reduction in flight is finished first, so that its buffer is
-    free while gradients arrive. The network serves in order: a unit that waits for its
-    parameters has waited for the reduction before them.
-
-    Collective: the unit's all-gather; in a hybrid mesh on CPU before it the all-reduce
-    of the reduction.
+    Collective: the all-gather of the unit. Without ``backward_prefetch``, and if
+        parameters are both sharded and replicated on CPU, the all-reduce of the
+        reduction in flight precedes the all-gather.
     """
+    # Without prefetch, finish the reduction in flight first, so that the reduce buffer
+    # is free while gradients arrive. This wait costs nothing: a backend runs
+    # collectives in order, so the all-gather runs after the reduction in any case.
     if handle.plan.options.backward_prefetch is None and context.reducing is not None:
         finish_reduction(context)
     unshard(context, handle)
@@ -37,12 +33,16 @@ def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> Non
 def prefetch_backward(
     context: RuntimeContext, tape: ForwardRecord, reached: int
 ) -> None:
-    """Unshard the unit whose backward comes next: the one used before ``reached``.
+    """Unshard the unit whose backward comes next.
 
-    That is the earliest use that backward has come to. None if that unit is full
-    already.
+    Args:
+        context: the context of the tree.
+        tape: the record of the forward.
+        reached: index in ``tape.order`` of the earliest use that backward has reached.
+            The nearest earlier use of another unit is prefetched.
 
-    Collective: that unit's all-gather, or none.
+    Collective: the all-gather of that unit; none if no unit is earlier, or that unit is
+        unsharded already.
     """
     handle: FlatParamHandle | None = tape.order.before(reached)
     if handle is not None and (not handle.gathered or handle.retiring):
@@ -50,9 +50,9 @@ def prefetch_backward(
 
 
 def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
-    """Unshard the unit that ran after this use last time, or the units listed.
+    """Unshard the unit that followed this use in the last forward, or the listed units.
 
-    Collective: one all-gather per unit that is not full.
+    Collective: one all-gather per unit that is not unsharded.
     """
     if state.ahead_in_forward:
         prefetch_listed(context, state, state.ahead_in_forward)
@@ -66,10 +66,15 @@ def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
 def prefetch_listed(
     context: RuntimeContext, state: _FSDPState, listed: tuple[_FSDPState, ...]
 ) -> None:
-    """Unshard the units that the caller listed for ``state``, in the list's order.
+    """Unshard the units that the user listed for ``state``, in the order of the list.
 
-    Collective: one all-gather per unit that is not full.
-    Raises: CompositionError, if a unit belongs to another tree.
+    Args:
+        context: the context of the tree.
+        state: the unit that runs.
+        listed: the units to prefetch; all must belong to the tree of ``context``.
+
+    Raises: CompositionError, if a listed unit belongs to another tree.
+    Collective: one all-gather per unit that is not unsharded.
     """
     for target in listed:
         if target.context is not context:
@@ -81,7 +86,11 @@ def prefetch_listed(
 
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Unshard the unit if needed, and remember the unit until the forward ends."""
     if handle.needs_gather and (not handle.gathered or handle.retiring):
+        # On CUDA the prefetched unit takes the place of a resharded unit whose memory
+        # is not freed: the all-gather waits for the last reader of that unit and
+        # overlaps the compute of the unit in use.
         if context.retiring:
             wait_for_freed_memory(context, handle)
         unshard(context, handle)
@@ -89,9 +98,9 @@ def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def drop_unused(context: RuntimeContext) -> None:
-    """Reshard units that were gathered ahead in this round and not used. Sends nothing.
+    """Reshard units that were prefetched in this forward and not used.
 
-    Waits for their collectives.
+    Waits for the all-gathers of these units. Collective: none.
     """
     for handle in context.prefetched:
         if handle.ready is not None and handle.full_since is None:

@@ -1,9 +1,9 @@
-"""Where an iteration begins, and what puts a tree in order after one that broke.
+"""Begin an iteration, and reset a tree after a forward or backward that raised.
 
-A raise in forward passes the hooks, so the units are resharded at once. A raise in
-backward passes nothing of ours: whoever comes next (a forward, ``unshard_params``, a
-state dict) finds graph tasks that never ended and clears them. Resharding is local; no
-peer is waited for.
+A forward that raises still runs the post-forward hooks, which reshard the units at
+once. A backward that raises runs no hook of ours: the next entry (a forward,
+``unshard_params``, a state dict) finds graph tasks that have not ended and resets their
+units. A reset is local and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ from composable_fsdp.tree.state import (
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
-    """Start a forward at ``state``, the outermost unit of this call.
+    """Begin a forward at ``state``, the outermost unit of this call.
 
-    Units that an earlier forward left full are resharded: the optimizer may have
-    changed the shards since. Parameters whose ``requires_grad`` changed move to other
-    regions. Sends nothing.
+    Units that an earlier forward left full are resharded, because the optimizer may
+    have changed the shards. Parameters whose ``requires_grad`` has changed move to
+    other regions.
 
-    Raises: PlanError, if a leaf was torn out of its shard and does not fit, or at the
-    first forward a buffer was on meta and has no values; PhaseError, if
-    ``requires_grad`` changed while gradients wait, or shards were written to under a
-    unit that was left full on purpose.
+    Raises: PlanError, if a parameter was given data that does not fit the shard, or, in
+        the first forward, if a buffer was on meta and has no values; PhaseError, if
+        ``requires_grad`` has changed while gradients wait, or if shards were written to
+        while the unit was kept full.
+    Collective: none, except as ``recover`` after a forward or backward that raised.
     """
     if context.tasks:
         recover(context, drop_gradients=True)
@@ -81,7 +82,9 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             continue
         if handle.gathered or handle.is_full:
             reshard(context, handle)
-            # Kept for a second backward: its memory stays and is gathered into again.
+            # A unit that is kept for a second backward keeps the memory, and the next
+            # all-gather writes into the same memory. On CUDA a resharded unit stays
+            # gathered until the unit is freed.
             handle.gathered = handle.retiring
     for unit in root_of(context)._root_states:
         handle = unit.handle
@@ -105,18 +108,19 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     streams = context.streams
     if streams is not None:
         streams.compute = torch.cuda.current_stream(state.device)
-        # The optimizer wrote the shards on the caller's stream.
+        # The optimizer wrote the shards on the caller's stream; the gather stream reads
+        # them.
         streams.gather.wait_stream(streams.compute)
     context.outermost = state
     context.frame = _module_call()
 
 
 def require_current_full_params(handle: FlatParamHandle) -> bool:
-    """Whether a unit that was left full on purpose can be used as it is.
+    """Return whether a unit that was kept full after backward can be used as is.
 
-    Not if a leaf was torn out of its shard, or frozen or unfrozen.
+    False if a parameter no longer views the shard, or was frozen or unfrozen.
 
-    Raises: PhaseError, if its shards were written to.
+    Raises: PhaseError, if the shards were written to since.
     """
     shown = handle.is_full
     if shown:
@@ -139,7 +143,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
 
 
 def _module_call() -> FrameType | None:
-    """The nearest call of a module: it lasts as long as that module's forward."""
+    """Return the frame of the innermost module call, alive as long as the forward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         frame = frame.f_back
@@ -147,12 +151,12 @@ def _module_call() -> FrameType | None:
 
 
 def is_live(context: RuntimeContext) -> bool:
-    """Whether the forward that began the iteration is still running.
-
-    A KeyboardInterrupt passes no hook of a module, so it leaves the iteration open.
-    """
+    """Whether the forward that began the iteration is still on the call stack."""
+    # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
+    # the call stack tells. Without a frame (not begun by a module call) the answer is
+    # unknown.
     if context.frame is None:
-        return True  # begun by something else than a module's call: nobody can tell
+        return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not context.frame:
         frame = frame.f_back
@@ -160,10 +164,12 @@ def is_live(context: RuntimeContext) -> bool:
 
 
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
-    """Reshard every unit and forget the forwards and backwards that were under way.
+    """Reshard every unit and reset all forwards and backwards that were running.
 
-    ``drop_gradients`` also discards gradients that arrived and were not reduced. Waits
-    for collectives of this rank that were issued; sends nothing.
+    ``drop_gradients`` also discards gradients that have arrived and were not reduced.
+    Waits for collectives that this rank has issued.
+
+    Collective: none, except as ``finish_reduction`` if ``drop_gradients`` is False.
     """
     context.outermost = context.frame = None
     context.tasks.clear()
@@ -173,7 +179,8 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     for log in (*context.forward_logs, *context.backward_logs):
         log.drop()
     if drop_gradients:
-        # Not settled: the user may have zeroed the gradients since backward raised.
+        # Drop the reduction instead of finishing: the user may have called
+        # ``zero_grad`` since backward raised.
         drop_reduction(context)
     for handle in context.handles:
         for call in handle.calls:
@@ -194,12 +201,13 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
 
 
 def require_between_steps(state: _FSDPState, what: str) -> None:
-    """Make sure that the tree of ``state`` is between steps, with sharded leaves shown.
+    """Ensure that the tree of ``state`` is between steps and shows sharded parameters.
 
-    ``what`` names the caller in messages. A tree that has not been initialised is left
-    so: a question does not decide who is the root. Sends nothing.
+    ``what`` names the caller in error messages. A tree that was not initialized stays
+    so, because a query must not decide which unit is the root.
 
     Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``.
+    Collective: none, except as ``recover`` after a forward that was interrupted.
     """
     context = state.context
     if context is None:
@@ -226,11 +234,12 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
         )
     if context.tasks:
         recover(context, drop_gradients=True)
-    # The caller may write shards on the host.
+    # The caller may write shards on the host, which copies to the device may still
+    # read.
     synchronize_copy_stream(context)
     handle = state.handle
     if not handle.is_full:
-        # A unit that is kept for a backward, after ``p.data = ...``.
+        # The unit is kept full for backward, and the user has assigned ``p.data``.
         if handle.gathered and not shards_are_unchanged(handle):
             free_all_full_params(state)
         if not handle.gathered:
@@ -238,10 +247,10 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
 
 
 def free_all_full_params(state: _FSDPState) -> None:
-    """Reshard a unit that was left full: its shards are written next. Sends nothing.
+    """Reshard a unit that was left full, because the caller will write the shards.
 
-    After ``require_between_steps``. Backward, if one comes, and the next forward gather
-    it again.
+    Call after ``require_between_steps``. Backward, if any, and the next forward gather
+    the unit again. Collective: none.
     """
     if state.handle.gathered:
         assert state.context is not None
@@ -249,12 +258,13 @@ def free_all_full_params(state: _FSDPState) -> None:
 
 
 def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
-    """Settle the tree of ``state``, initialise it if needed, and return its context.
+    """Reset the tree of ``state``, initialize it if needed, and return the context.
 
     Units that were kept between forward and backward are resharded; backward gathers
-    them again. Sends nothing.
+    the units again.
 
     Raises: as ``require_between_steps``; PlanError, as ``adopt_external_changes``.
+    Collective: none.
     """
     require_between_steps(state, what)
     context = ensure_root(state)

@@ -1,16 +1,14 @@
-"""From gradients in the reduce buffers to ``.grad`` of the sharded leaves.
+"""Reduction of gradients: from the reduce buffers to ``.grad`` of sharded parameters.
 
-One reduction is in flight at a time: the next one first finishes it. On CPU that waits
-for the ``Work``, on CUDA the compute stream waits for the reduce stream::
+A rank has at most one reduction in flight: the next reduction first finishes that
+reduction. On CPU the rank waits for the ``Work``; on CUDA the compute stream waits for
+the reduce stream::
 
     compute [.. k+1 ..]--event   [.. k ..]   [wait done(k+1); divide, add, free] ..
     reduce             [reduce-scatter k+1]--event done(k+1)
 
-A buffer gets memory when the one before was freed, so one is alive, unless gradients of
-``no_sync`` wait in others. The compute stream allocates it, and it is freed behind the
-wait of that stream. ``.grad`` is touched on the compute stream alone, as autograd,
-optimizers and users do: the reduce stream writes what no leaf shows. It also sends
-offloaded gradients to the host.
+A reduce buffer is allocated after the previous buffer was freed, so a single buffer is
+alive at a time, except for buffers that hold gradients of ``no_sync``.
 """
 
 from __future__ import annotations
@@ -49,13 +47,14 @@ from composable_fsdp.tree.state import Reduction, RuntimeContext
 def copy_grads_to_reduce_buffers(
     context: RuntimeContext, handle: FlatParamHandle
 ) -> None:
-    """Move gradients that wait into the reduce buffers, all in one operation.
+    """Copy the waiting gradients of the unit into the reduce buffers.
 
-    The buffers are given memory, if they have none to write to, on the current stream.
-    Sends nothing.
+    Reduce buffers without memory are allocated on the current stream. Collective: none,
+    except as ``finish_reduction`` if a reduction of this unit is in flight.
     """
     if torch.is_grad_enabled():
-        # create_graph. As a decorator this would take 2.5 us in every step.
+        # With ``create_graph`` gradients are enabled here. ``no_grad`` as a decorator
+        # would take 2.5 us in every step.
         with torch.no_grad():
             copy_grads_to_reduce_buffers(context, handle)
         return
@@ -77,26 +76,27 @@ def copy_grads_to_reduce_buffers(
         del gradients
     for stream in users[1:]:
         stream.wait_stream(users[0])
-    # Not before: one made on a stream of its own is given back behind the stream of
-    # the hooks, for which the engine noted it, and that has to be behind the copy.
+    # Drop the gradients only now. Memory of a gradient that was made on another stream
+    # is returned behind the hooks' stream, which the engine recorded as a user of the
+    # memory. The hooks' stream is behind the copy only after the wait above.
     for region in handle.trainable:
         region.waiting[:] = [None] * len(region.waiting)
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Average the arrived gradients over ranks and give each leaf its part.
+    """Average the arrived gradients over the ranks and give each parameter its part.
 
-    Reads the reduce buffers ``(padded_numel,)``; the sharded leaves' ``.grad`` become
-    views of ``grad_shard`` ``(shard_numel,)``, added to what is there. Gradients that
-    did not arrive on this rank count as zeros and leave ``.grad`` as it was, unless the
-    unit's rule says that all take part. An offloaded unit's ``.grad`` is None until
-    ``finish_d2h_grad_copies``.
+    Reads the reduce buffers ``(padded_numel,)``. Afterwards ``.grad`` of the sharded
+    parameters are views of ``grad_shard`` ``(shard_numel,)``; the averages are added to
+    earlier gradients. A gradient that did not arrive on this rank counts as zeros and
+    leaves ``.grad`` unchanged, unless ``set_reduce_scatter_unused_params`` is on.
+    ``.grad`` of an offloaded unit is None until ``finish_d2h_grad_copies``.
 
+    Raises: DesyncError, if another rank reduces another unit or other parameters.
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
-    group, then one all-reduce per region over the replicate group, unless the rule
-    leaves it for later; those of one rank are left out. With a communication hook, what
-    that sends.
-    Raises: DesyncError, if another rank reduces something else, or other parameters.
+        group, then one all-reduce per region over the replicate group, unless
+        ``set_requires_all_reduce`` is off. No collective runs over a group of one rank.
+        With a communication hook: the collectives of the hook.
     """
     finish_reduction(context)
     copy_grads_to_reduce_buffers(context, handle)
@@ -111,7 +111,8 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
             else:
                 enter_backward_use(context, log, (handle, handle.epoch, arrived))
     finally:
-        # Not before: until then the log tells peers which gradients are not there.
+        # Clear only now: the order log tells other ranks which gradients have not
+        # arrived.
         views.clear_arrived(handle)
         handle.held = None
     handle.reduce_due = False
@@ -129,17 +130,19 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
+    """Issue the reduction on the reduce stream, behind the streams of the gradients."""
     handle = reduction.handle
     for stream in _users(streams, handle):
         streams.reduce.wait_stream(stream)
     with torch.cuda.stream(streams.reduce):
-        # Targets made here belong to the reduce stream, which waits, as above, before
-        # it allocates again.
+        # Targets that are allocated here belong to the reduce stream, which waits for
+        # the other streams (as above) before the next allocation.
         _choose_targets(handle, final=reduction.final)
         _issue(handle, final=reduction.final, async_op=False)
         assert handle.reduce_event is not None
-        # Whoever waits to free the buffers need not wait for copies to the host; but
-        # the result of a hook may be such a buffer.
+        # The wait before the buffers are freed need not include the copies to the host.
+        # The result of a communication hook, however, may be a reduce buffer, which the
+        # copies read.
         if handle.rule.hook is None:
             handle.reduce_event.record(streams.reduce)
         if handle.offload:
@@ -149,10 +152,11 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
 
 
 def _users(streams: Streams, handle: FlatParamHandle) -> list[torch.cuda.Stream]:
-    """The streams that write reduce buffers and ``.grad``, the current one first.
+    """Return the streams that write reduce buffers and ``.grad``, current stream first.
 
-    Nearly always they are one. Hooks of leaves run on the stream of build, others on
-    that of the forward they follow, the end of backward on the caller's.
+    Usually a single stream. Several streams occur because AccumulateGrad hooks run on
+    the stream that was current at construction, other backward hooks on the stream of
+    the matching forward, and the final callback on the caller's stream.
     """
     found = [torch.cuda.current_stream(handle.device)]
     for stream in (streams.compute, handle.leaf_stream, handle.reduce_owner):
@@ -162,11 +166,14 @@ def _users(streams: Streams, handle: FlatParamHandle) -> list[torch.cuda.Stream]
 
 
 def finish_reduction(context: RuntimeContext) -> None:
-    """Wait for the reduction in flight, if any, and free its buffers. Sends nothing.
+    """Wait for the reduction in flight, if any, and free the reduce buffers.
 
-    Divides, adds, sets ``.grad`` and calls the leaves' hooks, on the current stream. Of
-    an offloaded unit on CUDA the reduce stream has done its part,
-    ``finish_d2h_grad_copies`` does the rest.
+    Divides, adds, sets ``.grad`` and calls the hooks of the user, on the current
+    stream. For an offloaded unit on CUDA the reduce stream has done so already, except
+    ``.grad``, which ``finish_d2h_grad_copies`` sets.
+
+    Collective: on CPU one all-reduce per region over the replicate group, if parameters
+        are both sharded and replicated; else none.
     """
     reduction = context.reducing
     if reduction is None:
@@ -185,6 +192,9 @@ def finish_reduction(context: RuntimeContext) -> None:
             _replicate(handle)
         _apply_reduced_gradients(reduction)
     else:
+        # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
+        # that stream writes ``.grad``. The reduce stream writes buffers that no
+        # parameter shows.
         current, *others = _users(streams, handle)
         for stream in others:
             current.wait_stream(stream)
@@ -200,9 +210,9 @@ def finish_reduction(context: RuntimeContext) -> None:
 
 
 def drop_reduction(context: RuntimeContext) -> None:
-    """Wait for the reduction in flight, if any, and forget its sums. Sends nothing.
+    """Wait for the reduction in flight, if any, and discard the sums.
 
-    So are gradients on their way to the host.
+    Copies of gradients to the host are discarded, too. Collective: none.
     """
     drop_d2h_grad_copies(context)
     reduction = context.reducing
@@ -213,7 +223,8 @@ def drop_reduction(context: RuntimeContext) -> None:
     for work in reduction.works:
         work.wait()
     if context.streams is not None:
-        # Not for the event: if a hook raised, this reduction has not recorded it.
+        # Wait for the stream and not for the event: if a hook raised, the event has not
+        # been recorded for this reduction.
         for stream in _users(context.streams, handle):
             stream.wait_stream(context.streams.reduce)
     for region in handle.trainable:
@@ -222,7 +233,10 @@ def drop_reduction(context: RuntimeContext) -> None:
 
 
 def drop_unreduced_grads(handle: FlatParamHandle) -> None:
-    """Forget gradients that arrived and were not reduced to the end. Sends nothing."""
+    """Discard gradients that have arrived and were not fully reduced.
+
+    Collective: none.
+    """
     views.clear_arrived(handle)
     handle.held = None
     for region in handle.trainable:
@@ -231,15 +245,18 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
     handle.reduce_due = False
     if handle.reduce_has_memory:
         if handle.reduce_owner is not None and handle.leaf_stream is not None:
-            # Gradients may still be copied into the buffers.
+            # Kernels on the hooks' stream may still copy gradients into the reduce
+            # buffers.
             handle.reduce_owner.wait_stream(handle.leaf_stream)
         views.free_reduce(handle)
 
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
-    """Decide where the sums go: into ``grad_shard`` if no leaf has a gradient yet.
+    """Choose the output of each reduction: ``grad_shard`` or a temporary buffer.
 
-    And if it is on the device, in the dtype of the sums.
+    ``grad_shard`` is used if no parameter has an earlier gradient, ``grad_shard`` is on
+    the device and has the reduce dtype, and no later all-reduce or communication hook
+    follows.
     """
     whole = final and handle.rule.hook is None
     for region in handle.trainable:
@@ -264,20 +281,24 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
 
 
 def _target(region: FlatParameter) -> Tensor:
+    """Return the buffer ``(shard_numel,)`` that this reduction fills for the region."""
     target = region.temporary if region.temporary is not None else region.grad_shard
     assert target is not None
     return target
 
 
 def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Waitable]:
-    """Send the reductions; without a group, copy. Returns what to wait for."""
+    """Issue the reduce-scatters and return the works; a shard group of one rank copies.
+
+    A final reduction that is not asynchronous also issues the all-reduces.
+    """
     groups, rule = handle.groups, handle.rule
     works: list[torch.distributed.Work | None] = []
     for regions in handle.reduce_groups:
         if rule.hook is not None and final:
             call_comm_hook(rule, regions)
             continue
-        # One dtype, so one division.
+        # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].division
         buffers = [r.reduce_buffer for r in regions if r.reduce_buffer is not None]
         targets = [_target(r) for r in regions]
@@ -305,7 +326,7 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
 
 
 def _add_partial(region: FlatParameter) -> None:
-    """Add sums that waited for the replicas to the ones that go to them now."""
+    """Add sums of earlier reductions that were not yet all-reduced."""
     if region.partial is not None:
         _target(region).add_(region.partial)
         region.partial = None
@@ -314,7 +335,7 @@ def _add_partial(region: FlatParameter) -> None:
 def _replicate(
     handle: FlatParamHandle, regions: Sequence[FlatParameter] | None = None
 ) -> None:
-    """Add the replicas' sums: one all-reduce per region, after the reduce-scatter."""
+    """All-reduce each region over the replicate group, after the reduce-scatter."""
     group = handle.groups.replicate
     assert group is not None
     chosen = regions or [r for group_ in handle.reduce_groups for r in group_]
@@ -325,10 +346,7 @@ def _replicate(
 
 
 def _apply_reduced_gradients(reduction: Reduction) -> None:
-    """Divide, add to earlier gradients, set ``.grad`` of the leaves that got one.
-
-    Calls the user's hooks on those leaves.
-    """
+    """Divide the sums, add earlier gradients, set ``.grad`` and call user hooks."""
     handle = reduction.handle
     if not reduction.final:
         _hold_partial_sums(reduction)
@@ -358,7 +376,9 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
             show_flat_gradient(region, arrived)
             continue
         if region.temporary is None:
-            region.shown = arrived  # of a gradient that was made for this
+            # ``grad_shard`` was made for this reduction, so no earlier gradient is
+            # shown.
+            region.shown = arrived
         elif region.shown != arrived:
             note_shown(region, arrived)
         for leaf, view, hit in zip(
@@ -367,7 +387,8 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
             if hit:
                 meanwhile = leaf.grad
                 if meanwhile is not None and meanwhile is not view is not None:
-                    # The loss used the sharded parameter itself, beside its unit.
+                    # The loss also used the sharded parameter directly (a penalty on
+                    # weights), and autograd has accumulated that gradient in ``.grad``.
                     view.add_(meanwhile)
                 leaf.grad = view
                 if leaf._post_accumulate_grad_hooks:
@@ -377,7 +398,7 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
 
 
 def _hold_partial_sums(reduction: Reduction) -> None:
-    """Keep sums over the shard group until the replicas' are asked for."""
+    """Keep sums over the shard group until the all-reduce over the replicas is due."""
     handle = reduction.handle
     handle.held = reduction.arrived
     for region in handle.trainable:

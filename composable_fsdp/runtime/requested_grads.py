@@ -1,9 +1,9 @@
-"""Which gradients the backward that is running was asked for.
+"""Whether the running backward was asked for gradients of other tensors only.
 
-``engine`` knows, in front of autograd, and ``write_unit_values`` asks from hooks, which
-on CUDA run in a thread of the engine's; so this is one number for the process. With
-backwards of several threads at once it may say yes of one that was not asked for
-others.
+``engine`` sees the arguments of a backward; ``unused_params`` needs the answer in
+hooks, which run in a thread of the engine on CUDA. The answer is therefore a counter of
+the process. If several threads run backwards at once, the answer may be True for a
+backward that was asked for all gradients.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _other_requests = 0
 
 
 def parameters_not_requested() -> bool:
-    """Whether a backward is running that was asked for other gradients than ours."""
+    """Whether a backward runs whose ``inputs`` are no sharded parameters."""
     return _other_requests > 0
 
 
 @contextmanager
 def requesting_other_tensors() -> Iterator[None]:
-    """Note that such a backward runs inside the block."""
+    """Count such a backward as running inside the block."""
     global _other_requests
     _other_requests += 1
     try:

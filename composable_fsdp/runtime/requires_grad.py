@@ -1,4 +1,4 @@
-"""Following ``requires_grad`` of the original parameters, at the root's forward."""
+"""Applies changes of ``requires_grad`` of sharded parameters at the root's forward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from composable_fsdp.tree.state import RuntimeContext
 def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Move parameters that were frozen or unfrozen to regions of their kind.
 
-    All ranks must have changed the same ones. Sends nothing.
+    All ranks must have changed the same parameters.
 
     Raises: PhaseError, while gradients of the unit wait to be reduced.
+    Collective: none, except as ``finish_reduction``.
     """
     finish_reduction(context)
     if handle.reduce_due or handle.held is not None:

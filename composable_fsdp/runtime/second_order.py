@@ -1,16 +1,15 @@
-"""Gradients of sharded parameters that have a graph of their own.
+"""Gradients of sharded parameters with a graph (``create_graph=True``).
 
-``torch.autograd.grad(loss, parameters, create_graph=True)``: Hessian-vector products,
-penalties on gradients, inner loops of meta-learning. The engine captures the full
-gradients with their graph; averaging them over ranks and cutting them is one more
-linear operation, whose transpose is an all-gather::
+``torch.autograd.grad(loss, parameters, create_graph=True)`` serves Hessian-vector
+products, penalties on gradients and inner loops of meta-learning. The engine captures
+the full gradients with their graph. The reduction over ranks is a linear operation,
+whose transpose is an all-gather::
 
     forward    full gradients g_r of rank r   --reduce-scatter-->   shard of sum g_r / n
     backward   v, all of it, on every rank    <--all-gather--       shard of v
 
-A scalar that a rank makes of its shards is that rank's part of a sum over ranks, as the
-dot product of sharded vectors is: ranks send nothing to add it up. The average over
-ranks is taken where the second backward reduces, so it is left out of the transpose.
+A scalar that a rank computes from shards, such as the dot product of sharded vectors,
+is that rank's term of a sum over ranks. No collective adds the terms.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ from composable_fsdp.runtime.backward import UnitForward, pre_next_backward
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 Captured = Mapping[int, Tensor]
-"""Gradients of full leaves with their graph, by index among a unit's leaves."""
+"""Gradients of full parameters with their graph, by index in the unit."""
 
 
 def capture(handles: Sequence[FlatParamHandle], run: Callable[[], Any]) -> Any:
-    """Call ``run``, a backward that captures gradients of full leaves.
+    """Call ``run``, a backward that captures gradients of full parameters.
 
-    None of those arrives, so the units expect none. Collective: the gathers of the
-    backward, no reduction.
+    The AccumulateGrad nodes do not run, so the units expect no gradients.
+
+    Collective: the all-gathers of the backward; no reduction.
     """
     contexts = {id(c): c for c in map(_context, handles)}.values()
     for context in contexts:
@@ -50,22 +50,24 @@ def capture(handles: Sequence[FlatParamHandle], run: Callable[[], Any]) -> Any:
 
 
 def _state(handle: FlatParamHandle) -> _FSDPState:
+    """Return the state of the unit."""
     state: _FSDPState = handle.trainable[0].owner()
     return state
 
 
 def _context(handle: FlatParamHandle) -> RuntimeContext:
+    """Return the context of the unit's tree."""
     context = _state(handle).context
     assert context is not None
     return context
 
 
 def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
-    """This rank's parts of the averages over ranks of ``captured``, with a graph.
+    """Return this rank's parts of the averages of ``captured``, with a graph.
 
-    Collective: per region with a gradient one reduce-scatter over the shard group and
-    one all-reduce over the replicate group; in a backward through the result one
-    all-gather.
+    Collective: per region with a gradient, a reduce-scatter over the shard group and an
+        all-reduce over the replicate group; in a backward through the result, an
+        all-gather over the shard group.
     """
     call = UnitForward(_state(handle), ForwardRecord())
     hook = partial(pre_next_backward, call)
@@ -79,7 +81,7 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
             continue
         for gradient in own:
             if gradient is not None and gradient.grad_fn is not None:
-                # Its graph reads the unit's weights.
+                # A backward through this gradient reads the parameters of the unit.
                 gradient.grad_fn.register_prehook(hook)
         shard = _average(_joined(region, own), handle, region)
         _, cuts, shapes = region.layout.shard_cuts(region.rank, rows=handle.rows)
@@ -93,11 +95,12 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
 
 
 def _joined(region: FlatParameter, gradients: Sequence[Tensor | None]) -> Tensor:
-    """``(padded_numel,)`` in the reduce dtype; zeros where there is no gradient."""
+    """Return a buffer ``(padded_numel,)`` in the reduce dtype; zeros for None."""
     assert region.reduce_buffer is not None
     dtype, device = region.reduce_buffer.dtype, region.device
     cuts = region.layout.cuts
     pieces = [torch.zeros(size, dtype=dtype, device=device) for size in cuts.sizes]
+    # ``torch.cat`` of the pieces, padding included, keeps the graph of each gradient.
     for at, gradient in zip(cuts.parameters, gradients, strict=True):
         if gradient is not None:
             pieces[at] = gradient.reshape(-1).to(dtype)
@@ -105,13 +108,24 @@ def _joined(region: FlatParameter, gradients: Sequence[Tensor | None]) -> Tensor
 
 
 class _Average(torch.autograd.Function):
-    """A unit's reduction as an operation; see above for its transpose."""
+    """The reduction of a region as an autograd function."""
 
     @staticmethod
     def forward(
         ctx: Any, full: Tensor, handle: FlatParamHandle, region: FlatParameter
     ) -> Tensor:
-        """From ``(padded_numel,)`` of each rank to ``(shard_numel,)`` of the mean."""
+        """Reduce ``(padded_numel,)`` per rank to ``(shard_numel,)`` of the average.
+
+        Args:
+            ctx: the context of the autograd function.
+            full: the full gradients of this rank, in the reduce dtype.
+            handle: the handle of the unit.
+            region: the region of the gradients.
+
+        Returns: this rank's part of the average.
+        Collective: a reduce-scatter over the shard group, then an all-reduce over the
+            replicate group; none over a group of a single rank.
+        """
         ctx.handle, ctx.region = handle, region
         groups = handle.groups
         before, after, average = region.division
@@ -130,10 +144,11 @@ class _Average(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """From ``(shard_numel,)`` of each rank to ``(padded_numel,)``."""
+        """All-gather ``(shard_numel,)`` of each rank into ``(padded_numel,)``."""
         shard, group = gradients[0].contiguous(), ctx.handle.groups.shard
         if group is None:
             return shard, None, None
+        # No division here: the reduction of the second backward divides.
         full = shard.new_empty(ctx.region.layout.padded_numel)
         collectives.all_gather_flat([full], [shard], group)
         return full, None, None

@@ -1,17 +1,12 @@
-"""Making a unit's parameters full, and sharded again.
+"""Unshard and reshard a unit, and manage the memory of the full buffers.
 
-``unshard`` issues, ``wait_unsharded`` orders compute behind it and shows the full
-leaves, ``reshard`` hides them and gives the memory back. On CUDA the memory of full
-buffers belongs to the gather stream::
+``unshard`` issues the all-gather, ``wait_unsharded`` makes compute wait for the
+all-gather and puts the full parameters into the modules, ``reshard`` puts the sharded
+parameters back and releases the memory. On CUDA the memory of full buffers belongs to
+the gather stream::
 
     gather   [wait free(k-2)] [all-gather k]---event k
     compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
-
-``reshard`` does not free its unit on CUDA: it records when compute is through, makes
-the gather stream wait for the event of the unit before it, and frees that one. So a
-block is reused only behind its last reader, at most one unit is kept beside the one in
-use, be it resharded or gathered ahead, and the CPU never waits. In backward it frees
-its unit at once in the same way (``wait_for_freed_memory``).
 """
 
 from __future__ import annotations
@@ -33,15 +28,15 @@ from composable_fsdp.tree.state import RuntimeContext
 
 
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Issue what makes the full parameters present on every rank of the shard group.
+    """Issue the all-gather that fills the full buffers on each rank of the shard group.
 
     For each region, reads ``shard`` ``(shard_numel,)`` and fills ``full``
     ``(padded_numel,)`` in rank order, cast to the compute dtype and, if offloaded,
-    copied to the device. Does not wait: ``wait_unsharded`` comes before compute.
+    copied to the device. Does not wait: call ``wait_unsharded`` before compute.
 
-    Collective: one all-gather (regions coalesced) over the shard group, all of whose
-    ranks must call; none if the group has one rank.
-    Raises: PhaseError, if the unit is full or on its way already.
+    Raises: PhaseError, if the unit is unsharded or an all-gather is in flight.
+    Collective: one all-gather (regions coalesced) over the shard group, all ranks of
+        which must call; none if the group has a single rank.
     """
     if handle.gathered and not handle.retiring:
         raise PhaseError(
@@ -62,6 +57,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _gather(
     handle: FlatParamHandle, *, async_op: bool
 ) -> torch.distributed.Work | None:
+    """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
     full, shards = handle.gather_lists
     for own_slice, shard in handle.fills:
         copy_async(own_slice, shard)
@@ -74,10 +70,12 @@ def _gather(
 def _unshard_on_stream(
     context: RuntimeContext, streams: Streams, handle: FlatParamHandle
 ) -> None:
+    """Allocate the full buffers and all-gather, both on the gather stream."""
     with torch.cuda.stream(streams.gather):
         if handle.retiring:
-            # Resharded a moment ago and not freed: its block is written again, so the
-            # gather has to wait for the readers it still has.
+            # The unit was resharded and the memory is not freed yet. The all-gather
+            # writes the same memory again, so the gather stream must wait for the last
+            # reader.
             context.retiring.remove(handle)
             handle.retiring = False
             assert handle.free_event is not None
@@ -91,28 +89,32 @@ def _unshard_on_stream(
 
 
 def _limit(handle: FlatParamHandle) -> int:
+    """Return how many resharded units may keep their memory."""
     limited = handle.plan.options.limit_all_gathers
     return RETIRING_LIMIT if limited else RETIRING_UNLIMITED
 
 
 def wait_for_freed_memory(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Free a resharded unit, if all that may be kept are kept. Sends nothing.
+    """Free the oldest resharded unit if no further unit may keep memory.
 
-    For one that is gathered ahead: its all-gather then waits for the last reader of
-    that unit, and runs beside the unit in use.
+    Called before ``handle`` is prefetched: the all-gather of ``handle`` then waits for
+    the last reader of the freed unit, and overlaps the compute of the unit in use.
+    Collective: none.
     """
     free_oldest(context, keep=_limit(handle) - 1)
 
 
 def free_oldest(context: RuntimeContext, *, keep: int) -> None:
-    """Free resharded units until ``keep`` are left, oldest first. Sends nothing.
+    """Free the oldest resharded units until ``keep`` units are left.
 
-    Legal at any time: the gather stream waits for the last reader, and whatever it
-    allocates from the block comes after that wait.
+    Collective: none.
     """
     streams = context.streams
     if streams is None or len(context.retiring) <= keep:
         return
+    # Freeing is legal at any time: the gather stream waits for the last reader, and
+    # every later allocation of the gather stream from this memory comes after that
+    # wait.
     with torch.cuda.stream(streams.gather):
         while len(context.retiring) > keep:
             handle = context.retiring.popleft()
@@ -123,10 +125,10 @@ def free_oldest(context: RuntimeContext, *, keep: int) -> None:
 
 
 def wait_unsharded(handle: FlatParamHandle) -> None:
-    """Order compute behind the all-gather and put the full leaves into the modules.
+    """Wait for the all-gather and put the full parameters into the modules.
 
-    On CPU this waits for the collective; on CUDA the current stream does. From now on
-    autograd may read the full leaves. Sends nothing.
+    On CPU the host waits for the collective; on CUDA the current stream waits. From now
+    on autograd may read the full parameters. Collective: none.
     """
     if handle.ready is not None:
         handle.ready.wait()
@@ -137,13 +139,14 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
 
 
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Put the sharded leaves back and give up the full parameters. Sends nothing.
+    """Put the sharded parameters back into the modules and release the full buffers.
 
-    Does nothing to a unit that is sharded already; one that is kept for a second
-    backward only hides its full leaves.
+    Nothing happens to a unit that is sharded already. A unit that is kept for a second
+    backward (``kept``) only gets the sharded parameters back. Collective: none.
     """
     if handle.ready is not None:
-        # Prefetched and never used: its collective still writes into the memory.
+        # The unit was prefetched and not used; the all-gather still writes into the
+        # memory.
         handle.ready.wait()
         handle.ready = None
     handle.full_since = None
@@ -156,7 +159,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.needs_gather:
         handle.gathered = False
         return
-    if handle.readable is not None:  # make_unreadable, without its call
+    if handle.readable is not None:  # ``make_unreadable``, inlined
         set_versions(handle.full_placed, handle.unreadable)
         handle.readable = None
     if context.streams is None:
@@ -164,21 +167,26 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     else:
         assert handle.free_event is not None
         current = torch.cuda.current_stream(handle.device)
-        # Hooks of leaves run on the stream that was current at build; the last reader
-        # of the weights may be on the forward's. Waiting records an event, so not for
-        # itself.
+        # AccumulateGrad hooks run on the stream that was current at construction; the
+        # last reader of the parameters may be on the forward's stream. ``wait_stream``
+        # records an event, so skip the call if both streams are the same.
         if current != context.streams.compute:
             current.wait_stream(context.streams.compute)
         handle.free_event.record(current)
+        # The memory of the unit is not freed here. The gather stream waits for the free
+        # event of an older unit and frees that unit, so memory is reused only behind
+        # the last reader and the CPU never waits. Beside the unit in use,
+        # RETIRING_LIMIT units keep memory, or RETIRING_UNLIMITED without
+        # ``limit_all_gathers``.
         handle.retiring = True
         context.retiring.append(handle)
         free_oldest(context, keep=_limit(handle))
 
 
 def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Hide the full parameters after a backward, but keep them for the next forward.
+    """Put the sharded parameters back, but keep the full buffers for the next forward.
 
-    A unit that was gathered ahead and not used is resharded. Sends nothing.
+    A unit that was prefetched and not used is resharded. Collective: none.
     """
     if handle.ready is not None or not handle.needs_gather or handle.retiring:
         reshard(context, handle)
@@ -190,21 +198,22 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 
 def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
-    """How often each sharded leaf, or all, was written to; ``.data`` hides a write.
+    """Return the step count of the unit and the version of each sharded parameter.
 
-    Steps of optimizers count besides: fused kernels leave versions as they are, and
-    ranks that hold no element of the unit see no write at all.
+    A version counts in-place writes; a write through ``.data`` is not counted.
     """
+    # Optimizer steps are counted separately: fused kernels do not change the versions,
+    # and a rank without elements of the unit sees no write.
     step_counts.start_counting_steps()
     flats = [r.flat for r in handle.regions if r.flat is not None]
     return (handle.steps, *(x._version for x in (*handle.leaves, *flats)))
 
 
 def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
-    """Reshard, and have nothing of the full parameters left. Sends nothing.
+    """Reshard the unit and free the full buffers, also if the unit is kept.
 
     On CUDA the gather stream waits for the last reader and frees; the CPU does not
-    wait.
+    wait. Collective: none.
     """
     handle.kept = False
     reshard(context, handle)

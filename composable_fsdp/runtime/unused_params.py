@@ -1,24 +1,21 @@
-"""Backward in which every rank sends the same, whatever part of the model it used.
+"""Backward in which all ranks issue equal collectives, whichever parameters they use.
 
-With ``set_reduce_scatter_unused_params`` a rank may get no gradient for a unit that the
-others train. Then "reduce when the gradients are complete" is no order that ranks have
-in common. What they have in common is the forward: each use of a unit, and which uses
-lie inside which. So backward goes through the uses in reverse, and whatever it meets
-first does, for the uses that were passed over, what the other ranks do there::
+With ``set_reduce_scatter_unused_params`` a rank may get no gradient for a unit that
+other ranks train. "Reduce when the gradients are complete" is then not the same order
+on all ranks. The forward is the same on all ranks: the uses of units, and which uses
+lie inside which. Backward therefore goes through the uses in reverse. When backward
+reaches a use, the rank first issues, for the uses that were skipped, the collectives
+that the other ranks issue there::
 
     forward     [ a ] [ b ] [ c ]            uses 0 1 2, of the root 3
     this rank   root, c, a                   the loss does not reach b
     sends       gather c | reduce c, gather b | reduce b, gather a | reduce a, root
 
-A unit is reduced when backward reaches a use before its own forward began. The engine
-runs younger nodes first, so its gradients are complete by then or will never come.
-BACKWARD_POST has no moment that ranks share, so nothing is prefetched with it.
+A unit is reduced when backward reaches a use before the first forward of that unit
+began.
 
-A backward that was asked for gradients of inputs alone (``autograd.grad``) reduces
-nothing: zeros would be gradients that nobody asked for. So all ranks run the same kind.
-
-``torch._C._will_engine_execute_node`` is private; used only here, checked on torch
-2.13 and 2.11.
+``torch._C._will_engine_execute_node`` is private; used only here, checked on torch 2.13
+and 2.11.
 """
 
 from __future__ import annotations
@@ -47,16 +44,21 @@ from composable_fsdp.tree.state import (
 )
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether this backward will run a node of the graph."""
+"""Return whether the graph task that is running will execute the node."""
 
 
 def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) -> None:
-    """Do what comes in backward before use ``index`` and was not done yet.
+    """Issue the collectives of all uses after use ``index`` that were not issued yet.
 
-    ``-1`` means the end of backward.
+    Args:
+        context: the context of the tree.
+        tape: the record of the forward, with a schedule.
+        index: the use that backward has reached; -1 at the end of backward.
 
-    Collective: per use that was passed over, the unit's all-gather if it is sharded
-    (and the prefetched unit's); per unit whose uses are all passed, its reduction.
+    Raises: DesyncError, if another rank is at another use.
+    Collective: for every skipped use the all-gather of the unit, if the unit is
+        sharded, and any prefetch that the use triggers; for every unit with no uses
+        left, the reduction.
     """
     schedule = tape.schedule
     assert schedule is not None
@@ -66,12 +68,18 @@ def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) 
         context.filling.append(tape)
         schedule.next = len(schedule.uses)
         schedule.waiting = dict(schedule.begins)
+        # A backward of ``autograd.grad`` with respect to other tensors reduces nothing:
+        # zeros would become gradients that the user did not ask for. All ranks must
+        # therefore run the same kind of backward.
         schedule.accumulates = not parameters_not_requested() or any(
             will_run(node) for each in context.handles for node in each.accumulators
         )
     while schedule.next > index:
         schedule.next -= 1
         at = schedule.next
+        # The engine runs younger nodes first, so when backward reaches a use before the
+        # first forward of a unit began, the gradients of that unit are complete or will
+        # never come.
         for state in [s for s, begin in schedule.waiting.items() if begin > at]:
             del schedule.waiting[state]
             _reduce_in_turn(context, schedule, state)
@@ -87,9 +95,10 @@ def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) 
 
 
 def _finish_later_forwards(context: RuntimeContext, tape: ForwardRecord) -> None:
-    """End the part of ``tape``: this backward has come to a forward before it.
+    """Finish the backward of forward ``tape``: backward has reached an earlier forward.
 
-    Which units of it are full still is not equal on all ranks, so none stays full.
+    Which units of ``tape`` are still full differs between ranks, so reshard all of
+    them, or keep all that are configured so.
     """
     assert tape.schedule is not None
     send_skipped_uses(context, tape, -1)
@@ -98,8 +107,10 @@ def _finish_later_forwards(context: RuntimeContext, tape: ForwardRecord) -> None
 
 
 def finish_unused_params(context: RuntimeContext) -> None:
-    """End every backward that was being filled. Collective: as
-    ``send_skipped_uses``."""
+    """Finish the backward of each forward that runs with a schedule.
+
+    Collective: as ``send_skipped_uses``.
+    """
     tapes = list(context.filling)
     for tape in tapes:
         send_skipped_uses(context, tape, -1)
@@ -107,16 +118,19 @@ def finish_unused_params(context: RuntimeContext) -> None:
 
 
 def has_arrived(handle: FlatParamHandle) -> bool:
-    """Whether a gradient waits to be reduced."""
+    """Whether the unit has a gradient that waits to be reduced."""
     return handle.reduce_due and any(1 in r.arrived for r in handle.trainable)
 
 
 def _gather_in_turn(context: RuntimeContext, tape: ForwardRecord, at: int) -> None:
+    """Unshard the unit of skipped use ``at``, and prefetch as in a normal backward."""
     assert tape.schedule is not None
     state = tape.schedule.uses[at]
     handle = state.handle
     if not handle.gathered or handle.retiring:
         unshard_in_backward(context, handle)
+    # BACKWARD_POST has no point in time that is the same on all ranks, so only
+    # BACKWARD_PRE and listed units are prefetched.
     pre = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
@@ -127,17 +141,18 @@ def _gather_in_turn(context: RuntimeContext, tape: ForwardRecord, at: int) -> No
 def _reduce_in_turn(
     context: RuntimeContext, schedule: BackwardSchedule, state: _FSDPState
 ) -> None:
+    """Reduce the unit in turn, with zeros for parameters without a gradient."""
     handle = state.handle
     expected = handle.rule.fill and handle.trainable and schedule.accumulates
     if state.sync_gradients and (expected or has_arrived(handle)):
         reduce_gradients(context, handle)
     if handle.task == NO_TASK:
-        # Backward did not come by, so nothing else takes the weights away.
+        # Backward has not reached the unit, so no other hook reshards the unit.
         _free_unused(context, state)
 
 
 def _free_unused(context: RuntimeContext, state: _FSDPState) -> None:
-    """Reshard, or keep the weights for the next forward, as the other ranks do."""
+    """Reshard the unit, or keep the unit full for the next forward if so configured."""
     handle = state.handle
     if state.reshard_after_backward:
         reshard(context, handle)

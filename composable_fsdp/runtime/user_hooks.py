@@ -1,14 +1,15 @@
-"""Hooks that users registered on the original parameters, called when we reduce.
+"""Hooks that users registered on the sharded parameters, called after the reduction.
 
-Autograd never sees a sharded leaf, so nobody else would call them. As in a plain model
-the tensor hooks (``register_hook``) come first and may replace what has just been
-computed; the hooks after accumulation find the total in ``.grad``. Both get this rank's
-part, averaged over ranks, in the dtype of ``.grad``: once per reduction, also where the
-rank holds no element of the parameter, because a hook may send something. There the
-part is empty, and ``.grad`` shows it only while the hooks run.
+Autograd runs on the full parameters, so the engine does not call hooks of the sharded
+parameters. As in a plain model, tensor hooks (``register_hook``) run first and may
+replace the new gradient; post-accumulate-grad hooks find the total in ``.grad``. Both
+see this rank's part of the gradient, averaged over ranks, in the dtype of ``.grad``,
+once per reduction. The hooks also run on a rank without elements of the parameter,
+because a hook may issue a collective. The gradient is empty there, and ``.grad`` is set
+only while the hooks run.
 
 ``_backward_hooks`` and ``_post_accumulate_grad_hooks`` are private attributes of a
-tensor: a dict, or None where nobody registered (checked on torch 2.13).
+tensor: a dict, or None without hooks (checked on torch 2.13).
 """
 
 from __future__ import annotations
@@ -31,9 +32,17 @@ _post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 def call_tensor_hooks(
     region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
 ) -> None:
-    """Show ``sums`` ``(shard_numel,)`` to the leaves' hooks, and take what they give.
+    """Call the tensor hooks of parameters that get a gradient now.
 
-    Only those of leaves that get a gradient now.
+    Args:
+        region: the region of the parameters.
+        sums: the averaged gradients ``(shard_numel,)``; results of hooks are written
+            here.
+        arrived: per parameter, 1 if the parameter gets a gradient.
+        rows: True if sharded parameters keep whole rows ``(k, *trailing)``, False if
+            flat.
+
+    Collective: none, except the collectives of the hooks.
     """
     views, _ = shard_views(region, sums, rows=rows)
     for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
@@ -48,7 +57,7 @@ def call_tensor_hooks(
 
 
 def hooked_leaves(region: FlatParameter, arrived: bytes) -> list[nn.Parameter]:
-    """The leaves that got a gradient and have a hook after accumulation."""
+    """Return parameters that got a gradient and have a post-accumulate-grad hook."""
     return [
         leaf
         for leaf, hit in zip(region.leaves, arrived, strict=True)
@@ -58,9 +67,11 @@ def hooked_leaves(region: FlatParameter, arrived: bytes) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
-    """Call the hooks of leaves whose ``.grad`` was just set or added to."""
+    """Call the hooks of parameters whose ``.grad`` was just set or added to."""
     for leaf in leaves:
         hooks = leaf._post_accumulate_grad_hooks
+        # A parameter without elements on this rank has ``.grad`` only while the hooks
+        # run.
         is_absent = not leaf.numel() and leaf.grad is None
         if is_absent:
             leaf.grad = torch.empty_like(leaf, dtype=leaf.grad_dtype)
@@ -71,26 +82,26 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
 
 
 def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> None:
-    """Make ``grad_shard`` the gradient of the region's flat parameter.
-
-    One assignment. Leaves are looked at one by one only if one has a hook after
-    accumulation, which then finds its part in ``.grad``.
-    """
+    """Set ``.grad`` of the region's flat parameter to ``grad_shard``."""
     if 1 in arrived:
         assert region.flat is not None
         region.flat.grad = region.grad_shard
         note_shown(region, bytes(arrived))
+        # A single assignment serves all parameters. Single parameters are visited only
+        # if any of them has a post-accumulate-grad hook.
         if any(map(_post_hooks_of, region.leaves)):
             _call_flat_post_hooks(region, arrived)
 
 
 @torch.no_grad()
 def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> None:
-    """Show the hooked leaves their parts of the flat gradient while the hooks run."""
+    """Run post-accumulate-grad hooks with ``.grad`` viewing the flat gradient."""
     for leaf, view, hit in zip(region.leaves, region.grad_views, arrived, strict=True):
         if hit and leaf._post_accumulate_grad_hooks:
             own, leaf.grad = leaf.grad, view
             call_post_hooks([leaf])
+            # A hook may have replaced or cleared ``.grad``; the result is copied into
+            # the flat gradient.
             left, leaf.grad = grad_of(leaf), own
             if view is None:
                 continue
