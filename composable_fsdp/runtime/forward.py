@@ -135,7 +135,7 @@ def pre_forward(
         # Unsharded by the user, or for another module of this unit, so ``use_full``
         # does not run. Tensors of ``functional_call`` must be recorded here.
         save_functional_params(handle)
-    if not handle.parts_open:  # ``open_parts``, inlined for speed
+    if not handle.parts_open:  # ``allow_part_calls``, inlined
         for hooks in handle.guards:
             if REFUSE in hooks:
                 del hooks[REFUSE]
