@@ -1,10 +1,11 @@
-"""Reading a checkpoint of any format into a model, whatever it is sharded over.
+"""Reads a checkpoint of any format into a model, whatever the model is sharded over.
 
 ::
 
     all ranks   open, compare names | verify what this rank needs | agree | copy | agree
 
-Until all ranks agree nothing has changed. Then each reads its own slices.
+No tensor of the model changes before all ranks have agreed. Then each rank copies its
+own slices.
 """
 
 from __future__ import annotations
@@ -47,31 +48,41 @@ def load(
     rng: bool = True,
     report: LoadReport | None = None,
 ) -> Any:
-    """Read model, optimizer and random states; returns the ``extra`` that was saved.
+    """Read model, optimizer and random states; return the ``extra`` that was saved.
 
-    The model may be sharded over any number of ranks, by any policy, on either path, or
-    be a plain one. Each rank reads the slices that it holds and nothing else; with a
-    native checkpoint it verifies the blocks of those first. Nothing has changed when
-    this raises, unless the message says so.
+    The model may be sharded over any number of ranks, by any policy, through the
+    wrapper or ``fully_shard``, or be a plain module. Each rank reads only the slices
+    that the rank holds, and verifies the blocks of these slices first if the checkpoint
+    is a native checkpoint. If ``load`` raises, no tensor has changed, unless the
+    message says so.
 
     Args:
-        path: a checkpoint, a directory whose file ``latest`` names one, or an open
-            ``Source``.
-        module: the model; on meta it must have memory first (``to_empty``).
-        optim: an optimizer over its parameters, or a list of several, before or after
-            their first step. They may be others than those that saved, if together they
-            have the same parameters.
-        strict: False loads what fits and tells the rest in ``report``, or in a warning.
-        cast: also load tensors that were saved in another dtype, converted.
-        rng: restore the random states. At another world size a rank gets that of the
-            rank of its number; ranks beyond keep their own.
-        report: is filled with what did not fit.
+        path: a checkpoint of any format, a directory whose file ``latest`` names a
+            checkpoint, or an open ``Source``.
+        module: the model. A model on the meta device must get memory first
+            (``to_empty``).
+        optim: an optimizer over the model's parameters, or a list of optimizers, before
+            or after the first step. The optimizers may be divided differently than at
+            the save, if together they have the same parameters. Default None: optimizer
+            state is not read.
+        strict: whether any difference raises. If False, ``load`` loads the matching
+            tensors and lists the differences in ``report``, or in a warning without
+            ``report``. Default True.
+        cast: also load tensors that were saved in another dtype, converted to the
+            model's dtype. Default False: another dtype is a difference.
+        rng: restore the random states. At another world size, rank r gets the random
+            state that rank r saved, and ranks beyond the saved world size keep their
+            own. Default True.
+        report: a report that ``load`` adds the differences to. Default None.
 
-    Collective: two gathers of objects on a private gloo group, as ``save``; all ranks
-    of the module's mesh must call.
+    Returns: the saved ``extra``, or None.
+    Collective: two all-gathers of objects on the private gloo group of ``save``; all
+    ranks of the module's mesh must call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     team = team_of(module)
+    # An asynchronous save of the same ranks may still be writing the checkpoint at
+    # ``path``.
     before = wait_for_pending(team)
     tell = not strict and report is None
     report = LoadReport() if report is None else report
@@ -90,30 +101,39 @@ def load(
                 report.require_empty(source)
             fit.require_writable()
             copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]
+            # The last step that reads before the ranks agree: damaged blocks must be
+            # found now, because after the agreement a failure leaves the model partly
+            # loaded.
             source.prepare(copies)
             state = source.rng(team.rank, team.world_size) if rng else None
             if state is not None:
+                # Try the random state on other generators: after the agreement nothing
+                # may fail.
                 check_rng_state(state, str(getattr(source, "path", "the checkpoint")))
             result = fit, loads, copies, state
         except Exception as raised:
             error = raised
         opened = () if source is None else _identity(source)
+        # Every rank takes part, also a rank with an error, so that no other rank waits.
         answers = team.agree(error, (before, opened))
         raise_unseen(team, [before for before, _ in answers])
         _require_same([opened for _, opened in answers])
         assert source is not None
         assert result is not None
+        # From here on, tensors of the model and the optimizer are overwritten.
         _change(team, *result)
         if tell:
             report.warn()
         _tell_unfilled(module)
         return source.extra
     finally:
+        # The caller of ``load`` closes a source that the caller has opened.
         if source is not None and source is not path:
             source.close()
 
 
 def _tell_unfilled(module: nn.Module) -> None:
+    """Warn about non-persistent buffers that have memory but no values."""
     names = unfilled_buffers(module)
     if names:
         warnings.warn(
@@ -133,12 +153,22 @@ def _change(
     copies: list[Copy],
     state: dict[str, Any] | None,
 ) -> None:
-    """Change everything on all ranks, or raise on all of them.
+    """Copy all values on all ranks, or raise on all ranks.
 
-    Little can fail by now: a disk, or a module's own ``set_extra_state``.
+    Args:
+        team: the ranks of the load.
+        fit: the comparison of the model with the checkpoint.
+        loads: the planned load of each optimizer.
+        copies: the slices of model and optimizer that this rank reads.
+        state: this rank's random state, or None to leave the generators alone.
+
+    Collective: one all-gather of objects over the team's group.
+    Raises: CheckpointError, the same on every rank.
     """
     error: Exception | None = None
     try:
+        # Few things can still fail: reading the disk, or a module's
+        # ``set_extra_state``.
         fit.source.finish(copies)
         fit.set_own_states()
         for each in loads:
@@ -155,16 +185,17 @@ def _change(
 
 
 def _identity(source: Source) -> tuple[str, str]:
-    """What tells a checkpoint from others, and where it is."""
+    """Return the checkpoint's fingerprint (equal only for equal content) and path."""
     return source.fingerprint, str(getattr(source, "path", ""))
 
 
 def _require_same(opened: list[Any]) -> None:
-    """Refuse ranks that have opened different checkpoints, and would mix them.
+    """Raise CheckpointError if the ranks have opened different checkpoints.
 
-    So does a path that each rank looks up for itself, or ``latest`` while another save
-    replaces it. All ranks know all answers.
+    All ranks know all answers, so all ranks raise.
     """
+    # The ranks open different checkpoints if each rank looks up the path for itself, or
+    # if another save replaces ``latest`` between two ranks' reads.
     (first, path), *_ = opened
     for rank, (fingerprint, other) in enumerate(opened):
         if fingerprint != first:

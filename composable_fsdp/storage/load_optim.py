@@ -1,8 +1,8 @@
-"""Reading an optimizer's state by the names of its parameters, this rank's part alone.
+"""Reads this rank's part of an optimizer's state, by the names of the parameters.
 
-What the optimizer has already is written over in place, so its memory does not double;
-what it lacks, before its first step, is read into new memory. Both go through its own
-``load_state_dict``.
+State tensors that the optimizer already has are overwritten in place, so the memory of
+the state does not double. State that the optimizer lacks (before the first step) is
+read into new memory. Both reach the optimizer through ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ from composable_fsdp.storage.source import Copy, Source
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter of the optimizer: its name in the checkpoint, and its part here."""
+    """A parameter of the optimizer: its name in the checkpoint, and this rank's
+    interval.
+
+    ``start`` and ``stop`` count elements of the flattened parameter in row-major order.
+    ``is_cut`` says that the parameter belongs to a unit, so that each rank holds a
+    part.
+    """
 
     parameter: Tensor
     name: str
     start: int
     stop: int
     shape: tuple[int, ...]
-    """In the plain model."""
+    """The parameter's shape in the plain model."""
     is_cut: bool
 
 
@@ -45,13 +51,23 @@ def optimizer_loads(
     optims: Sequence[torch.optim.Optimizer],
     report: LoadReport,
 ) -> list[OptimizerLoad]:
-    """What this rank reads of each; what they and ``source`` lack goes to ``report``.
+    """Compare each optimizer with the checkpoint; return an ``OptimizerLoad`` for each.
 
+    Args:
+        source: the open checkpoint.
+        contents: the parameters and buffers of the model.
+        optims: the optimizers to load; may be empty.
+        report: receives parameters and states that the optimizers or ``source`` lack.
+
+    Returns: the ``OptimizerLoad`` objects, in the order of ``optims``.
     Raises: CheckpointError, for a parameter that is not in the module.
+    Collective: none.
     """
     if optims and source.param_groups is None:
         report.optimizer.append("the checkpoint was saved without an optimizer")
     loads = [OptimizerLoad(source, contents, each, report) for each in optims]
+    # A saved parameter may be in any of the optimizers, so the names that are left over
+    # are known only after all optimizers have been compared.
     taken = {m.name for each in loads for group in each.groups for m in group if m}
     left = {name for each in loads for name in each.home} - taken
     report.optimizer += [f"{quoted(name)} is not in it" for name in sorted(left)]
@@ -59,7 +75,7 @@ def optimizer_loads(
 
 
 class OptimizerLoad:
-    """What this rank reads of one optimizer; compared when it is made."""
+    """The state that this rank reads for one optimizer; compared on construction."""
 
     def __init__(
         self,
@@ -69,7 +85,10 @@ class OptimizerLoad:
         report: LoadReport,
     ) -> None:
         self.source, self.report = source, report
+        # An optimizer over flat parameters is viewed as an optimizer over the original
+        # parameters: the checkpoint stores state per original parameter.
         self.optim = over_originals(optim)
+        # Parameter name in the checkpoint -> index of the saved group.
         self.home = {
             name: g
             for g, group in enumerate(source.param_groups or ())
@@ -81,10 +100,13 @@ class OptimizerLoad:
             for member in members:
                 if member is not None:
                     self._compare(member)
+        # Filled by ``plan``: the reads of element-wise state, and per ``id(member)``
+        # the state dict of the parameter as ``load_state_dict`` will get the state.
         self.copies: list[Copy] = []
         self.states: dict[int, dict[str, Any]] = {}
 
     def _members(self, contents: Contents) -> list[list[Member | None]]:
+        """Return the members per group; None for a parameter the checkpoint lacks."""
         known = named(contents)
         groups: list[list[Member | None]] = []
         for g, group in enumerate(self.optim.param_groups):
@@ -97,6 +119,9 @@ class OptimizerLoad:
         return groups
 
     def _member(self, parameter: Tensor, held: Any) -> Member | None:
+        """Return the member of ``parameter``; report the parameter and return None if
+        missing.
+        """
         if isinstance(held, HeldTensor):
             names, shape = held.names, tuple(held.tensor.shape)
             start, stop = 0, held.tensor.numel()
@@ -114,12 +139,13 @@ class OptimizerLoad:
         return Member(parameter, found, start, stop, shape, is_cut)
 
     def _compare_options(self) -> None:
-        """Report groups that another kind of optimizer saved: it lacks some of this
-        one's options and has others. Another version of torch only adds or drops some.
-        """
+        """Report groups that another kind of optimizer (another class) saved."""
         for g, members in enumerate(self.groups):
             for origin in {self.home[member.name] for member in members if member}:
                 saved = (self.source.param_groups or ())[origin]
+                # Another version of torch only adds options or only drops options. A
+                # saved group that lacks options of this optimizer and also has unknown
+                # options comes from another class.
                 lacks = sorted(self.optim.defaults.keys() - saved.keys())
                 others = sorted(saved.keys() - self.optim.param_groups[g].keys())
                 if lacks and others:
@@ -130,9 +156,15 @@ class OptimizerLoad:
                     )
 
     def _compare(self, member: Member) -> None:
+        """Report state of a cut parameter that is neither a scalar nor of the same
+        shape.
+        """
         for state, info in self.source.optim.get(member.name, {}).items():
             if info.shape == member.shape or (not info.shape and state in SCALARS):
                 continue
+            # A parameter that no unit cuts can take state of any shape as a whole. For
+            # a cut parameter, no interval of such state corresponds to this rank's
+            # elements.
             if info.shape and member.is_cut:
                 self.report.optimizer.append(
                     f"state {state!r} of {quoted(member.name)} (expected "
@@ -140,13 +172,18 @@ class OptimizerLoad:
                 )
 
     def _is_elementwise(self, member: Member, state: str) -> bool:
+        """Return whether the state has an element for each element of the parameter."""
         info = self.source.optim[member.name][state]
+        # For a 0-d parameter the shape does not distinguish a scalar from element-wise
+        # state, so the name decides.
         if not info.shape and (member.shape or state in SCALARS):
             return False
         return info.shape == member.shape
 
     def _range(self, member: Member, state: str) -> tuple[int, int] | None:
-        """Which elements of a state this rank reads; None if it does not fit."""
+        """Return the elements of a state that this rank reads; None if the state does
+        not fit.
+        """
         if self._is_elementwise(member, state):
             return member.start, member.stop
         info = self.source.optim[member.name][state]
@@ -155,11 +192,14 @@ class OptimizerLoad:
         return 0, info.numel
 
     def plan(self) -> list[Copy]:
-        """What is to be read, into the state that is there or new memory for it.
+        """Return the reads into existing state tensors, or into new memory for the
+        state.
 
-        Raises: CheckpointError, if a group of the optimizer has its parameters from
-        several saved groups whose options differ.
+        Raises: CheckpointError, if a group of the optimizer has parameters from several
+        saved groups whose options differ, or if the values of originals cannot be
+        joined in a flat parameter.
         """
+        # Raise for groups that do not fit before any memory is allocated.
         self._origins()
         if isinstance(self.optim, OverOriginals):
             found = {id(m.parameter): m for group in self.groups for m in group if m}
@@ -173,13 +213,18 @@ class OptimizerLoad:
         return self.copies
 
     def _new_state(self, leaf: Any, name: str, dtype: torch.dtype) -> Tensor:
+        """Return memory for a state tensor in the shape of ``leaf``."""
         if isinstance(self.optim, OverOriginals):
+            # A part of the flat parameter's state tensor, which ``load_state_dict``
+            # then takes over without a copy.
             made: Tensor = self.optim.new_state(leaf, name, dtype)
             return made
         return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
 
     def _values_to_join(self, member: Member | None) -> dict[str, Any]:
-        """What ``_state`` will give; ``...`` stands for an element-wise tensor."""
+        """Return the values that ``_state`` will give; ``...`` for an element-wise
+        tensor.
+        """
         found: dict[str, Any] = {}
         if member is None:
             return found
@@ -192,7 +237,9 @@ class OptimizerLoad:
         return {**found, **self.source.optim_values.get(member.name, {})}
 
     def _origins(self) -> list[int | None]:
-        """The saved group that each of the optimizer's groups gets its options from."""
+        """Return for each group of the optimizer the saved group that supplies the
+        options.
+        """
         found: list[int | None] = []
         for g, members in enumerate(self.groups):
             origins = {self.home[member.name] for member in members if member}
@@ -201,26 +248,29 @@ class OptimizerLoad:
         return found
 
     def install(self) -> None:
-        """Give the optimizer its options, and the state that has been read."""
+        """Give the optimizer the saved options and the state that has been read."""
         states: dict[int, dict[str, Any]] = {}
         options: list[dict[str, Any]] = []
         index = 0
         for g, origin in enumerate(self._origins()):
             own = self.optim.param_groups[g]
             saved = self.source.param_groups or ()
-            # What an older version did not save stays as it is.
+            # An option that an older version did not save keeps the optimizer's value.
             chosen = own if origin is None else {**own, **saved[origin]}
             if "param_names" in own:
-                # They go with the order of the parameters, which is the optimizer's.
+                # ``param_names`` follows the order of the group's parameters, which is
+                # the order in this optimizer and not the saved order.
                 chosen["param_names"] = own["param_names"]
             else:
                 chosen.pop("param_names", None)
-            # A range: torch looks each number up in it, once per state.
+            # A range and not a list: torch looks up the position of every state's id in
+            # ``params``, and a range answers in constant time.
             ids = range(index, index + len(self.groups[g]))
             options.append({**chosen, "params": ids})
             for i, member, parameter in zip(
                 ids, self.groups[g], own["params"], strict=True
             ):
+                # An absent parameter (no element on this rank) keeps its own state.
                 state = self.optim.state.get(parameter, {})
                 if member is not None and not is_absent(parameter):
                     state = self.states[id(member)]
@@ -232,9 +282,11 @@ class OptimizerLoad:
         self._keep_dtypes(states)
 
     def _keep_dtypes(self, states: dict[int, dict[str, Any]]) -> None:
-        """Give back what torch has cast: it gives all state the parameter's dtype.
+        """Restore state tensors whose dtype ``load_state_dict`` has changed.
 
-        Unless the parameter itself was saved in another one.
+        ``Optimizer.load_state_dict`` casts all state but ``step`` to the dtype of a
+        floating-point parameter. If the parameter itself was saved in another dtype,
+        the cast is kept.
         """
         members = [member for group in self.groups for member in group]
         for i, state in states.items():
@@ -256,7 +308,9 @@ class OptimizerLoad:
                     present[name] = value.to(cast.device)
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter as it will be once ``copies`` are done."""
+        """Return the parameter's state as it will be once ``copies`` have been carried
+        out.
+        """
         source, parameter = self.source, member.parameter
         state: dict[str, Any] = {}
         for name, info in source.optim.get(member.name, {}).items():
@@ -267,6 +321,8 @@ class OptimizerLoad:
                 value = source.read_optim(member.name, name, *span)
                 state[name] = value.view(info.shape)
                 continue
+            # A tensor that wraps others (quantised state) has no memory of its own to
+            # overwrite.
             into, shape = present.get(name), parameter.shape
             is_new = False
             if not isinstance(into, Tensor) or into.shape != shape or is_wrapper(into):

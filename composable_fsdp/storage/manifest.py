@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds: frozen integers and names, to JSON and back.
+"""The manifest of a checkpoint directory: frozen integers and names, to and from JSON.
 
 ::
 
@@ -7,10 +7,12 @@
       rank00000.safetensors      header | payload: entries, end to end
       rank00001.safetensors
 
-An entry is a tensor's bytes at a *place*, ``[file, begin]``: the file's index and the
-first byte in its payload. A region has one entry per rank of its unit, shard ``r``
-being elements ``[r * shard_numel, (r + 1) * shard_numel)`` of the flat buffer; so have
-the optimizer's states of it. ``parse`` in ``validate`` is the way back from JSON.
+An entry holds the bytes of a tensor, or of a shard. A *place* ``[file, begin]`` says
+where an entry begins: the index of the file, and the first byte in the payload of that
+file. A region has an entry per rank of the unit: shard ``r`` holds the elements ``[r *
+shard_numel, (r + 1) * shard_numel)`` of the flat buffer. Each optimizer state of a
+region is stored in the same way. ``parse`` in ``validate`` is the inverse of
+``to_json``.
 """
 
 from __future__ import annotations
@@ -26,26 +28,26 @@ from composable_fsdp.storage.dtypes import dtype_name
 FORMAT = "composable_fsdp.checkpoint"
 VERSION = 1
 BLOCK = 4 * 1024 * 1024
-"""Payload bytes under one checksum."""
+"""Bytes of payload that a single checksum covers."""
 
 Json = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an entry's bytes begin: which file, and the byte in its payload."""
+    """The beginning of an entry: the file's index, and a byte in the file's payload."""
 
     file: int
     begin: int
 
     def to_json(self) -> Json:
-        """``[file, begin]``."""
+        """Return ``[file, begin]``."""
         return [self.file, self.begin]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A whole tensor in one entry."""
+    """A whole tensor, stored in a single entry at the place ``at``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,11 +55,11 @@ class Stored:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     def to_json(self) -> Json:
-        """``{"dtype", "shape", "at"}``."""
+        """Return ``{"dtype", "shape", "at"}``."""
         return {
             "dtype": dtype_name(self.dtype),
             "shape": list(self.shape),
@@ -67,10 +69,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter's interval ``[offset, offset + numel)`` of its region.
+    """A parameter's interval ``[offset, offset + numel)`` of the region, in elements.
 
-    ``fqns`` are its names in the plain model, more than one if it is tied. ``values``
-    is its optimizer state that is no tensor of its shape, encoded, by state name.
+    ``fqns`` are the parameter's names in the plain model; a tied parameter has several.
+    ``values`` holds, by state name and encoded, the optimizer state that is not
+    element-wise (not a tensor of the parameter's shape).
     """
 
     fqns: tuple[str, ...]
@@ -80,11 +83,11 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     def to_json(self) -> Json:
-        """The fields by name."""
+        """Return the fields by name."""
         return {
             "fqns": list(self.fqns),
             "shape": list(self.shape),
@@ -95,9 +98,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RegionState:
-    """One optimizer state of a region: shards like the region's, in its own dtype.
+    """An optimizer state of a region, cut into shards as the region, in its own dtype.
 
-    ``slots`` are the indices of the parameters that have it; elsewhere it is zero.
+    ``slots`` are the indices of the parameters that have the state. The elements of all
+    other parameters are stored as zeros.
     """
 
     name: str
@@ -106,7 +110,7 @@ class RegionState:
     shards: tuple[Place, ...]
 
     def to_json(self) -> Json:
-        """The fields by name."""
+        """Return the fields by name."""
         return {
             "name": self.name,
             "dtype": dtype_name(self.dtype),
@@ -117,7 +121,7 @@ class RegionState:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One flat buffer of a unit, ``shards`` in the order of the unit's ranks."""
+    """A flat buffer of a unit, with ``shards`` in the order of the unit's ranks."""
 
     unit: str
     dtype: torch.dtype
@@ -128,7 +132,7 @@ class Region:
     states: tuple[RegionState, ...]
 
     def to_json(self) -> Json:
-        """The fields by name."""
+        """Return the fields by name."""
         return {
             "unit": self.unit,
             "dtype": dtype_name(self.dtype),
@@ -142,7 +146,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """A tensor of the model that no unit cuts: a buffer, or a parameter left whole."""
+    """A tensor of the model in no unit: a buffer, or a parameter that is not sharded.
+
+    ``states`` are optimizer states that are tensors, ``values`` all others (encoded),
+    both by state name.
+    """
 
     fqns: tuple[str, ...]
     tensor: Stored
@@ -150,7 +158,7 @@ class Single:
     values: dict[str, Json]
 
     def to_json(self) -> Json:
-        """The fields by name."""
+        """Return the fields by name."""
         return {
             "fqns": list(self.fqns),
             "tensor": self.tensor.to_json(),
@@ -161,18 +169,18 @@ class Single:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One rank's file: how it must look before its payload is read."""
+    """The file of a rank: sizes and checksums to verify before reading the payload."""
 
     name: str
     header_nbytes: int
-    """Where the payload begins: the header's length and the header."""
+    """The byte at which the payload begins: 8 bytes of header length and the header."""
     header_crc32: int
     payload_nbytes: int
     blocks: tuple[int, ...]
-    """crc32 of each ``BLOCK`` bytes of payload; the last one is shorter."""
+    """The crc32 of each ``BLOCK`` bytes of payload; the last block may be shorter."""
 
     def to_json(self) -> Json:
-        """The fields by name."""
+        """Return the fields by name."""
         return {
             "name": self.name,
             "header_nbytes": self.header_nbytes,
@@ -184,10 +192,11 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint, without its tensors.
+    """A whole checkpoint without the values of tensors.
 
-    ``loose`` are tensors that JSON values refer to by number: those of ``extra``, of
-    the optimizer's values, and of ``rng``, which holds one dict per rank.
+    ``loose`` are tensors that JSON values refer to by index: the tensors in ``extra``,
+    in the modules' extra states, in the optimizer's values and options, and in ``rng``.
+    ``rng`` holds a dict per rank.
     """
 
     library: str
@@ -200,12 +209,14 @@ class Manifest:
     param_groups: list[Json] | None
     extra: Json
     own_states: dict[str, Json]
-    """What modules' ``get_extra_state`` gave, by its name in a state dict."""
+    """Results of modules' ``get_extra_state``, by the name in a state dict."""
     rng: tuple[Json, ...]
 
     def to_json(self) -> Json:
-        """The manifest as ``json.dumps`` takes it; ``parse`` is its inverse."""
+        """Return the manifest as ``json.dumps`` takes it; ``parse`` is the inverse."""
         return {
+            # A reader must refuse keys that it does not know, so a new key needs a new
+            # VERSION.
             "format": FORMAT,
             "version": VERSION,
             "library": self.library,

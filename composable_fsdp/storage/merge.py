@@ -1,4 +1,4 @@
-"""Putting the ranks' parts together to one manifest. On rank 0; sends nothing."""
+"""Merges the parts of all ranks into the manifest, on rank 0."""
 
 from __future__ import annotations
 
@@ -26,21 +26,26 @@ from composable_fsdp.storage.manifest import (
 from composable_fsdp.storage.part import Part, RegionPart, StateKey
 
 RankPart = tuple[Part, File, dict[str, int]]
-"""A rank's part, its file, and where the entries begin in it."""
+"""A rank's part, the rank's file, and the first payload byte of each entry, by key."""
 
 
 def merge(told: Sequence[RankPart]) -> Manifest:
-    """One manifest of all ranks' parts, in rank order.
+    """Return the manifest of the parts of all ranks; ``told`` is in rank order.
 
-    Raises: CheckpointError, if a shard was written by nobody or by two ranks, or ranks
-    have different optimizer state.
+    Collective: none.
+    Raises: CheckpointError, if a shard was written by no rank or by two ranks, or if
+    the ranks have different optimizer state.
     """
+    # Each rank numbers its loose tensors from 0, while the manifest has a single list
+    # of all ranks' loose tensors. ``shifts[rank]`` is added to the numbers of that
+    # rank.
     loose: list[Stored] = []
     shifts = []
     for rank, (part, _, begins) in enumerate(told):
         shifts.append(len(loose))
         for key in part.loose:
             loose.append(_stored(part, begins, rank, key))
+    # Rank 0 alone has written tensors that are not cut, ``extra`` and the options.
     first, _, begins = told[0]
     singles = tuple(
         Single(
@@ -70,19 +75,21 @@ def merge(told: Sequence[RankPart]) -> Manifest:
 
 
 def _library_version() -> str:
+    """Return the installed version of this package."""
     try:
         return version("composable-fsdp")
-    except PackageNotFoundError:  # run from a source tree
+    except PackageNotFoundError:  # The package runs from a source tree.
         return "unknown"
 
 
 def _stored(part: Part, begins: dict[str, int], rank: int, key: str) -> Stored:
+    """Return the dtype, the shape and the place of an entry of ``rank``."""
     dtype, shape = part.tensors[key]
     return Stored(dtype, shape, Place(rank, begins[key]))
 
 
 def _shifted(value: Json, shift: int) -> Json:
-    """``value`` with the numbers of its loose tensors counted over all ranks."""
+    """Return ``value`` with ``shift`` added to the numbers of loose tensors."""
     if isinstance(value, dict):
         if value.keys() == {"$tensor"}:
             return {"$tensor": value["$tensor"] + shift}
@@ -93,10 +100,14 @@ def _shifted(value: Json, shift: int) -> Json:
 
 
 def _regions(told: Sequence[RankPart], shifts: list[int]) -> list[Region]:
+    """Group the region parts of all ranks by region, and return the merged regions."""
+    # (unit, index) -> shard number -> (rank of the save, the rank's region part).
     shards: dict[tuple[str, int], dict[int, tuple[int, RegionPart]]] = {}
     for rank, (part, _, _) in enumerate(told):
         for region in part.regions:
             known = shards.setdefault((region.unit, region.index), {})
+            # Of a replicate group only the first replica writes. Two writers of a shard
+            # therefore hold independent copies of the model, and the copies may differ.
             if region.shard in known:
                 raise CheckpointError(
                     f"Ranks {known[region.shard][0]} and {rank} of the save hold the "
@@ -115,6 +126,17 @@ def _region(
     shifts: list[int],
     found: dict[int, tuple[int, RegionPart]],
 ) -> Region:
+    """Return the merged region, with the places of all shards in shard order.
+
+    Args:
+        told: the parts of all ranks, in rank order.
+        shifts: per rank, the number to add to the numbers of loose tensors.
+        found: the rank and the region part, by shard number.
+
+    Returns: the region with slots, states and places.
+    Raises: CheckpointError, for a missing shard or differing optimizer state.
+    """
+    # Only the first rank of the unit describes the slots.
     describer = next((r for r in found.values() if r[1].slots is not None), None)
     _, any_part = next(iter(found.values()))
     count = any_part.shards
@@ -142,6 +164,8 @@ def _region(
         )
         for (name, kind), slots in slots_of.items()
     )
+    # The state of a parameter that is not element-wise comes from the first rank that
+    # holds elements of the parameter.
     values = {
         i: _shifted(told_values, shifts[other_rank])
         for other_rank, other in found.values()
@@ -164,9 +188,11 @@ def _region(
 def _states(
     slots: Sequence[Slot], parts: Sequence[tuple[int, RegionPart]]
 ) -> dict[StateKey, tuple[int, ...]]:
-    """The states of one region, and which slots have them; ``parts`` by shard.
+    """Return the states of a region and the slots that have them; ``parts`` is by
+    shard.
 
-    Raises: CheckpointError, if a rank that holds elements lacks what another has.
+    Raises: CheckpointError, if a rank that holds elements of a parameter lacks a state
+    that another rank has for the parameter.
     """
     having: dict[StateKey, set[int]] = {}
     for _, part in parts:
@@ -174,6 +200,9 @@ def _states(
             having.setdefault(key, set()).update(found)
     for key, wanted in having.items():
         for rank, part in parts:
+            # The rank must have the state for exactly the parameters that the rank
+            # holds elements of. Different sets mean that the ranks have stepped
+            # different optimizers.
             held = {i for i in wanted if _holds_elements(part, slots[i])}
             mine = set(part.states[key][1]) if key in part.states else set()
             if mine == held:
@@ -196,7 +225,7 @@ def _states(
 
 
 def _holds_elements(part: RegionPart, slot: Slot) -> bool:
-    """Whether the rank of ``part`` holds elements of a parameter; or it has none."""
+    """Return whether the rank holds elements of the parameter; True for 0 elements."""
     numel, start = prod(slot.shape), part.shard * part.shard_numel
     if not numel:
         return True
@@ -204,4 +233,5 @@ def _holds_elements(part: RegionPart, slot: Slot) -> bool:
 
 
 def _kinds(part: RegionPart) -> dict[Any, tuple[int, ...]]:
+    """Return the slots per state, sorted, for messages."""
     return {key: slots for key, (_, slots, _) in sorted(part.states.items())}

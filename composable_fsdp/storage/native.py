@@ -1,4 +1,4 @@
-"""The native checkpoint directory as a ``Source``."""
+"""Reads the native checkpoint directory as a ``Source``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import decode
 
+# The file is a JSON object of the manifest's crc32 and the manifest. The frame has
+# fixed bytes around the manifest, so the checksum can be verified on the raw bytes
+# before any JSON is parsed.
 _HEAD = b'{"crc32": "%08x", "manifest":\n'
 _TAIL = b"\n}\n"
 _Key = tuple[str, str | None]
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The text of the manifest file: JSON, with a checksum of the manifest itself."""
+    """Return the content of the manifest file: JSON with a crc32 of the manifest."""
     body = json.dumps(
         manifest.to_json(), allow_nan=False, separators=(",", ":")
     ).encode()
@@ -45,7 +48,8 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def read_manifest(path: str) -> tuple[Manifest, str]:
     """Read, verify and validate the manifest in the directory ``path``.
 
-    With its checksum, which is also one of all checksums in it.
+    Return the manifest and its checksum frame. The manifest contains the checksums of
+    all files, so the manifest's checksum identifies the whole checkpoint.
 
     Raises: CheckpointError, naming the file.
     """
@@ -54,6 +58,8 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
         data = found.read()
     size = len(_HEAD % 0)
     body = data[size : len(data) - len(_TAIL)]
+    # Compare all bytes of the file: a change outside of the manifest counts as damage,
+    # too.
     if data != _HEAD % zlib.crc32(body) + body + _TAIL:
         raise CheckpointError(
             f"{file} ({len(data)} bytes) has another checksum than it says, or is not "
@@ -67,11 +73,12 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
 
 
 class NativeSource(Source):
-    """A directory that ``save`` wrote. ``manifest`` says what lies where.
+    """A directory that ``save`` wrote; ``manifest`` gives the place of every entry.
 
-    Without ``values`` the loose tensors are not read, so nothing of the payload is.
+    If ``values`` is False, the loose tensors are not read, so no byte of the payload is
+    read on construction. The default True reads them.
 
-    Raises: CheckpointError, if the manifest is missing, damaged or makes no sense.
+    Raises: CheckpointError, if the manifest is missing, damaged or inconsistent.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, values: bool = True) -> None:
@@ -87,7 +94,8 @@ class NativeSource(Source):
             )
             for i, file in enumerate(manifest.files)
         ]
-        # By the tensor's name and the state's, None for the tensor itself.
+        # Both dicts map (tensor name, state name) to the entries; the state name is
+        # None for the parameter or buffer itself.
         self._cut: dict[_Key, tuple[Region, Slot, tuple[Place, ...]]] = {}
         self._wholes: dict[_Key, Stored] = {}
         self._index()
@@ -96,11 +104,14 @@ class NativeSource(Source):
             if values:
                 self._decode()
         except BaseException:
+            # The constructor failed, so no caller has an object to close.
             self.close()
             raise
 
     def _index(self) -> None:
-        # Many are equal, and the collector looks at each.
+        """Build ``model``, ``aliases`` and ``optim``, and the two dicts of entries."""
+        # Many parameters have equal dtype and shape; sharing the objects leaves fewer
+        # objects for the garbage collector to track.
         info_of = cache(TensorInfo)
         model: dict[str, TensorInfo] = {}
         aliases: dict[str, str] = {}
@@ -129,7 +140,7 @@ class NativeSource(Source):
         self.model, self.aliases, self.optim = model, aliases, optim
 
     def _decode(self) -> None:
-        """Read what is small and always wanted: the values in the manifest."""
+        """Decode the JSON values of the manifest, which are small and always needed."""
         manifest = self.manifest
         values: dict[str, dict[str, Any]] = {}
         held = [(s.fqns[0], s.values) for r in manifest.regions for s in r.slots]
@@ -145,40 +156,71 @@ class NativeSource(Source):
         self.own_states = {k: self._value(v) for k, v in own_states.items()}
 
     def _value(self, value: Any) -> Any:
+        """Decode a JSON value; read the loose tensors that it refers to."""
         return decode(value, self.path, self._loose)
 
     def _loose(self, index: int) -> Tensor:
+        """Read the loose tensor ``index``."""
         stored = self.manifest.loose[index]
         runs = whole_runs(stored, 0, stored.numel)
         return self._read(runs, stored.dtype, ()).view(stored.shape)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
-        """What the same rank saved, whatever the world size; None for ranks beyond."""
+        """Return the random state that the same rank saved, at any world size.
+
+        Return None for a rank beyond the saved world size.
+        """
         states = self.manifest.rng
         return self._value(states[rank]) if rank < len(states) else None
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor; see ``Source``."""
+        """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``.
+
+        Args:
+            name: a key of ``model``.
+            start: the first element.
+            stop: the element after the last.
+
+        Returns: a CPU tensor ``(stop - start,)`` in the saved dtype.
+        Raises: CheckpointError, for missing or damaged bytes.
+        """
         runs = self._runs(name, None, start, stop)
         return self._read(runs, self.model[name].dtype, (name, None, start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of one state; see ``Source``."""
+        """Return elements ``[start, stop)`` of an optimizer state; see ``Source``.
+
+        Args:
+            name: the name of the parameter.
+            state: a key of ``optim[name]``.
+            start: the first element.
+            stop: the element after the last.
+
+        Returns: a CPU tensor ``(stop - start,)`` in the saved dtype.
+        Raises: CheckpointError, for missing or damaged bytes.
+        """
         runs = self._runs(name, state, start, stop)
         what = name, state, start, stop
         return self._read(runs, self.optim[name][state].dtype, what)
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """Verify the blocks of ``copies``, each read once; see ``Source``."""
+        """Verify the blocks that ``copies`` touch, each block once; see ``Source``."""
+        # A destination that no code uses yet is filled while its blocks are verified,
+        # so these bytes are read once. A destination in use must stay unchanged until
+        # all ranks agree.
         new = [self._is_direct(copy) and copy.is_new for copy in copies]
         for file, wants in zip(self.files, self._wants(copies, new), strict=True):
             file.check(wants)
         for copy, filled in zip(copies, new, strict=True):
+            # The destination is on another device or of another dtype: read into host
+            # memory and convert.
             if copy.is_new and not filled:
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """Read straight to where it goes what is not new; see ``Source``."""
+        """Fill the destinations that ``prepare`` has not filled; see ``Source``."""
+        # Bytes of a CPU destination of the saved dtype are read straight into its
+        # memory, without a buffer in between.
         left = [copy for copy in copies if not copy.is_new]
         direct = [copy for copy in left if self._is_direct(copy)]
         wants = self._wants(direct, [True] * len(direct))
@@ -186,7 +228,9 @@ class NativeSource(Source):
             file.fill(wanted)
         for copy in direct:
             if not copy.into.is_inference():
-                # What autograd has saved of it is not what it was.
+                # The read has changed the memory without a torch operator. Autograd
+                # must know: a tensor saved for backward before the load no longer has
+                # its saved values.
                 increment_version(copy.into)
         super().finish([copy for copy in left if not self._is_direct(copy)])
 
@@ -199,7 +243,7 @@ class NativeSource(Source):
             file.close()
 
     def _is_direct(self, copy: Copy) -> bool:
-        """Whether the file's bytes are those of ``into``."""
+        """Return whether the file's bytes can be read straight into ``copy.into``."""
         into = copy.into
         if into.device.type != "cpu" or not into.is_contiguous():
             return False
@@ -209,7 +253,10 @@ class NativeSource(Source):
     def _wants(
         self, copies: Sequence[Copy], filled: Sequence[bool]
     ) -> list[list[ReadRequest]]:
-        """What each file is asked for, in its order; with memory if it is filled."""
+        """Return the read requests per file, in file order.
+
+        A request has a destination only if ``filled`` is True for the copy.
+        """
         found: list[list[ReadRequest]] = [[] for _ in self.files]
         for copy, is_filled in zip(copies, filled, strict=True):
             into, at = (copy.into if is_filled else None), 0
@@ -217,13 +264,17 @@ class NativeSource(Source):
                 found[run.file].append(ReadRequest(run.begin, run.end, into, at, copy))
                 at += run.end - run.begin
         for wants in found:
+            # ``BlockFile`` keeps a single block in memory, so requests in file order
+            # verify and read each block once.
             wants.sort(key=lambda want: want.begin)
         return found
 
     def _read(
         self, runs: list[Run], dtype: torch.dtype, what: tuple[Any, ...]
     ) -> Tensor:
-        # Checked before anything is allocated: a damaged manifest may claim any size.
+        """Verify and read ``runs`` into a new CPU tensor."""
+        # Check before allocating: a damaged manifest may claim any size, and the check
+        # compares the sizes with the real file.
         for run in runs:
             self.files[run.file].check([ReadRequest(run.begin, run.end, None, 0, what)])
         result, at = torch.empty(sum(r.stop - r.start for r in runs), dtype=dtype), 0
@@ -235,10 +286,11 @@ class NativeSource(Source):
         return result
 
     def _info(self, name: str, state: str | None) -> TensorInfo:
+        """Return dtype and shape of a tensor of the model, or of an optimizer state."""
         return self.model[name] if state is None else self.optim[name][state]
 
     def _runs(self, name: str, state: str | None, start: int, stop: int) -> list[Run]:
-        """Where elements ``[start, stop)`` lie."""
+        """Return the places of elements ``[start, stop)`` as byte intervals."""
         info = self._info(name, state)
         if not 0 <= start <= stop <= info.numel:
             raise ValueError(
@@ -252,7 +304,7 @@ class NativeSource(Source):
         return cut_runs(region, slot, shards, info.dtype.itemsize, start, stop)
 
     def _told(self, what: tuple[Any, ...]) -> str:
-        """A slice as messages name it: name, state, start, stop."""
+        """Name a slice in error messages; the tuple is (name, state, start, stop)."""
         if not what:
             return ""
         name, state, start, stop = what[:4]

@@ -1,11 +1,16 @@
-"""One rank's part of a checkpoint: the entries of its file, and what they are.
+"""Collects the part of a checkpoint that a rank writes: entries and their description.
 
-A shard is written by the first replica that holds it, a tensor that is not cut by rank
-0 of the save. Each region is described by the first rank of its unit, the state of each
-parameter that is no tensor of elements by the first rank that holds elements of it;
-rank 0 of the save puts the descriptions and the places of the entries together
-(``merge``). A rank writes each state that any rank has for parameters of a region; it
-hears of those that it has none of (``Part.kinds``, ``add_missing``).
+::
+
+    shard of a region                 written by the first replica
+    slots of a region                 described by the first rank of the unit
+    state that is not element-wise    written by the first rank with elements of the
+                                      parameter
+    tensor in no unit, extra, options written by rank 0 of the save
+
+Rank 0 of the save merges the descriptions and the places of the entries (``merge``). A
+rank writes each state that any rank has for parameters of a region; ``Part.kinds`` and
+``add_missing`` tell a rank about states that only other ranks have.
 """
 
 from __future__ import annotations
@@ -38,15 +43,18 @@ from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
 
 Groups = list[tuple[Any, dict[str, Any]]]
-"""Every group, after the optimizer that has it."""
+"""All param groups, each as (optimizer, group)."""
 
 StateKey = tuple[str, str]
-"""Name and dtype of an optimizer state."""
+"""The name and the dtype of an optimizer state."""
 
 
 @dataclass(slots=True)
 class RegionPart:
-    """What this rank writes of one region; ``slots`` is None unless it describes it."""
+    """This rank's part of a region; ``slots`` is None unless the rank describes them.
+
+    ``shard`` is the number of this rank's shard, ``shards`` the number of shards.
+    """
 
     unit: str
     index: int
@@ -55,18 +63,19 @@ class RegionPart:
     dtype: torch.dtype
     shard_numel: int
     first: str
-    """A parameter of it, for messages."""
+    """The name of the first parameter, for messages."""
     key: str
+    """The key of the shard's entry in the rank's file."""
     states: dict[StateKey, tuple[torch.dtype, tuple[int, ...], str]]
-    """Slots of which elements are here that have it, and the entry's key."""
+    """Per state: dtype, slots with elements and state on this rank, and entry key."""
     values: dict[int, dict[str, Json]] = field(default_factory=dict)
-    """State that is no tensor of elements, by the slots that this rank describes."""
+    """State that is not element-wise, by slot, where this rank writes the state."""
     slots: tuple[Slot, ...] | None = None
 
 
 @dataclass(slots=True)
 class SinglePart:
-    """A tensor that is not cut, with its optimizer state; values are entries' keys."""
+    """A tensor in no unit, with optimizer state; ``states`` maps names to keys."""
 
     names: tuple[str, ...]
     key: str
@@ -76,12 +85,12 @@ class SinglePart:
 
 @dataclass(slots=True)
 class Part:
-    """Everything this rank tells rank 0, but for the tensors."""
+    """The description of this rank's file for rank 0, without tensor values."""
 
     regions: list[RegionPart] = field(default_factory=list)
     singles: list[SinglePart] = field(default_factory=list)
     loose: list[str] = field(default_factory=list)
-    """Entries that JSON values refer to by their index here."""
+    """Keys of the entries that JSON values refer to by index in this list."""
     param_groups: list[Json] | None = None
     extra: Json = None
     own_states: dict[str, Json] = field(default_factory=dict)
@@ -89,10 +98,10 @@ class Part:
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(
         default_factory=dict
     )
-    """Dtype and shape of every entry."""
+    """The dtype and shape of every entry, by key."""
 
     def kinds(self) -> Kinds:
-        """The states that each region has here."""
+        """Return the states that each region has on this rank."""
         return {
             (region.unit, region.index): {
                 key: dtype for key, (dtype, _, _) in region.states.items()
@@ -102,20 +111,28 @@ class Part:
 
 
 Kinds = dict[tuple[str, int], dict[StateKey, torch.dtype]]
-"""By unit and index of a region: the states that it has."""
+"""(unit, index) of a region -> the states of the region, with dtypes."""
 
 
 def digest(kinds: Kinds) -> str:
-    """A few characters that differ if kinds do; none without a region."""
+    """Return 16 characters that differ if ``kinds`` differ; empty without a region."""
     told = sorted((region, sorted(states)) for region, states in kinds.items())
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16] if told else ""
 
 
 def add_missing(part: Part, pieces: list[Piece], told: Iterable[Kinds]) -> None:
-    """Have the rank write, as zeros, states of its regions that only others have.
+    """Add entries of zeros for states of regions that only other ranks have.
 
-    It holds no element of their parameters, or ``merge`` refuses what it lacks.
+    Args:
+        part: the part of this rank, changed in place.
+        pieces: the entries of this rank's file; new entries are appended.
+        told: ``Part.kinds`` of all ranks.
+
+    Collective: none.
     """
+    # This rank has no element of the parameters with such a state, so zeros lose
+    # nothing. If this rank has elements, the slots stay empty here, and ``merge``
+    # raises.
     everyone: Kinds = {}
     for kinds in told:
         for region, states in kinds.items():
@@ -125,6 +142,8 @@ def add_missing(part: Part, pieces: list[Piece], told: Iterable[Kinds]) -> None:
             if (name, kind) in own.states:
                 continue
             entry = f"{own.key}.{name}"
+            # A state of the same name and another dtype already has an entry with this
+            # key.
             if entry in part.tensors:
                 entry = f"{entry}.{dtype}"
             numel = own.shard_numel
@@ -136,7 +155,7 @@ def add_missing(part: Part, pieces: list[Piece], told: Iterable[Kinds]) -> None:
 
 
 class PartMaker:
-    """Collects the pieces and the description of one rank."""
+    """Collects the pieces and the description of the part of this rank."""
 
     def __init__(self, contents: Contents, *, is_first: bool) -> None:
         self.contents, self.is_first = contents, is_first
@@ -146,10 +165,12 @@ class PartMaker:
     def make(
         self, optims: Sequence[torch.optim.Optimizer], extra: Any
     ) -> tuple[Part, list[Piece]]:
-        """Describe and list everything. Reads no tensor yet; sends nothing.
+        """Return the description and the pieces. Reads scalars, but not yet the
+        elements of other tensors.
 
-        Raises: TypeError, for what ``extra`` or the optimizer may not hold;
+        Raises: TypeError, for a value that ``extra`` or the optimizer may not hold;
         CheckpointError, for tensors that cannot be stored.
+        Collective: none.
         """
         groups = [
             (each, group)
@@ -157,12 +178,15 @@ class PartMaker:
             for group in each.param_groups
         ]
         states = self._optimizer_states(groups)
+        # Every rank encodes ``extra``, although only rank 0's is saved: a value that
+        # cannot be stored raises, whichever rank passes the value.
         encoded = encode(extra, "extra", self._put)
         for name, module in self.contents.own_states.items():
             self.part.own_states[name] = encode(
                 module.get_extra_state(), name, self._put, python_values=True
             )
         for held in self.contents.regions:
+            # All replicas hold equal shards, so the first replica alone writes them.
             if held.handle.groups.in_first_replica:
                 self._region(held, states)
         if self.is_first:
@@ -171,25 +195,30 @@ class PartMaker:
                 self._single(tensor, states)
             if optims:
                 self.part.param_groups = self._param_groups(groups)
+        # Each rank has random states of its own, so each rank keeps these loose
+        # tensors.
         self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
         for piece in self.pieces:
             self.part.tensors[piece.key] = (piece.dtype, piece.shape)
         return self.part, self.pieces
 
     def _optimizer_states(self, groups: Groups) -> dict[int, dict[str, Any]]:
-        """The state of each parameter, by the identity of what holds it."""
+        """Return the state of each parameter, by the ``id`` of the parameter."""
         known = named(self.contents)
         found: dict[int, dict[str, Any]] = {}
         for g, (optim, group) in enumerate(groups):
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise not_in_module(parameter, g, i, "saved")
+                # ``get`` and not ``[]``: ``optim.state`` is a defaultdict, and a read
+                # must not add a key.
                 state = optim.state.get(parameter, {})
                 if state:
                     found[id(parameter)] = plain_values(optim, state)
         return found
 
     def _param_groups(self, groups: Groups) -> list[Json]:
+        """Return the options of all groups as JSON, with the parameters by name."""
         known = named(self.contents)
         result = []
         for g, (_, group) in enumerate(groups):
@@ -198,6 +227,8 @@ class PartMaker:
                 options, f"param_groups[{g}]", self._put, python_values=True
             )
             members = [_first_name(known[id(p)]) for p in group["params"]]
+            # ``encode`` writes a dict with a ``$`` key as pairs, and ``params`` cannot
+            # be added to pairs.
             if "$dict" in encoded:
                 raise TypeError(
                     f"param_groups[{g}] has an option whose name starts with '$'; "
@@ -207,7 +238,11 @@ class PartMaker:
         return result
 
     def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
-        """Take a loose tensor. Only rank 0's are kept, but for what all ranks have."""
+        """Add a loose tensor and return its index, for ``encode``.
+
+        Only rank 0 keeps loose tensors, unless ``keep`` says that each rank has values
+        of its own. The index on a rank that does not keep the tensor is never used.
+        """
         require_storable(tensor.dtype, where)
         if self.is_first or keep:
             key = f"loose.{len(self.part.loose)}"
@@ -216,6 +251,7 @@ class PartMaker:
         return len(self.part.loose) - 1
 
     def _region(self, held: HeldRegion, states: dict[int, dict[str, Any]]) -> None:
+        """Add entries and description of a region and of its optimizer state."""
         layout, region = held.region.layout, held.region
         require_storable(layout.dtype, quoted(held.names[0][0] if held.names else ""))
         key = f"region.{held.unit}.{held.index}"
@@ -235,11 +271,15 @@ class PartMaker:
         self.part.regions.append(part)
         members: dict[StateKey, list[tuple[int, int, Tensor]]] = {}
         for i, leaf in enumerate(region.leaves):
+            # This rank has no element of the parameter, so an optimizer need not keep
+            # the state here up to date. A rank with elements writes the state.
             if i in region.absent:
-                continue  # what there is of it here may be older than elsewhere
+                continue
             slot = layout.parameters[i]
             at, speaks = held.part(slot)[2], layout.holders(slot)[0] == region.rank
             for name, value in states.get(id(leaf), {}).items():
+                # An entry has a single dtype, so parameters whose states differ in
+                # dtype get separate entries of the region.
                 if _is_elementwise(name, value, leaf, held.names[i][0]):
                     state = (name, str(value.dtype))
                     members.setdefault(state, []).append((i, at, value))
@@ -249,6 +289,8 @@ class PartMaker:
         for (name, _), found in members.items():
             dtype = found[0][2].dtype
             require_storable(dtype, f"optimizer state {name!r} of {part.first!r}")
+            # The dtype is part of the key only if several entries of the region have
+            # the name.
             entry = (
                 f"{key}.{name}"
                 if len({k for k in members if k[0] == name}) == 1
@@ -264,6 +306,7 @@ class PartMaker:
                     entry, dtype, numel, partial(_state_pieces, found, numel[0], dtype)
                 )
             )
+        # The values are added by ``merge``: they come from other ranks' parts, too.
         if held.handle.groups.is_first:
             part.slots = tuple(
                 Slot(names, slot.shape, slot.offset, {})
@@ -271,10 +314,12 @@ class PartMaker:
             )
 
     def _value(self, name: str, value: Any, fqn: str) -> Json:
+        """Encode a state that is not element-wise."""
         where = f"optimizer state {name!r} of {quoted(fqn)}"
         return encode(value, where, partial(self._put, keep=True), python_values=True)
 
     def _single(self, held: HeldTensor, states: dict[int, dict[str, Any]]) -> None:
+        """Add entries and description of a tensor in no unit and of its state."""
         name = held.names[0]
         require_storable(held.dtype, quoted(name))
         part = SinglePart(held.names, f"tensor.{name}")
@@ -290,14 +335,22 @@ class PartMaker:
 
 
 def _is_number(name: str, held: HeldTensor) -> bool:
-    """Whether a 0-d state is one number, and not a 0-d parameter's elements."""
+    """Return whether a 0-d state is a scalar, not the element of a 0-d parameter."""
     return held.tensor.ndim > 0 or name in SCALARS
 
 
 def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
-    """Whether ``value`` is cut as the parameter is; else it is one value on all ranks.
+    """Return whether ``value`` has an element for each element of the shard.
 
-    Raises: CheckpointError, for a tensor that is neither.
+    If not, the state has the same value on all ranks.
+
+    Args:
+        name: the name of the state.
+        value: the state; need not be a tensor.
+        leaf: the sharded parameter.
+        fqn: the parameter's name, for messages.
+
+    Raises: CheckpointError, for a tensor that is neither a scalar nor element-wise.
     """
     if not isinstance(value, Tensor):
         return False
@@ -317,11 +370,13 @@ def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
 def _state_pieces(
     found: list[tuple[int, int, Tensor]], shard_numel: int, dtype: torch.dtype
 ) -> Iterator[Tensor | int]:
+    """Yield the elements of a state's shard, with zeros for all other parameters."""
     parts = ((at, value) for _, at, value in found)
     return shard_pieces(parts, shard_numel, dtype.itemsize)
 
 
 def _first_name(held: tuple[HeldRegion, int] | HeldTensor) -> str:
+    """Return the first name of a parameter."""
     if isinstance(held, HeldTensor):
         return held.names[0]
     region, i = held

@@ -1,12 +1,13 @@
-"""Writing a checkpoint: each rank its shards, one rename, one outcome for all.
+"""Writes a checkpoint: each rank writes its own shards, and rank 0 commits by a rename.
 
 ::
 
     all ranks   collect | agree | write own file, fsync | agree
     rank 0      make .name.tmp-..     manifest, fsync, rename, latest, older ones away
 
-Until the rename nothing is at ``path``; after it a whole checkpoint is. No tensor is
-sent: three small objects per save cross the private group.
+Until the rename, ``path`` does not exist; after the rename, ``path`` is a complete
+checkpoint. No collective carries a tensor: a save sends three small objects over the
+private gloo group.
 """
 
 from __future__ import annotations
@@ -57,25 +58,29 @@ def save(
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
-    When this returns, the checkpoint is whole and on the disk, and the text file
-    ``latest`` beside it names it. When it raises, there is nothing at ``path`` and
-    training can go on (unless the message says that the checkpoint itself was
-    committed).
+    When ``save`` returns, the checkpoint is complete and on the disk, and the text file
+    ``latest`` in the parent directory holds the checkpoint's name. If ``save`` raises,
+    ``path`` does not exist and training can continue (unless the message says that the
+    checkpoint itself was committed).
 
     Args:
-        path: where the checkpoint will be; nothing may be there. Rank 0's counts.
-        module: a sharded model on either path, or a plain one.
-        optim: an optimizer over its parameters, or a list of several, each over its
-            own.
-        extra: nested dicts and lists of strings, numbers, booleans, None and tensors;
-            rank 0's is saved, as ``load`` will return it.
-        keep: how many checkpoints to keep of those beside ``path`` whose names differ
-            from its in digits only; older ones are removed after the commit.
+        path: the directory to make, which must not exist yet. Rank 0's ``path`` is
+            used.
+        module: a module that ``fully_shard`` or the wrapper was applied to, or a plain
+            module.
+        optim: an optimizer over the parameters of ``module``, or a list of optimizers
+            with disjoint parameters. Default None: no optimizer state is saved.
+        extra: nested dicts and lists of strings, numbers, booleans, None and tensors,
+            which ``load`` returns. Rank 0's ``extra`` is saved. Default None.
+        keep: the number of checkpoints to keep, ``path`` included, among the
+            directories beside ``path`` whose names differ from the name of ``path`` in
+            digits only. Older checkpoints are removed after the commit. Default None:
+            no checkpoint is removed.
 
-    Collective: two small gathers (three, where a rank has no optimizer state that
-    others have) and a broadcast of objects on a private gloo group of the ranks of the
-    module's mesh (all ranks, for a plain module), which the first call makes; all of
-    them must call. No tensor is sent.
+    Collective: two small gathers (three, if a rank has no optimizer state of a kind
+    that other ranks have) and a broadcast of objects on a private gloo group, which the
+    first call makes. The group holds the ranks of the module's mesh (all ranks, for a
+    plain module); all of them must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     team = team_of(module)
@@ -84,13 +89,18 @@ def save(
 
 @dataclass(slots=True)
 class Job:
-    """A save that all ranks have agreed on: what this rank writes, and where."""
+    """A save that all ranks have agreed on: the target, and the pieces of this rank."""
 
     path: str
+    """The checkpoint's final directory, absolute: rank 0's, the same on every rank."""
     temporary: str
+    """The directory that the files are written to before the rename."""
     part: Part
+    """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
+    """The entries of this rank's file, in the order of the file."""
     keep: int | None
+    """See ``save``."""
 
 
 def prepare(
@@ -101,13 +111,24 @@ def prepare(
     extra: Any,
     keep: int | None,
 ) -> Job:
-    """Collect what this rank writes and make the directory; all ranks or none.
+    """Collect this rank's pieces and make the temporary directory; all ranks, or none.
 
-    Collective: one gather of objects on the team's group; a second where ranks have
-    other kinds of optimizer state.
+    Args:
+        team: the ranks of the save.
+        path: see ``save``.
+        module: see ``save``.
+        optim: see ``save``.
+        extra: see ``save``.
+        keep: see ``save``.
+
+    Returns: the job for ``write``. The pieces still refer to the live tensors.
+    Collective: one all-gather of objects over the team's group; a second all-gather if
+    the ranks have different kinds of optimizer state.
+    Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, temporary, error = "", "", None
     part, pieces = Part(), list[Piece]()
+    # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
     try:
         require_module(module, "save")
@@ -119,9 +140,14 @@ def prepare(
         part, pieces = PartMaker(contents, is_first=team.rank == 0).make(optims, extra)
         if team.rank == 0:
             temporary = make_temporary(target)
+    # Do not raise yet: the other ranks would wait in the exchange below for this rank.
     except Exception as raised:
         error = raised
     try:
+        # Every region needs an entry per rank of every optimizer state (the file format
+        # says so), but a rank without elements of the parameters has no such state. The
+        # digests tell every rank whether a second exchange is needed, so all ranks
+        # decide alike.
         kinds = part.kinds()
         answers = team.agree(error, (target, temporary, before, digest(kinds)))
         raise_unseen(team, [before for _, _, before, _ in answers])
@@ -130,16 +156,22 @@ def prepare(
     except BaseException:
         _discard(temporary)
         raise
+    # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
     return Job(target, temporary, part, in_order(pieces), keep)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
-    """Write this rank's file and commit; see ``save``.
+    """Write this rank's file and commit the checkpoint; see ``save``.
 
-    With an ``error`` this rank writes nothing, and all ranks raise it.
+    Args:
+        team: the ranks of the save. An asynchronous save passes a team with another
+            group than the group of ``prepare``.
+        job: the result of ``prepare``. ``job.pieces`` is emptied.
+        error: a failure of this rank since ``prepare``. If set, the rank writes no
+            file, and all ranks raise the error. Default None: no failure.
 
-    Collective: one gather and one broadcast of objects on the team's group.
+    Collective: one gather to rank 0 and one broadcast of objects over the team's group.
     Raises: CheckpointError, the same on every rank.
     """
     told: Any = None
@@ -154,6 +186,8 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
         crash.crash_point("after-write", team.rank)
     except Exception as raised:
         error = raised
+    # Release the pieces before the exchange: in an asynchronous save they hold the
+    # copies of this rank's values in host memory.
     job.pieces.clear()
     committed = False
     try:
@@ -163,25 +197,34 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
             failure = None
             if not any(errors):
                 committed, failure = _finish(job, [said for _, said in answers])
+                # A failure of the commit on rank 0 reaches the other ranks as rank 0's
+                # error.
                 errors[0] = team.describe(failure)
             error = error or failure
         team.from_first(errors, error)
     finally:
+        # Also after a lost rank or an interrupt, no half-written directory stays
+        # behind.
         if team.rank == 0 and not committed:
             _discard(job.temporary)
 
 
 def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
-    """On rank 0: whether the checkpoint was committed, and what went wrong."""
+    """Merge, check and commit on rank 0; return whether committed, and any error."""
     committed = False
     try:
         manifest = merge(told)
         _require_sound(manifest, job.path)
+        # The manifest is written and synced before the rename, so a directory with its
+        # final name is always complete.
         write_synced(os.path.join(job.temporary, MANIFEST), manifest_bytes(manifest))
         crash.crash_point("before-rename", 0)
         commit(job.temporary, job.path)
         committed = True
         crash.crash_point("after-rename", 0)
+        # ``latest`` must name a checkpoint that exists, so the file changes after the
+        # rename. Older checkpoints go last: at every moment at least one complete
+        # checkpoint exists.
         set_latest(job.path)
         if job.keep is not None:
             remove_older(job.path, job.keep)
@@ -194,6 +237,7 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
                 stacklevel=2,
             )
     except Exception as raised:
+        # The checkpoint is valid although a later step failed; the message must say so.
         if committed:
             return True, _after_commit(job, raised)
         return False, raised
@@ -201,11 +245,12 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
 
 
 def _require_sound(manifest: Manifest, path: str) -> None:
-    """What is written must be readable: the same checks as at load, before commit."""
+    """Check the manifest as a load would: an unreadable checkpoint is not committed."""
     parse(manifest.to_json(), os.path.join(path, MANIFEST))
 
 
 def _after_commit(job: Job, error: Exception) -> Exception:
+    """Return the error for a failure after the rename."""
     return CheckpointError(
         f"The checkpoint {job.path} was committed and is whole, but what comes after "
         f"failed ({error}): 'latest' may name an older one, and older ones may still "
@@ -214,5 +259,6 @@ def _after_commit(job: Job, error: Exception) -> Exception:
 
 
 def _discard(temporary: str) -> None:
+    """Remove the temporary directory, if this rank has made a directory."""
     if temporary:
         shutil.rmtree(temporary, ignore_errors=True)
