@@ -1,12 +1,9 @@
-"""Saving beside training: values are copied at the call and written by a thread.
+"""Saves while training continues: ``async_save`` copies the values, a thread writes.
 
 ::
 
     main thread     collect | agree | copy to host | train ..........
     background                                     | write | agree | commit
-
-The thread has a gloo group of its own, so its exchanges never mix with those of the
-main thread. It is no daemon: the interpreter's exit waits for it.
 """
 
 from __future__ import annotations
@@ -35,46 +32,64 @@ def async_save(
     *,
     keep: int | None = None,
 ) -> Future[None]:
-    """Save as ``save`` does, in the background; returns when the values are copied.
+    """Save as ``save`` does, but in the background; return after the values are copied.
 
-    What is written are the values at the call. Until it is written, host memory holds
-    one copy of what this rank writes: its shards of parameters and optimizer state.
+    The checkpoint holds the values at the time of the call. Until the files are
+    written, host memory holds a copy of everything that this rank writes: its shards of
+    parameters and optimizer state.
 
     The future ends when the checkpoint is committed, or with the error that ``save``
     would raise, the same on every rank. The next ``save``, ``async_save`` or ``load``
-    on the same ranks waits for it, and raises its error there if no rank has asked the
-    future. Keep the process group until the future has ended.
+    on the same ranks waits for the future, and raises the future's error if no rank has
+    called ``result`` or ``exception``. Keep the process group alive until the future
+    has ended.
 
-    Collective: as ``save``, the first exchange in the call and the others in the
-    background, on a group of their own that the first call makes.
-    Raises: CheckpointError, TypeError or PhaseError, the same on every rank, for what
-    is found before anything is written.
+    Args:
+        path: see ``save``.
+        module: see ``save``.
+        optim: see ``save``.
+        extra: see ``save``.
+        keep: see ``save``.
+
+    Returns: a future with the result None. The future cannot be cancelled.
+    Collective: as ``save``. The first exchange happens in the call, the others in the
+    background over a second private gloo group, which the first call makes.
+    Raises: CheckpointError, TypeError or PhaseError, the same on every rank, for errors
+    that are found before any file is written.
     """
     team = team_of(module)
+    # The thread has a gloo group of its own, so its exchanges never mix with exchanges
+    # of the main thread.
     behind = team_of(module, "asynchronous checkpoint")
     job = prepare(team, path, module, optim, extra, keep)
     error: Exception | None = None
     try:
         job.pieces = [_staged(piece) for piece in job.pieces]
     except Exception as raised:
-        # Told in the background, where all ranks learn of it alike.
+        # Do not raise here, where only this rank would stop. The background thread
+        # tells the error to all ranks, and all futures end with the same error.
         error = raised
     future = SaveFuture(job.path)
-    # Now, so that nobody can cancel it: the other ranks count on this one.
+    # Mark the future as running, so that no caller can cancel the save: the other ranks
+    # wait for this rank.
     future.set_running_or_notify_cancel()
     remember(team, future)
+    # Not a daemon thread: the interpreter waits at exit until the checkpoint is
+    # written.
     thread = threading.Thread(
         target=_run, args=(behind, job, error, future), name="composable_fsdp save"
     )
     try:
         thread.start()
-    except RuntimeError:  # no more threads, and the other ranks have begun
+    except RuntimeError:  # No thread is available; the other ranks have begun.
         _run(behind, job, error, future)
     return future
 
 
 def _staged(piece: Piece) -> Piece:
-    """The same with values of its own in host memory."""
+    """Return the piece with a copy of its values in host memory."""
+    # A copy also for CPU tensors: training overwrites the originals while the thread
+    # writes.
     values = [
         part.detach().to("cpu", copy=True) if isinstance(part, Tensor) else part
         for part in piece.pieces()
@@ -87,6 +102,7 @@ def _staged(piece: Piece) -> Piece:
 
 
 def _run(team: Team, job: Job, error: Exception | None, future: SaveFuture) -> None:
+    """Write and commit; give the outcome to ``future``."""
     try:
         write(team, job, error)
     except BaseException as raised:

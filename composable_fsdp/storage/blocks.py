@@ -1,10 +1,9 @@
-"""Reading a checkpoint's files: only the bytes asked for, each block verified once.
+"""Reads byte intervals of a checkpoint's files, and verifies each block once.
 
-A slice is verified by reading the blocks of ``BLOCK`` bytes that it touches, one at a
-time into one buffer. If nothing uses its destination yet it is filled from there, else
-its bytes are read once more when all slices are known to be good, straight to where
-they are wanted. So beside the destination there is one block in memory, whatever the
-files' size. What is wanted is read in the order of the file.
+::
+
+    check   read the blocks that a slice touches | compare crc32 | fill, if new
+    fill    read the other slices once more, straight into their destination
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from composable_fsdp.storage.manifest import BLOCK, File
 from composable_fsdp.storage.writer import bytes_of
 
 DescribeBytes = Callable[[int, int], str]
-"""Names what lies in bytes ``[begin, end)`` of the payload."""
+"""Returns names of the tensors in bytes ``[begin, end)`` of the payload."""
 DescribeRequest = Callable[[tuple[Any, ...]], str]
-"""Names what was wanted: a ``ReadRequest``'s ``what``."""
+"""Returns the name of the wanted slice, from a ``ReadRequest``'s ``what``."""
 _LISTED = 500
-"""Destinations that one system call may fill; systems take 1024."""
+"""The number of buffers that a single ``preadv`` may fill; systems allow 1024."""
 _GAP = 4096
-"""Bytes between two slices that are read and thrown away."""
+"""The largest gap between two slices, in bytes, that is read and dropped."""
 
 
 class ReadRequest(NamedTuple):
-    """Bytes ``[begin, end)`` of the payload, and where they go.
+    """Bytes ``[begin, end)`` of the payload, and their destination.
 
-    ``into``: a contiguous tensor in host memory, if they go anywhere, from its byte
-    ``at``. ``what`` they are is for ``told``.
+    ``into`` is a contiguous tensor in host memory, filled from its byte ``at``; None if
+    the bytes are only to be verified. ``what`` describes the bytes, for ``told``.
     """
 
     begin: int
@@ -45,36 +44,49 @@ class ReadRequest(NamedTuple):
     what: tuple[Any, ...]
 
     def data(self) -> memoryview:
-        """Where they go. Made when it is used: it is several objects."""
+        """Return the memory of the destination."""
+        # Made on use and not stored: a view consists of several Python objects per
+        # request.
         assert self.into is not None
         return bytes_of(self.into)[self.at : self.at + self.end - self.begin]
 
 
 class BlockFile:
-    """One rank's file, opened when it is first needed."""
+    """The file of a rank, opened on the first read.
+
+    Args:
+        path: the path of the file.
+        file: the sizes and checksums that the manifest says.
+        blame: names the tensors in an interval of bytes, for error messages.
+        told: names the wanted slice, for error messages.
+    """
 
     def __init__(
         self, path: str, file: File, blame: DescribeBytes, told: DescribeRequest
     ) -> None:
         self.path, self.file, self.blame, self.told = path, file, blame, told
         self._handle = -1
+        # Numbers of the blocks whose checksum has been verified.
         self._good: set[int] = set()
 
     @property
     def is_open(self) -> bool:
-        """Whether the file is there, whole, and has the right header."""
+        """Whether the file exists and has the expected size and the expected header."""
         return self._handle >= 0
 
     def check(self, wants: Sequence[ReadRequest]) -> None:
-        """Verify the header, and each block that ``wants`` touch; fill their ``into``.
+        """Verify the header and each block that ``wants`` touch; fill their ``into``.
 
-        ``wants`` are in the order of the file.
+        ``wants`` are in file order. Requests without ``into`` are only verified.
 
         Raises: CheckpointError, for a missing, short or damaged file.
         """
         if not wants:
             return
         self._open()
+        # The only block in memory, whatever the size of the file. As ``wants`` are in
+        # file order, the buffer still holds the block of the previous request if the
+        # block is shared.
         buffer, loaded = memoryview(b""), -1
         for want in wants:
             begin, end = want.begin, want.end
@@ -91,13 +103,15 @@ class BlockFile:
                 if data is None:
                     continue
                 part = data[low - begin : high - begin]
+                # Copy the verified bytes; a block that was verified in an earlier call
+                # is not in the buffer, so its bytes are read again.
                 if block == loaded:
                     part[:] = buffer[low - start : high - start]
                 else:
                     self._read(part, low)
 
     def fill(self, wants: Sequence[ReadRequest]) -> None:
-        """Fill the ``into`` of all, checked before, in the order of the file."""
+        """Fill the ``into`` of all requests, verified by ``check``, in file order."""
         if wants:
             self._open()
         for listed in _neighbours(wants):
@@ -108,21 +122,26 @@ class BlockFile:
                     parts.append(memoryview(bytearray(want.begin - at)))
                 parts.append(want.data())
                 at = want.end
+            # A single system call fills many destinations: a call per small parameter
+            # would cost more than reading the bytes.
             try:
                 count = os.preadv(self._handle, parts, self.file.header_nbytes + begin)
             except OSError:
                 count = -1
-            if count < size:  # one by one, to go on or to say what is lost
+            if count < size:  # A short read: read each request by itself.
+                # The single reads continue after a short read, or raise an error with
+                # the name of the slice that is lost.
                 for want in listed:
                     self._read(want.data(), want.begin)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file, if open."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
     def _verify(self, block: int, buffer: memoryview, want: ReadRequest) -> None:
+        """Read the block into ``buffer`` and verify its checksum."""
         start = block * BLOCK
         size = min(BLOCK, self.file.payload_nbytes - start)
         self._read(buffer[:size], start)
@@ -131,7 +150,9 @@ class BlockFile:
         self._good.add(block)
 
     def _read(self, data: memoryview, begin: int) -> None:
+        """Fill ``data`` with the bytes of the payload from ``begin``."""
         done = 0
+        # ``preadv`` may return fewer bytes than asked for.
         while done < len(data):
             at = self.file.header_nbytes + begin + done
             try:
@@ -150,17 +171,21 @@ class BlockFile:
             done += count
 
     def _open(self) -> None:
+        """Open the file and verify its size and header, if not open yet."""
         if self._handle >= 0:
             return
         handle = open_plain(self.path)
         try:
             self._check_header(handle)
+        # ``self._handle`` is set only after the checks, so ``close`` would not find the
+        # handle.
         except BaseException:
             os.close(handle)
             raise
         self._handle = handle
 
     def _check_header(self, handle: int) -> None:
+        """Raise CheckpointError if size or header differ from the manifest."""
         file = self.file
         size, expected = (
             os.fstat(handle).st_size,
@@ -180,6 +205,7 @@ class BlockFile:
             )
 
     def _damaged(self, begin: int, end: int, wanted: str) -> CheckpointError:
+        """Return the error for a block with another checksum."""
         asked = f" It was read for {wanted}." if wanted else ""
         return CheckpointError(
             f"{self.path}: bytes {begin} to {end} of the payload have another checksum "
@@ -189,12 +215,13 @@ class BlockFile:
 
 
 def _neighbours(wants: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
-    """What lies next to each other, which one system call reads."""
+    """Yield lists of requests that are close together, for a single system call."""
     listed: list[ReadRequest] = []
     end = 0
     for want in wants:
         if want.begin == want.end:
             continue
+        # Reading a small gap costs less than another system call.
         far = not 0 <= want.begin - end <= _GAP
         if listed and (far or len(listed) == _LISTED):
             yield listed

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a model: compared first, verified, then copied."""
+"""Compares a checkpoint with a model, before any value is verified or copied."""
 
 from __future__ import annotations
 
@@ -16,26 +16,33 @@ from composable_fsdp.storage.source import Copy, Source, TensorInfo
 
 @dataclass(slots=True)
 class LoadReport:
-    """What did not fit, by name; ``load`` adds to it. All empty: everything fitted.
+    """The differences between checkpoint and model, by name; ``load`` fills the lists.
 
-    ``misshaped`` and ``dtypes`` say what was expected and what the checkpoint has.
-    ``untied`` names tensors that the model ties to another one with other values there;
-    each rank compares its own part.
-    ``optimizer`` holds the same of the optimizer's parameters and states.
+    If all lists are empty, everything fits.
     """
 
     missing: list[str] = field(default_factory=list)
+    """Names that the model has and the checkpoint lacks."""
     unexpected: list[str] = field(default_factory=list)
+    """Names that the checkpoint has and the model lacks."""
     misshaped: list[str] = field(default_factory=list)
+    """Tensors of another shape: the model's shape and the checkpoint's shape."""
     dtypes: list[str] = field(default_factory=list)
+    """Tensors of another dtype: the model's dtype and the checkpoint's dtype."""
     untied: list[str] = field(default_factory=list)
+    """Names that the model ties to another name, with other values in the checkpoint.
+
+    Each rank compares only its own part of the tensor.
+    """
     optimizer: list[str] = field(default_factory=list)
+    """Differences in the optimizer's parameters, states and options."""
 
     def is_empty(self) -> bool:
-        """Whether everything fitted."""
+        """Return whether everything fits."""
         return not self._lines()
 
     def _lines(self) -> list[str]:
+        """Return a line per kind of difference, without empty kinds."""
         parts = {
             "missing in the checkpoint": map(quoted, self.missing),
             "not in the model": map(quoted, self.unexpected),
@@ -48,7 +55,7 @@ class LoadReport:
         return [f"{what}: {names}" for what, names in lines if names]
 
     def require_empty(self, source: Source) -> None:
-        """Raise CheckpointError, listing what did not fit."""
+        """Raise CheckpointError with a list of the differences, if there are any."""
         if self.is_empty():
             return
         way_out = "load(..., strict=False) loads what fits"
@@ -61,7 +68,7 @@ class LoadReport:
         )
 
     def warn(self) -> None:
-        """Tell what was left out, if anything was."""
+        """Warn with a list of the differences, if there are any."""
         if not self.is_empty():
             warnings.warn(
                 f"load left out what does not fit. {'; '.join(self._lines())}.",
@@ -70,13 +77,14 @@ class LoadReport:
 
 
 def _path(source: Source) -> str:
+    """Return the path of the source with a leading space, if the source has a path."""
     path = getattr(source, "path", None)
     return f" {path}" if path else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedModel:
-    """What this rank reads of the model."""
+    """The parameters, buffers and extra states of the model that this rank reads."""
 
     source: Source
     copies: list[Copy]
@@ -86,6 +94,8 @@ class ComparedModel:
         """Raise CheckpointError for a tensor whose elements share memory."""
         for each in self.copies:
             into = each.into
+            # A stride of 0 over several elements: an expanded tensor. A copy into the
+            # tensor would write all of these elements to the same address.
             if any(
                 s == 0 and n > 1 for s, n in zip(into.stride(), into.shape, strict=True)
             ):
@@ -96,13 +106,16 @@ class ComparedModel:
                 )
 
     def set_own_states(self) -> None:
-        """Give modules their extra states."""
+        """Pass the saved extra states to ``set_extra_state`` of their modules."""
         for module, name in self.own_states:
             module.set_extra_state(self.source.own_states[name])
 
 
 def find(source: Source, names: tuple[str, ...]) -> str | None:
-    """Under which of its names the checkpoint has a tensor, tied ones included."""
+    """Return the name under which the checkpoint has a tensor, or None.
+
+    ``names`` are all names of the tensor in the model; a tied tensor has several.
+    """
     for name in names:
         if name in source.model:
             return name
@@ -114,10 +127,19 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
 def compare_model(
     source: Source, contents: Contents, report: LoadReport, *, cast: bool
 ) -> ComparedModel:
-    """Compare names, shapes and dtypes; what does not fit goes to ``report``.
+    """Compare names, shapes and dtypes; differences go to ``report``.
 
-    Reads no tensors but those saved under several names of a tied parameter, and
-    changes nothing.
+    Reads no values, except of tied parameters that the checkpoint has under several
+    names. Changes nothing.
+
+    Args:
+        source: the open checkpoint.
+        contents: the parameters and buffers of the model.
+        report: receives the differences.
+        cast: whether a tensor of another dtype fits.
+
+    Returns: the reads of this rank, and the modules with a saved extra state.
+    Collective: none.
     """
     copies: list[Copy] = []
     used: set[str] = set()
@@ -129,6 +151,7 @@ def compare_model(
         if found is None:
             report.missing.append(names[0])
             return None
+        # All names of a tied tensor count as used, so none of them is unexpected.
         used.update((found, *names))
         ok = _is_fitting(names[0], shape, dtype, source.model[found], report, cast)
         return found if ok else None
@@ -138,6 +161,7 @@ def compare_model(
         dtype = held.region.layout.dtype
         found = fits(held.names[i], slot.shape, dtype)
         start, stop, at = held.part(slot)
+        # A rank without elements of the parameter reads nothing.
         if found is not None and stop > start:
             into = held.region.shard[at : at + stop - start]
             copies.append(Copy(found, None, start, stop, into))
@@ -157,7 +181,7 @@ def compare_model(
 
 
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
-    """Other names of a tied tensor under which the checkpoint has other values."""
+    """Return the other names of a tied tensor with other values in the checkpoint."""
     others = [name for name in names if name in source.model and name != target.name]
     if not others:
         return []
@@ -172,6 +196,7 @@ def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
 
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors have equal bytes; unlike values, NaN equals NaN."""
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
@@ -183,6 +208,7 @@ def _is_fitting(
     report: LoadReport,
     cast: bool,
 ) -> bool:
+    """Return whether shape and dtype fit; add a line to ``report`` if not."""
     if info.shape != shape:
         report.misshaped.append(
             f"{quoted(name)} (expected {shape}, the checkpoint has {info.shape})"

@@ -1,8 +1,8 @@
-"""One outcome for all ranks: who takes part, and what any of them has to say.
+"""Makes a save or load end alike on all ranks: an error of a rank is raised everywhere.
 
-The ranks of a save or load are those of the model's mesh. They talk on a gloo group of
-their own, made at the first one, so nothing mixes with the collectives of training and
-no tensor of a GPU is involved.
+The ranks of a save or load are the ranks of the model's mesh. They exchange objects
+over a private gloo group, which the first save or load makes. So checkpoint exchanges
+never mix with the collectives of training, and no tensor in GPU memory takes part.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from composable_fsdp.storage.contents import units_in
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CheckpointError, PhaseError, TypeError)
 }
+"""Errors that keep their class on other ranks; all others become CheckpointError."""
 
 
 class Team:
-    """The ranks of one save or load; ``group`` is None if there is one rank.
+    """The ranks of a save or load; ``group`` is None if there is a single rank.
 
-    ``ranks`` are their global ranks.
+    ``rank`` is this rank's number in the group, ``ranks`` are the global ranks of all.
     """
 
     __slots__ = ("group", "rank", "ranks", "world_size")
@@ -42,10 +43,10 @@ class Team:
         self.world_size = 1 if group is None else group.size()
 
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
-        """Return every rank's ``value``, if none has an ``error``.
+        """Return every rank's ``value`` in rank order, if no rank has an ``error``.
 
-        Collective: one gather of objects over the group; all its ranks must call.
-        Raises: the first rank's error, the same on every rank.
+        Collective: one all-gather of objects over the group; all its ranks must call.
+        Raises: the error of the first rank that has an error, the same on every rank.
         """
         said = (_described(error), value)
         everyone = [said]
@@ -56,9 +57,9 @@ class Team:
         return [value for _, value in everyone]
 
     def to_first(self, error: Exception | None, value: Any) -> list[tuple[Any, Any]]:
-        """On rank 0 what every rank said, as (error, value); nothing elsewhere.
+        """Return on rank 0 every rank's (error, value); return an empty list elsewhere.
 
-        Collective: one gather of objects over the group.
+        Collective: one gather of objects over the group; all its ranks must call.
         """
         said = (_described(error), value)
         if self.group is None:
@@ -68,15 +69,17 @@ class Team:
 
     @staticmethod
     def describe(error: Exception | None) -> tuple[str, str] | None:
-        """An error as ``from_first`` takes it."""
+        """Return the error as ``from_first`` takes it: class name and text, or None."""
         return _described(error)
 
     def from_first(self, errors: Sequence[Any], own: Exception | None) -> None:
-        """Let rank 0 say how it went: ``errors`` as ``to_first`` gave them.
+        """Send ``errors`` from rank 0 to all ranks, and raise the first error on each.
 
-        ``own`` is this rank's error, which caused one of them.
+        ``errors`` is the list of errors that ``to_first`` returned, by rank; the value
+        of rank 0 is used. ``own`` is this rank's error, the cause of an entry of
+        ``errors``.
 
-        Collective: one broadcast of objects over the group.
+        Collective: one broadcast of objects over the group; all its ranks must call.
         Raises: the first error, the same on every rank.
         """
         if self.group is not None:
@@ -86,17 +89,20 @@ class Team:
 
 
 class _Exchange:
-    """Around what waits for other ranks, and what this one has to tell them, ``own``.
+    """A context around a collective that waits for the other ranks of a checkpoint.
 
-    Says ``own`` here when the wait gets long: they may never come, as when one rank
-    alone has called. Turns a collective that broke into an error that says what is
-    known.
+    ``own`` is this rank's error, which the collective tells the other ranks. If the
+    wait gets long, a warning shows ``own`` on this rank. If the collective breaks, the
+    context raises CheckpointError (or ``own``) instead of torch's error.
     """
 
     def __init__(self, own: Exception | None) -> None:
         self._own = own
+        # The other ranks may never come, for example if only this rank has called
+        # ``save``. Without the warning, the user would see a hang and not the error.
         text = f"Waiting for the other ranks of a checkpoint to tell them: {own}"
         self._timer = threading.Timer(NOTICE_AFTER, warnings.warn, [text])
+        # A waiting timer must not keep the interpreter alive at exit.
         self._timer.daemon = True
 
     def __enter__(self) -> None:
@@ -117,12 +123,14 @@ class _Exchange:
 
 
 def _described(error: Exception | None) -> tuple[str, str] | None:
-    """Kind and text, as it crosses to other ranks."""
+    """Return the class name and the text of an error, as sent to other ranks."""
     if error is None:
         return None
     text = str(error.args[0]) if isinstance(error, FSDPError) and error.args else ""
     if isinstance(error, OSError):
         name = f" ({error.filename})" if error.filename else ""
+        # The text must not depend on the rank's Python objects: other ranks rebuild the
+        # error from the class name and the text.
         text = f"{error.strerror or error}{name}"
         return "CheckpointError", f"the checkpoint could not be accessed: {text}."
     kind = type(error).__name__
@@ -134,6 +142,7 @@ def _described(error: Exception | None) -> tuple[str, str] | None:
 def _raise_first(
     errors: Sequence[tuple[str, str] | None], rank: int, own: Exception | None
 ) -> None:
+    """Raise the first error of ``errors``; ``own`` becomes the cause on its rank."""
     for other, error in enumerate(errors):
         if error is None:
             continue
@@ -144,14 +153,16 @@ def _raise_first(
 
 
 def team_of(module: object, purpose: str = "checkpoint") -> Team:
-    """The ranks over whose mesh the units in ``module`` are sharded, all of them.
+    """Return all ranks over whose meshes the units in ``module`` are sharded.
 
-    A module without units is everyone's: all ranks of the default group. So is what is
-    no module at all, which the other ranks can only be told there. ``purpose`` keeps
-    groups apart that must not share collectives.
+    A module without units belongs to all ranks of the default group. For an object that
+    is no module, the team is also all ranks: only there can the other ranks learn of
+    the error. ``purpose`` separates groups that must not share collectives.
 
-    Collective: at the first call with these ranks one object gather per unusual mesh,
-    and the making of the group; later none.
+    Collective: for each mesh that has a replicate group and does not hold all ranks, an
+    all-gather of objects over its shard group, in every call; at the first call with
+    these ranks, the creation of the gloo group. None for a mesh of all ranks after the
+    first call.
     """
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)
@@ -162,6 +173,7 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         problem = TypeError(f"expected a module, got a {type(module).__name__}.")
     ranks: set[int] = set() if states else set(range(dist.get_world_size()))
     for layout in {id(state.ranks): state.ranks for state in states}.values():
+        # The usual case needs no exchange: the mesh holds all ranks.
         if layout.world_size == dist.get_world_size():
             ranks = set(range(layout.world_size))
             break
@@ -169,9 +181,12 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         if replicate is None:
             ranks |= set(dist.get_process_group_ranks(shard))
             continue
+        # A rank knows the members of its own shard group and replicate group only. The
+        # replicate groups of all ranks in the shard group together are the mesh.
         column = dist.get_process_group_ranks(replicate)
         for found in collectives.all_gather_object(column, shard):
             ranks |= set(found)
     members = tuple(sorted(ranks))
+    # Making the group waits for all of its ranks.
     with _Exchange(problem):
         return Team(private_group(members, purpose), members)

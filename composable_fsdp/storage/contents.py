@@ -1,9 +1,10 @@
-"""What a module holds, by the plain model's names: regions of units, and other tensors.
+"""Lists the tensors of a module by the plain model's names: regions, and other tensors.
 
-Both saving and loading start here. Names come from the places where modules hold
-tensors, so they are those of the plain model's state dict on both paths, whichever form
-a unit shows; wrappers leave no trace in them: ours, DistributedDataParallel, and what
-torch.compile returns.
+Saving and loading both start here. A name is the path of the module plus the attribute
+that holds the tensor. So the names are the names of the plain model's state dict,
+whether the module is wrapped or not, and whether a unit shows sharded or full
+parameters. Wrappers leave no trace in the names: ours, DistributedDataParallel, and the
+module that torch.compile returns.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from composable_fsdp.tree.traversal import _get_unit_state
 
 @dataclass(frozen=True, slots=True)
 class HeldRegion:
-    """One region of a unit, and the names of its parameters in slot order.
+    """A region of a unit, and the names of the region's parameters in slot order.
 
-    ``unit`` and ``index`` tell it from other regions, alike on every rank.
+    ``unit`` (a path) and ``index`` identify the region, and are equal on every rank. A
+    tied parameter has several names.
     """
 
     unit: str
@@ -42,20 +44,24 @@ class HeldRegion:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Unit and index."""
+        """The unit and the index."""
         return self.unit, self.index
 
     def part(self, slot: ParameterSlot) -> tuple[int, int, int]:
-        """Elements ``[start, stop)`` of the parameter here, and where in the shard."""
+        """Return elements ``[start, stop)`` of the parameter here, and their offset.
+
+        All three numbers count elements; the offset is where the interval starts in the
+        shard.
+        """
         layout, rank = self.region.layout, self.region.rank
         return *layout.interval(slot, rank), layout.shard_offset(slot, rank)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A buffer, or a parameter that no unit holds; the same on every rank.
+    """A buffer, or a parameter in no unit; the same on every rank.
 
-    ``dtype`` is what is saved: buffers may be cast for compute.
+    ``dtype`` is the dtype to save, because mixed precision may have cast a buffer.
     """
 
     names: tuple[str, ...]
@@ -65,30 +71,33 @@ class HeldTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Everything in a module that a checkpoint holds. Made by ``contents_of``."""
+    """Everything in a module that a checkpoint holds; see ``contents_of``."""
 
     states: tuple[_FSDPState, ...]
     regions: tuple[HeldRegion, ...]
     tensors: tuple[HeldTensor, ...]
     own_states: dict[str, nn.Module]
-    """Modules with an extra state of their own (``get_extra_state``), by its name."""
+    """Modules with an extra state (``get_extra_state``), by its state dict name."""
 
     def slots(self) -> Iterator[tuple[HeldRegion, int]]:
-        """Every parameter in a unit: its region, and its index there."""
+        """Yield each parameter of each unit, as the region and the index in it."""
         for held in self.regions:
             for i in range(len(held.names)):
                 yield held, i
 
 
 def contents_of(module: nn.Module, what: str) -> Contents:
-    """Find what ``module`` holds; ``what`` is the caller in messages.
+    """Return the tensors that ``module`` holds; ``what`` names the caller in messages.
 
-    The units are sharded and idle afterwards. Sends nothing.
+    Afterwards the units are sharded and idle.
 
-    Raises: PhaseError, inside a step; CheckpointError, if a unit is only partly in
-    ``module`` or has no values yet.
+    Raises: PhaseError, inside a step; CheckpointError, if ``module`` holds only a part
+    of a unit, or a unit has no values yet.
+    Collective: none.
     """
     states = _settled_states(module, what)
+    # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
+    # identifies the parameter in every form: sharded, unsharded, or flat.
     slot_of = {
         (id(info.module), info.name): (state, info.slot_index)
         for state in states.values()
@@ -104,8 +113,10 @@ def contents_of(module: nn.Module, what: str) -> Contents:
             if found is not None:
                 in_units[id(found[0])].setdefault(found[1], []).append(name)
                 continue
+            # A sharded parameter of a unit that is not below ``module``.
             if find_leaf(tensor) is not None:
                 raise _partly(module, name, what)
+            # By identity: a tied tensor is saved once, with all of its names.
             others.setdefault(id(tensor), (tensor, []))[1].append(name)
     regions = tuple(
         HeldRegion(
@@ -127,13 +138,18 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     own_states = {
         join_name(path, OWN_STATE): each
         for path, each in places(module)
+        # Only modules that override the method have an extra state; the base class
+        # raises.
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
     return Contents(tuple(states.values()), regions, tensors, own_states)
 
 
 def _names_given(module: nn.Module) -> dict[int, str]:
-    """Parameters that a class shows under another name than their place's, by id."""
+    """Return, by id, names of parameters that differ from the attribute's path.
+
+    A class can show a parameter under another name in ``named_parameters``.
+    """
     here = {
         (id(parameter), join_name(path, key))
         for path, each in places(module, through_ddp=False)
@@ -146,10 +162,10 @@ def _names_given(module: nn.Module) -> dict[int, str]:
 def places(
     module: nn.Module, *, through_ddp: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below ``module`` at every path, in the order of ``.modules()``.
+    """Yield every module below ``module`` at every path, in the order of ``modules()``.
 
-    ``through_ddp`` leaves DistributedDataParallel's ``module`` out of the paths, and
-    ``_orig_mod`` of a module that torch.compile returned.
+    If ``through_ddp`` is True (the default), paths leave out DistributedDataParallel's
+    attribute ``module``, and ``_orig_mod`` of a module that torch.compile returned.
     """
     stack = [("", module)]
     while stack:
@@ -163,19 +179,20 @@ def places(
 
 
 def _wrapped_as(module: nn.Module) -> str | None:
-    """The name under which one of torch's wrappers holds the plain model's module."""
+    """Return the attribute under which torch's wrapper holds the module, or None."""
     if incompatible_api(module) == TORCH_DDP:
         return "module"
-    # By name: importing torch's compiler takes seconds.
+    # Compare the class name: importing torch's compiler takes seconds.
     return "_orig_mod" if type(module).__name__ == "OptimizedModule" else None
 
 
 def units_in(module: nn.Module) -> list[_FSDPState]:
-    """Every unit in ``module``, those below other APIs included. Only reads."""
+    """Return every unit in ``module``, also units below other APIs. Changes nothing."""
     return list(_states(module).values())
 
 
 def _states(module: nn.Module) -> dict[str, _FSDPState]:
+    """Return every unit in ``module`` by path, each unit once, at its first path."""
     found: dict[str, _FSDPState] = {}
     seen: set[int] = set()
     for path, each in places(module):
@@ -187,21 +204,22 @@ def _states(module: nn.Module) -> dict[str, _FSDPState]:
 
 
 def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
-    """The units in ``module`` by path, those below other APIs included."""
+    """Return the units in ``module`` by path, after making them sharded and idle."""
     found = _states(module)
     trees: dict[int, _FSDPState] = {}
     for state in found.values():
         require_between_steps(state, what)
         if state.context is not None:
             trees.setdefault(id(state.context), state)
-    # Units that were left full on purpose give that up: their shards are read or
-    # written now.
+    # Reshard units that were kept unsharded on purpose: their shards are read or
+    # overwritten now.
     for state in trees.values():
         require_idle(state, what)
     return found
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of ``module`` itself, with names."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
             yield key, parameter
@@ -216,6 +234,10 @@ def _names(
     found: dict[int, list[str]],
     what: str,
 ) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the region's parameters in slot order.
+
+    Raises: CheckpointError, if a parameter of the region is not below ``module``.
+    """
     for slot in region.layout.parameters:
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
@@ -223,6 +245,7 @@ def _names(
 
 
 def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
+    """Return the error for a module that holds only a part of a unit."""
     return CheckpointError(
         f"{what} was called on a {type(module).__name__} that holds only a part of the "
         f"fully sharded module to which {quoted(name)} belongs. Pass the module that "
@@ -231,7 +254,7 @@ def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
 
 
 def _original_dtypes(states: dict[str, _FSDPState]) -> dict[str, torch.dtype]:
-    """Buffers that mixed precision has cast, and their dtypes before."""
+    """Return the original dtypes of buffers that mixed precision has cast, by name."""
     return {
         join_name(path, name): dtype
         for path, state in states.items()
@@ -243,6 +266,7 @@ def _original_dtypes(states: dict[str, _FSDPState]) -> dict[str, torch.dtype]:
 def _require_values(
     regions: tuple[HeldRegion, ...], tensors: tuple[HeldTensor, ...], what: str
 ) -> None:
+    """Raise CheckpointError if a tensor is on the meta device."""
     meta = [n[0] for r in regions if r.region.shard.is_meta for n in r.names]
     meta += [held.names[0] for held in tensors if held.tensor.is_meta]
     if meta:
@@ -254,7 +278,16 @@ def _require_values(
 
 
 def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointError:
-    """The error for an optimizer's parameter that the module does not have."""
+    """Return the error for an optimizer's parameter that the module does not have.
+
+    Args:
+        parameter: the parameter.
+        g: the index of the optimizer's group.
+        i: the index of the parameter in the group.
+        what: what is done with the module: ``saved`` or ``loaded``.
+
+    Returns: the error to raise.
+    """
     return CheckpointError(
         f"Parameter {i} of the optimizer's group {g}, of shape "
         f"{tuple(parameter.shape)}, is not a parameter of the module that is {what}. "
@@ -265,10 +298,10 @@ def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointErr
 
 
 def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
-    """``optim``, which is None, an optimizer or a list of several, as a list.
+    """Return ``optim`` (None, an optimizer or a list of optimizers) as a list.
 
-    Raises: TypeError in the name of ``what``, for something else; CheckpointError, for
-    a parameter that is in two of them.
+    Raises: TypeError, naming ``what``, for any other object; CheckpointError, for a
+    parameter that is in two of the optimizers.
     """
     found = [] if optim is None else optimizers_of(optim)
     for each in found:
@@ -282,7 +315,10 @@ def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
 
 
 def named(contents: Contents) -> dict[int, tuple[HeldRegion, int] | HeldTensor]:
-    """What each of an optimizer's parameters is, by identity."""
+    """Return the region and index, or the tensor, of each parameter, by ``id``.
+
+    The keys are ids of the sharded parameters, which an optimizer holds.
+    """
     found: dict[int, tuple[HeldRegion, int] | HeldTensor] = {}
     for held, i in contents.slots():
         found[id(held.region.leaves[i])] = (held, i)

@@ -1,4 +1,4 @@
-"""From any checkpoint to one of another format, tensor by tensor."""
+"""Converts a checkpoint of any format into another format, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from composable_fsdp.storage.opening import (
 from composable_fsdp.storage.source import Source, TensorInfo
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Above this, weights go to several safetensors files: Hugging Face's own limit."""
+"""Default of ``max_shard_bytes``, in bytes: Hugging Face's own limit."""
 
 Progress = Callable[[int], None]
-"""Called with the bytes that were read since the last call."""
+"""A callback that gets the number of bytes read since the last call."""
 
 
 def convert(
@@ -46,25 +46,31 @@ def convert(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Write the checkpoint ``source`` as another one of format ``to``.
+    """Write the checkpoint ``source`` as another checkpoint of format ``to``.
 
-    Values, dtypes, names and ties stay as they are. Holds one tensor at a time in
-    memory. ``destination`` appears when it is complete; nothing is overwritten. Needs
-    no process group and sends nothing: call it in one process.
+    Values, dtypes, names and ties stay the same. Memory holds a single tensor, or a
+    part of it, at a time. ``destination`` appears when it is complete; no existing file
+    is overwritten. No process group is needed: call ``convert`` in a single process.
 
     Args:
-        source: the path of a checkpoint of any format, or an open one.
-        destination: a directory to be made; a file for ``torch``, and for
-            ``safetensors`` if it ends in ``.safetensors``.
+        source: the path of a checkpoint of any format, or an open ``Source``.
+        destination: the directory to make; for ``torch`` the file to make, and for
+            ``safetensors``, too, if the name ends in ``.safetensors``.
         to: ``native``, ``dcp``, ``safetensors`` or ``torch``.
-        weights_only: leave optimizer, extra state and modules' own states out, unread.
-        max_shard_bytes: above it, ``safetensors`` makes several files.
-        progress: called with the bytes read since its last call.
+        weights_only: leave out optimizer, extra state and modules' own states, which
+            are then not read. Default False.
+        max_shard_bytes: the largest size of a ``safetensors`` file in bytes; larger
+            weights are divided into several files. Default ``MAX_SHARD_BYTES`` (5 GB).
+        progress: called with the number of bytes read since its last call. Default
+            None.
 
-    Returns: what was left out, in words: safetensors holds weights alone, and random
-    states, which are those of one run's ranks, are not converted.
-    Raises: CheckpointError, for a source that is damaged or cannot be kept in that
-    format, and for a destination that exists or cannot be written.
+    Returns: a list of words for the parts that were left out: safetensors holds weights
+    only, and random states, which belong to the ranks of a run, are not converted.
+    Empty with ``weights_only``.
+    Raises: CheckpointError, for a source that is damaged or that the format cannot
+    hold, and for a destination that exists or cannot be written; ValueError, for an
+    unknown format.
+    Collective: none.
 
     >>> convert("step_100.pt", "step_100", "dcp")
     []
@@ -87,9 +93,15 @@ def convert(
 
 
 def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
-    """Write the weights of ``source``; one file if ``path`` ends in ``.safetensors``.
+    """Write the weights of ``source``; to a single file if ``path`` has that suffix.
+
+    Args:
+        path: the directory to make, or the file if the name ends in ``.safetensors``.
+        source: the open checkpoint.
+        max_shard_bytes: the largest size of a file in bytes.
 
     Raises: CheckpointError, as ``convert``.
+    Collective: none.
     """
     with appear(path) as out:
         writer = SafetensorsWriter(
@@ -115,7 +127,7 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
 
 @contextmanager
 def _opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
-    """The source itself, or the one at that path, closed at the end."""
+    """Yield the source itself, or open the path and close the source at the end."""
     if isinstance(source, Source):
         yield source
     else:
@@ -126,17 +138,19 @@ def _opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
 def open_whole(path: str | PathLike[str]) -> Source:
     """Open a checkpoint that will be read from end to end; see ``open_source``.
 
-    Raises: CheckpointError, as that; also for a ``torch.save`` file whose checksums,
-    which a slice cannot be held against, are not those of its bytes.
+    Raises: CheckpointError, as ``open_source``; also for a ``torch.save`` file whose
+    bytes do not match its checksums.
     """
     found, kind = find_checkpoint(path)
+    # The checksums of a ``torch.save`` file cover whole records, so a slice cannot be
+    # verified. Verify the whole file now, because all of the file will be read.
     if kind == TORCH:
         require_checksums(Path(found))
     return open_source(found)
 
 
 def _beside_weights(source: Source) -> list[str]:
-    """What is in it beside weights, also if it could not be read."""
+    """Return words for the parts of the source that are not weights."""
     return [
         words
         for words, part in (
@@ -149,8 +163,10 @@ def _beside_weights(source: Source) -> list[str]:
 
 
 def _is_there(part: Callable[[], object]) -> bool:
+    """Return whether the part exists."""
     try:
         return part() is not None
+    # A part that cannot be read exists, too.
     except CheckpointError:
         return True
 
@@ -158,9 +174,17 @@ def _is_there(part: Callable[[], object]) -> bool:
 def check_readable(
     source: Source, *, weights_only: bool = False, progress: Progress | None = None
 ) -> int:
-    """Read every element of model, optimizer and extra state; return the bytes.
+    """Read every element of model, optimizer and extra state; return the bytes read.
 
-    Raises: CheckpointError, for what is damaged or missing.
+    Args:
+        source: the open checkpoint.
+        weights_only: read parameters and buffers only. Default False.
+        progress: called with the number of bytes read since its last call. Default
+            None.
+
+    Returns: the number of bytes of all tensors.
+    Raises: CheckpointError, for damaged or missing data.
+    Collective: none.
     """
     total = 0
     watched = _Watched(source, progress, weights_only=weights_only)
@@ -178,13 +202,14 @@ def check_readable(
 
 
 def _touch(values: Tensor) -> None:
-    """Read every byte: of a mapped file that is when the disk is read."""
+    """Read every byte of ``values``."""
     if values.numel():
+        # For a mapped file, the disk is read only when the memory is read.
         values.view(torch.uint8).max()
 
 
 class _Watched(Source):
-    """``source``, telling what is read; as much of it as is wanted."""
+    """A view of ``source`` that reports bytes read and can hide all but weights."""
 
     def __init__(
         self, source: Source, progress: Progress | None, *, weights_only: bool
@@ -204,17 +229,31 @@ class _Watched(Source):
             self.own_states = source.own_states
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """See ``Source``."""
+        """Read from ``source`` and report the bytes; see ``Source``.
+
+        Args:
+            name: a key of ``model``.
+            start: the first element.
+            stop: the element after the last.
+        """
         return self._told(self._source.read_model(name, start, stop))
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """See ``Source``."""
+        """Read from ``source`` and report the bytes; see ``Source``.
+
+        Args:
+            name: the name of the parameter.
+            state: the name of the state.
+            start: the first element.
+            stop: the element after the last.
+        """
         return self._told(self._source.read_optim(name, state, start, stop))
 
     def _told(self, values: Tensor) -> Tensor:
+        """Report the bytes of ``values`` to ``progress``, and return ``values``."""
         if self._progress is not None:
             self._progress(values.numel() * values.dtype.itemsize)
         return values
 
     def close(self) -> None:
-        """Nothing: whoever opened the source closes it."""
+        """Do nothing: the caller that opened ``source`` closes it."""

@@ -1,7 +1,7 @@
 """Points of a save at which a test can kill the process, by an environment variable.
 
-``COMPOSABLE_FSDP_CRASH_AT=mid-file`` kills every rank that comes there, as a power cut
-would; ``mid-file:1`` only rank 1 of the save.
+``COMPOSABLE_FSDP_CRASH_AT=mid-file`` kills every rank that reaches the point, as a
+power failure would; ``mid-file:1`` kills only rank 1 of the save.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ POINTS = ("before-write", "mid-file", "after-write", "before-rename", "after-ren
 
 
 def crash_point(point: str, rank: int) -> None:
-    """Die if the variable says so: no handler runs, nothing is flushed."""
+    """Kill the process if the variable names this point (and this rank)."""
     asked = os.environ.get(VARIABLE)
     if asked is None:
         return
     wanted, _, which = asked.partition(":")
     if wanted == point and which in ("", str(rank)):
+        # SIGKILL and not an exception: no handler runs and no buffer is flushed.
         os.kill(os.getpid(), signal.SIGKILL)

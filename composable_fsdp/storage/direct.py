@@ -1,13 +1,8 @@
-"""Writing a large file past the page cache, where the file system allows it.
+"""Writes a large file without the page cache, if the file system supports ``O_DIRECT``.
 
-The kernel's cache costs a copy, and a page to be found and cleared, for every 4 KiB of
-a checkpoint that nobody will read soon, and takes memory from those who need it. With
-``O_DIRECT`` the disk reads our buffer::
+::
 
     data ──copy──> buffer, at a page boundary ──full──> disk
-
-File, buffer and length must be multiples of a block of the disk, so the end of the file
-goes the ordinary way; all of it does where ``O_DIRECT`` is refused (tmpfs, macOS).
 """
 
 from __future__ import annotations
@@ -17,25 +12,35 @@ import mmap
 import os
 
 BUFFER = 4 << 20
-"""Bytes that are written at once."""
+"""The size of the buffer in bytes; a full buffer is written at once."""
 _ALIGNMENT = 4096
+"""The unit of ``O_DIRECT`` writes in bytes."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
-    """A new file of ``path``, written from its beginning to its end."""
+    """A new file at ``path``, written from beginning to end.
+
+    ``O_DIRECT`` requires that the file offset, the buffer's address and the length are
+    multiples of the disk's block size. The end of the file is therefore written through
+    the page cache; so is the whole file if ``O_DIRECT`` is refused (tmpfs, macOS).
+    """
 
     def __init__(self, path: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o666)
-        # Mapped memory begins at a page. It goes with its last view, which an error's
-        # traceback may hold.
+        # Mapped memory starts at a page boundary. Do not close the map explicitly: the
+        # traceback of an error may hold a view of it, and the memory is freed with the
+        # last view.
         self._buffer = memoryview(mmap.mmap(-1, BUFFER))
         self._filled = 0
+        # The page cache would cost a copy and a free page for every 4 KiB of a
+        # checkpoint that no process will read soon, and takes memory from other
+        # processes.
         self._is_direct = self._set_direct(True)
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``; what does not fill the buffer waits there.
+        """Append ``data``; bytes that do not fill the buffer stay in the buffer.
 
         Raises: OSError.
         """
@@ -49,12 +54,12 @@ class DirectFile:
                 self._flush()
 
     def finish(self) -> None:
-        """Write what waits, and have everything on the disk when this returns."""
+        """Write the rest of the buffer; on return, all bytes are on the disk."""
         self._flush()
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Give the file back, whatever has been written."""
+        """Close the file; bytes in the buffer are lost."""
         os.close(self._file)
 
     def __enter__(self) -> DirectFile:
@@ -64,6 +69,7 @@ class DirectFile:
         self.close()
 
     def _flush(self) -> None:
+        """Write the content of the buffer."""
         done, end = 0, self._filled
         while done < end:
             stop = end
@@ -77,15 +83,18 @@ class DirectFile:
             except OSError:
                 if not self._is_direct:
                     raise
-                # Some file systems take the flag and refuse the write.
+                # Some file systems accept the flag and refuse the write.
                 self._is_direct = self._set_direct(False)
                 continue
+            # The write was cut short by a limit or a full disk, and the offset is no
+            # longer aligned. The next write, without ``O_DIRECT``, raises the real
+            # error.
             if self._is_direct and done % _ALIGNMENT:
-                # Cut short, by a limit or a full disk: the next write says by which.
                 self._is_direct = self._set_direct(False)
         self._filled = 0
 
     def _set_direct(self, wanted: bool) -> bool:
+        """Switch ``O_DIRECT`` on or off; return whether it is on afterwards."""
         if not _DIRECT:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Directories of checkpoints: made aside, committed by one rename, found, removed.
+"""Makes, commits, finds and removes directories of checkpoints, on the writing rank.
 
 ::
 
@@ -7,7 +7,7 @@
       .step-300.tmp-9f3a.../       being written, or left by a process that died
       latest                       text: step-200
 
-It happens on the rank that writes; nothing here sends anything.
+No function here uses a collective.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}\Z")
 
 
 def path_text(path: object, what: str) -> str:
-    """``path`` as text. Raises: TypeError in the name of ``what``, if it is no path."""
+    """Return ``path`` as text. Raises: TypeError, naming ``what``, if it is no path."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if not isinstance(text, str) or not text.strip():
         raise TypeError(f"{what} expects a path, got {path!r}.")
@@ -35,10 +35,9 @@ def path_text(path: object, what: str) -> str:
 
 
 def make_temporary(path: str) -> str:
-    """Make the directory in which the checkpoint ``path`` is written; its path.
+    """Make the directory in which the checkpoint ``path`` is written; return its path.
 
-    Raises: CheckpointError, if something is at ``path`` or the directory cannot be
-    made.
+    Raises: CheckpointError, if ``path`` exists or the directory cannot be made.
     """
     require_free(path)
     parent, name = os.path.split(path)
@@ -48,6 +47,8 @@ def make_temporary(path: str) -> str:
             "newest checkpoint beside it. Save under another name; load of the "
             "directory above finds it."
         )
+    # In the same parent directory as ``path``: a rename is atomic only within a file
+    # system.
     made = os.path.join(parent, f".{name}.tmp-{secrets.token_hex(8)}")
     try:
         _make_parents(parent)
@@ -62,19 +63,21 @@ def make_temporary(path: str) -> str:
 
 
 def _make_parents(path: str) -> None:
-    """Make a directory and those above it; their names are on the disk afterwards."""
+    """Make a directory and its missing parents; on return, the names are on disk."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
     if missing:
         os.makedirs(missing[0], exist_ok=True)
+        # A new directory survives a power failure only if its parent has been synced.
         for each in missing:
             sync(os.path.dirname(each))
 
 
 def require_free(path: str) -> None:
-    """Raise CheckpointError if there is anything at ``path``."""
+    """Raise CheckpointError if ``path`` exists."""
+    # ``lexists``: a broken symbolic link counts as existing, too.
     if os.path.lexists(path):
         raise CheckpointError(
             f"{path} exists already, and nothing is overwritten. Choose another name, "
@@ -83,11 +86,11 @@ def require_free(path: str) -> None:
 
 
 def commit(made: str, path: str) -> None:
-    """Give a whole file or directory its name, in one step, and have that on the disk.
+    """Rename a complete file or directory to ``path``; on return, the name is on disk.
 
-    What a directory holds must be there already. ``path`` is absolute.
+    The files in a directory must be on the disk before the call. ``path`` is absolute.
 
-    Raises: CheckpointError, if something is at ``path``.
+    Raises: CheckpointError, if ``path`` exists.
     """
     require_free(path)
     sync(made)
@@ -96,7 +99,8 @@ def commit(made: str, path: str) -> None:
 
 
 def write_synced(path: str, data: bytes) -> None:
-    """Write a new file that is on the disk when this returns."""
+    """Write a new file; on return, the file is on the disk."""
+    # Never overwrite a file and never follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o666), "wb") as out:
         out.write(data)
@@ -105,7 +109,7 @@ def write_synced(path: str, data: bytes) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Have a file, or the names in a directory, on the disk."""
+    """Write a file, or the names in a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -114,8 +118,9 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def set_latest(path: str) -> None:
-    """Make ``latest`` beside ``path`` name it; readers see the old or the new name."""
+    """Make the file ``latest`` beside ``path`` hold the name of ``path``."""
     parent, name = os.path.split(path)
+    # Write another file and rename it: a reader sees the old or the new name.
     made = os.path.join(parent, f".{LATEST}.tmp-{secrets.token_hex(8)}")
     write_synced(made, f"{name}\n".encode())
     os.replace(made, os.path.join(parent, LATEST))
@@ -123,9 +128,9 @@ def set_latest(path: str) -> None:
 
 
 def follow_latest(path: str) -> str:
-    """The checkpoint that ``latest`` in the directory ``path`` names.
+    """Return the checkpoint that ``latest`` in the directory ``path`` names.
 
-    Raises: CheckpointError, if it names nothing inside the directory.
+    Raises: CheckpointError, if ``latest`` cannot be read or names a path outside.
     """
     file = os.path.join(path, LATEST)
     try:
@@ -136,6 +141,7 @@ def follow_latest(path: str) -> str:
             f"{file} cannot be read ({error}); expected the name of a checkpoint "
             "beside it. Pass the checkpoint's own path."
         ) from error
+    # A damaged or foreign file must not lead to a path outside the directory.
     if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
         raise CheckpointError(
             f"{file} names {name[:80]!r}, which is no name of a directory beside it. "
@@ -147,13 +153,16 @@ def follow_latest(path: str) -> str:
 def remove_older(path: str, keep: int) -> list[str]:
     """Remove all but the newest ``keep`` checkpoints of the series of ``path``.
 
-    The series are the checkpoints beside it whose names differ from its in digits only:
-    ``step-100`` and ``step-2000``, but not ``best``. Returns what was removed.
+    The series contains the checkpoints beside ``path`` whose names differ from the name
+    of ``path`` in digits only: ``step-100`` and ``step-2000``, but not ``best``.
+    ``path`` counts as the newest. Return the paths that were removed.
     """
     parent, name = os.path.split(path)
     series = re.compile(
         r"\d+".join(re.escape(part) for part in re.split(r"\d+", name)) + r"\Z"
     )
+    # By the time at which the manifest was written: the numbers in the names need not
+    # grow.
     ages = []
     for entry in os.scandir(parent):
         manifest = os.path.join(entry.path, MANIFEST)
@@ -166,7 +175,8 @@ def remove_older(path: str, keep: int) -> list[str]:
             ages.append((os.stat(manifest).st_mtime_ns, entry.path))
     gone = [each for _, each in sorted(ages, reverse=True)[keep - 1 :]]
     for each in gone:
-        # Renamed first: what is removed half is not taken for a checkpoint.
+        # Rename before removing: a directory that is removed only in part must not be
+        # taken for a checkpoint.
         base = os.path.basename(each)
         aside = os.path.join(parent, f".{base}.tmp-{secrets.token_hex(8)}")
         os.rename(each, aside)
@@ -175,10 +185,11 @@ def remove_older(path: str, keep: int) -> list[str]:
 
 
 def stale_directories(directory: str | os.PathLike[str]) -> list[Path]:
-    """What interrupted saves left in ``directory``, by name: directories, and files
-    that were to become ``latest``.
+    """Return the leftovers of interrupted saves in ``directory``, sorted by name.
 
-    One of a save that is still running looks the same: ask when none is.
+    Leftovers are temporary directories, and temporary files that were to become
+    ``latest``. The directory of a running save looks the same, so call this only when
+    no save runs.
     """
     found = []
     for entry in os.scandir(directory):
@@ -190,7 +201,7 @@ def stale_directories(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
-    """Remove what ``stale_directories`` finds, and return it."""
+    """Remove the paths that ``stale_directories`` returns, and return them."""
     found = stale_directories(directory)
     for each in found:
         if each.is_dir():
@@ -201,7 +212,7 @@ def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def stale_copies(path: str) -> list[str]:
-    """What interrupted saves of this very checkpoint left beside it."""
+    """Return the leftovers of interrupted saves of the checkpoint ``path``."""
     parent, name = os.path.split(path)
     try:
         found = stale_directories(parent)
@@ -215,11 +226,13 @@ def stale_copies(path: str) -> list[str]:
 
 
 def open_plain(path: str) -> int:
-    """Open a regular file for reading; no link is followed, no pipe waited for.
+    """Open a regular file for reading, and return the file descriptor.
 
-    Raises: CheckpointError, naming it, if it is missing or is something else.
+    Raises: CheckpointError, naming ``path``, if the file is missing or not regular.
     """
     try:
+        # Follow no link, and do not wait for a writer if ``path`` is a pipe: a
+        # checkpoint from elsewhere may contain either.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Dtypes by the names that files use: torch's, and safetensors' codes."""
+"""Dtypes by their names in files: torch's names, and the codes of safetensors."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What a safetensors file can hold, and what its header calls it."""
+"""The dtypes that a safetensors file can hold, with their codes in the header."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name without the module: ``float32``."""
+    """Return the name of ``dtype`` without the module: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 DTYPES: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in CODES}
-"""The same dtypes by name."""
+"""The dtypes of ``CODES`` by name."""
 
 
 def require_storable(dtype: torch.dtype, what: str) -> None:
-    """Raise CheckpointError in the name of ``what`` for a dtype no file can hold."""
+    """Raise CheckpointError, naming ``what``, for a dtype that no file can hold."""
     if dtype not in CODES:
         raise CheckpointError(
             f"{what} has dtype {dtype}, which a checkpoint cannot hold; expected one "

@@ -1,8 +1,9 @@
-"""Weights as safetensors files with Hugging Face's names, from a run or from a file.
+"""Writes weights as safetensors files with Hugging Face's names, from module or file.
 
-A sharded module is gathered unit by unit to one rank. Where each tensor's bytes go is
-known before the first one comes, so that rank holds one unit and writes it in place,
-however the parameters were cut.
+The full parameters of a sharded module are gathered unit by unit to the first rank. The
+place of every tensor in the files is computed before the first unit is gathered. So the
+first rank holds the full parameters of a single unit at a time, and writes each tensor
+in place.
 """
 
 from __future__ import annotations
@@ -34,25 +35,27 @@ def export_safetensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the weights of ``source`` as safetensors, complete or not at all.
+    """Write the weights of ``source`` as safetensors, completely or not at all.
 
-    Makes the directory ``path`` with ``model.safetensors``, or above
-    ``max_shard_bytes`` several files and their index, as ``from_pretrained`` takes
-    them; the one file ``path`` if it ends in ``.safetensors``. Names, shapes and dtypes
-    are the plain model's, buffers included; a tied parameter is stored once and its
-    other names stand in the file's metadata.
+    ``path`` becomes a directory with ``model.safetensors``, or with several files and
+    their index if the weights are larger than ``max_shard_bytes``, as
+    ``from_pretrained`` reads them. If ``path`` ends in ``.safetensors``, it becomes a
+    single file. Names, shapes and dtypes are the plain model's, buffers included. A
+    tied parameter is stored once, and the file's metadata lists its other names.
 
     Args:
-        path: what to make; nothing is overwritten.
-        source: a module, sharded or plain; or a checkpoint of any format.
-        max_shard_bytes: largest file, unless a single tensor is larger.
+        path: the directory or file to make; no existing file is overwritten.
+        source: a module, sharded or plain; or a checkpoint of any format, open or as a
+            path.
+        max_shard_bytes: the largest size of a file in bytes; a single tensor may exceed
+            it. Default ``MAX_SHARD_BYTES`` (5 GB).
 
-    Collective: for a module one gather per region to the first rank, which alone writes
-    and holds one unit in host memory, and two exchanges of outcomes on the private
-    group of ``save``; all ranks must call. None for a checkpoint: call it in one
-    process.
+    Collective: for a module, one gather per region to the first rank, which alone
+    writes and holds a full unit in host memory, and two exchanges of outcomes over the
+    private gloo group of ``save``; all ranks must call. For a checkpoint none: call in
+    a single process.
     Raises: CheckpointError, if ``path`` exists or cannot be written, or for values on
-    meta; PhaseError, inside a step. The same on every rank.
+    the meta device; PhaseError, inside a step. The same error on every rank.
 
     >>> export_safetensors("exported", model)
     """
@@ -67,16 +70,19 @@ def export_safetensors(
 def _export_module(
     path: str | PathLike[str], module: nn.Module, max_shard_bytes: int
 ) -> None:
+    """Gather the units of ``module`` in turn, and write them on the first rank."""
     states = units_in(module)
     team = team_of(module)
     writing = _Writing(wanted=_is_first(states, team))
     try:
+        # A rank whose write fails continues with the gathers, so that no other rank
+        # waits for it in a collective. The second exchange tells all ranks the error.
         writing.attempt(partial(writing.start, path, module, states, max_shard_bytes))
         team.agree(writing.error)
         for state in states:
             values = gather_unit(state.handle, first_only=True, to_cpu=True)
             writing.attempt(partial(writing.write_unit, id(state.handle), values))
-            del values  # before the next one comes
+            del values  # Free the unit before the next gather.
         writing.attempt(writing.finish)
         team.agree(writing.error)
     finally:
@@ -84,15 +90,12 @@ def _export_module(
 
 
 def _is_first(states: list[_FSDPState], team: Team) -> bool:
-    """Whether full parameters come to this rank."""
+    """Return whether this rank receives the full parameters."""
     return states[0].handle.groups.is_first if states else team.rank == 0
 
 
 class _Writing:
-    """One export on one rank: what it writes, if it does, and what went wrong so far.
-
-    A rank that fails goes on with the collectives, so that no other waits for it.
-    """
+    """An export on this rank: the files, if this rank writes, and the first error."""
 
     def __init__(self, *, wanted: bool) -> None:
         self.error: Exception | None = None
@@ -103,7 +106,7 @@ class _Writing:
         self._names: dict[tuple[int, int], str] = {}
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Do it, unless something failed before; keep the error."""
+        """Run ``action`` unless an earlier action has failed; keep its error."""
         if self.error is None:
             try:
                 action()
@@ -119,13 +122,23 @@ class _Writing:
         states: list[_FSDPState],
         max_shard_bytes: int,
     ) -> None:
-        """Look at the module, make the files, and write what no unit holds."""
+        """Check the module, make the files, and write the tensors that no unit holds.
+
+        Args:
+            path: see ``export_safetensors``.
+            module: the module to export.
+            states: the units in ``module``.
+            max_shard_bytes: see ``export_safetensors``.
+
+        Raises: CheckpointError, if the units have different first ranks.
+        """
         self._path = Path(path_text(path, "export_safetensors"))
         if any(s.handle.groups.is_first != self._wanted for s in states):
             raise CheckpointError(
                 "Units of the module are sharded over different ranks, so no rank is "
                 "the first of all. Export each part by itself."
             )
+        # On every rank: the checks in ``contents_of`` must fail on all ranks alike.
         contents = contents_of(module, "export_safetensors")
         self._names = {
             (id(held.handle), held.region.layout.parameters[i].index): held.names[i][0]
@@ -146,19 +159,19 @@ class _Writing:
             self._writer.write(each.names[0], 0, each.tensor.detach().to(each.dtype))
 
     def write_unit(self, handle: int, values: dict[int, Tensor]) -> None:
-        """Write the full parameters of one unit, by slot index."""
+        """Write the full parameters of a unit; ``values`` is by slot index."""
         if self._writer is not None:
             for slot, value in values.items():
                 self._writer.write(self._names[handle, slot], 0, value)
 
     def finish(self) -> None:
-        """Give the files their name."""
+        """Complete the files, and rename them to their final path."""
         if self._writer is not None and self._work is not None:
             self._writer.finish()
             finish(self._work, self._path)
 
     def clean_up(self) -> None:
-        """Leave nothing half done."""
+        """Close and remove unfinished files."""
         if self._writer is not None:
             self._writer.close()
         if self._work is not None:
@@ -166,7 +179,7 @@ class _Writing:
 
 
 def _tensors(contents: Contents) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """What will be written, under its first name, and the other names."""
+    """Return the tensors to write by first name, and other names of tied tensors."""
     named = [
         (held.names[i], TensorInfo(held.region.layout.dtype, tuple(slot.shape)))
         for held, i in contents.slots()

@@ -1,4 +1,4 @@
-"""Opening a checkpoint by what lies at its path."""
+"""Opens a checkpoint of any format; the files at a path tell the format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from composable_fsdp.storage.source import Source
 
 
 class _Format(NamedTuple):
-    """What a format is called in messages, and what opens it."""
+    """A format: words for messages, a test for a path, and a function that opens."""
 
     words: str
     recognises: Callable[[str], bool]
@@ -31,10 +31,12 @@ class _Format(NamedTuple):
 
 
 def _holds(*names: str) -> Callable[[str], bool]:
+    """Return a test for a directory that contains any of ``names``."""
     return lambda path: any(os.path.lexists(os.path.join(path, n)) for n in names)
 
 
 NATIVE, DCP, SAFETENSORS, TORCH = "native", "dcp", "safetensors", "torch"
+# In the order of the tests: the formats of directories before the formats of files.
 _FORMATS: dict[str, _Format] = {
     NATIVE: _Format(
         f"a checkpoint of this library ({MANIFEST})", _holds(MANIFEST), NativeSource
@@ -57,12 +59,14 @@ FORMATS = tuple(_FORMATS)
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open the checkpoint at ``path``, whatever its format; runs no pickle in it.
+    """Open the checkpoint at ``path``, whatever its format; run no code of a pickle.
 
-    A directory with a text file ``latest`` and no checkpoint of its own stands for the
-    checkpoint that the file names. Sends nothing.
+    For a directory with a text file ``latest`` and no checkpoint of its own, open the
+    checkpoint that the file names.
 
-    Raises: CheckpointError, if nothing known lies there, or it is damaged or refused.
+    Raises: CheckpointError, if no known format lies at ``path``, or the checkpoint is
+    damaged or refused.
+    Collective: none.
 
     >>> with open_source("runs") as source:
     ...     print(source.model["head.weight"].shape)
@@ -73,9 +77,11 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The checkpoint that ``path`` stands for, and its format, one of ``FORMATS``.
+    """Return the path of the checkpoint that ``path`` stands for, and its format.
 
-    Raises: CheckpointError, if there is none.
+    The format is an element of ``FORMATS``.
+
+    Raises: CheckpointError, if there is no checkpoint.
     """
     asked = path = os.path.abspath(path)
     name = _format_at(path)
@@ -95,4 +101,5 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _format_at(path: str) -> str | None:
+    """Return the format of the checkpoint at ``path`` itself, or None."""
     return next((n for n, each in _FORMATS.items() if each.recognises(path)), None)

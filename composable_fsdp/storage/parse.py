@@ -1,7 +1,8 @@
-"""From JSON to a manifest: every field there, of its type and in its range, none else.
+"""Parses JSON into a manifest: every field present, of its type and range, no others.
 
-Nothing is trusted and nothing is allocated by a claimed size: the work is bounded by
-the size of the text. What the fields mean together is checked by ``validate``.
+No value of the document is trusted, and no memory is allocated by a size that the
+document claims: the work is bounded by the length of the text. ``validate`` checks how
+the fields fit together.
 """
 
 from __future__ import annotations
@@ -28,28 +29,40 @@ from composable_fsdp.storage.manifest import (
 )
 
 LARGEST = 2**62
-"""No size or offset of a real file reaches it, and products of two stay cheap."""
+"""The largest size or offset: no real file is as large, and products stay cheap."""
 _HEADER = 100_000_000
-"""The safetensors library reads no larger one."""
+"""The largest header in bytes that the safetensors library reads."""
 _CRC = 2**32 - 1
 _MAX_DIMS = 64
 
 
 def parse_fields(document: Json, file: str) -> Manifest:
-    """The manifest in ``document``; ``file`` is how messages call where it came from.
+    """Return the manifest in ``document``; ``file`` is the document's name in messages.
 
     Raises: CheckpointError, naming the file and the field.
+    Collective: none.
     """
     return _Parser(file).manifest(document)
 
 
 class _Parser:
-    """One document; every method takes a value and where it stands."""
+    """The parser of a document; each method takes a value and its path in the document.
+
+    Every method raises CheckpointError, naming the file and the path, for an unexpected
+    value.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
 
     def bad(self, where: str, expected: str, got: object) -> CheckpointError:
+        """Return the error for an unexpected value.
+
+        Args:
+            where: the path of the value.
+            expected: words for the expected values.
+            got: the value.
+        """
         text = repr(got)
         text = text if len(text) <= 80 else f"{text[:80]}..."
         return CheckpointError(
@@ -58,48 +71,71 @@ class _Parser:
         )
 
     def fields(self, value: Json, where: str, *names: str) -> list[Any]:
+        """Return the values of an object's fields, which must be exactly ``names``."""
         if not isinstance(value, dict) or value.keys() != set(names):
             got = sorted(value) if isinstance(value, dict) else value
             raise self.bad(where, f"an object of {', '.join(names)}", got)
         return [value[name] for name in names]
 
     def integer(self, value: Json, where: str, most: int = LARGEST) -> int:
+        """Return an integer from 0 to ``most``.
+
+        Args:
+            value: the JSON value.
+            where: the path of the value.
+            most: the largest integer allowed. Default ``LARGEST``.
+        """
+        # ``type`` and not ``isinstance``: a bool is an int in Python.
         if type(value) is not int or not 0 <= value <= most:
             raise self.bad(where, f"an integer from 0 to {most}", value)
         return value
 
     def text(self, value: Json, where: str) -> str:
+        """Return a string."""
         if not isinstance(value, str):
             raise self.bad(where, "a string", value)
         return value
 
     def items(self, value: Json, where: str) -> list[Json]:
+        """Return a list."""
         if not isinstance(value, list):
             raise self.bad(where, "a list", value)
         return value
 
     def mapping(self, value: Json, where: str) -> dict[str, Json]:
+        """Return an object."""
         if not isinstance(value, dict):
             raise self.bad(where, "an object", value)
         return value
 
     def dtype(self, value: Json, where: str) -> torch.dtype:
+        """Return a dtype, written by name."""
         known = DTYPES.get(value) if isinstance(value, str) else None
         if known is None:
             raise self.bad(where, "the name of a dtype", value)
         return known
 
     def integers(self, value: Json, where: str, most: int = LARGEST) -> tuple[int, ...]:
+        """Return a tuple of integers from 0 to ``most``.
+
+        Args:
+            value: the JSON value.
+            where: the path of the value.
+            most: the largest integer allowed. Default ``LARGEST``.
+        """
         items = self.items(value, where)
         return tuple(
             [self.integer(v, f"{where}[{i}]", most) for i, v in enumerate(items)]
         )
 
     def shape(self, value: Json, where: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, of at most ``_MAX_DIMS`` dimensions."""
         shape = self.integers(value, where)
         numel = 1
         for size in shape:
             numel *= size
+            # Stop at the limit: the product of many large sizes takes very long to
+            # compute.
             if numel > LARGEST:
                 break
         if numel > LARGEST or len(shape) > _MAX_DIMS:
@@ -107,22 +143,26 @@ class _Parser:
         return shape
 
     def fqns(self, value: Json, where: str) -> tuple[str, ...]:
+        """Return the names of a parameter: at least one name, all different."""
         names = tuple([self.text(v, where) for v in self.items(value, where)])
         if not names or len(set(names)) != len(names):
             raise self.bad(where, "one or more different names", value)
         return names
 
     def place(self, value: Json, where: str) -> Place:
+        """Return a place ``[file, begin]``."""
         found = self.integers(value, where)
         if len(found) != 2:
             raise self.bad(where, "[file, begin]", value)
         return Place(*found)
 
     def places(self, value: Json, where: str) -> tuple[Place, ...]:
+        """Return a tuple of places."""
         items = self.items(value, where)
         return tuple([self.place(v, f"{where}[{i}]") for i, v in enumerate(items)])
 
     def stored(self, value: Json, where: str) -> Stored:
+        """Return a whole tensor."""
         dtype, shape, at = self.fields(value, where, "dtype", "shape", "at")
         return Stored(
             self.dtype(dtype, f"{where}.dtype"),
@@ -131,9 +171,11 @@ class _Parser:
         )
 
     def slot(self, value: Json, where: str) -> Slot:
+        """Return a slot of a region."""
         names = ("fqns", "shape", "offset", "values")
         fqns, shape, offset, values = self.fields(value, where, *names)
         known = self.fqns(fqns, f"{where}.fqns")
+        # Messages about the other fields name the parameter, not only the index.
         where = f"{where} ({known[0]!r})"
         return Slot(
             known,
@@ -143,6 +185,7 @@ class _Parser:
         )
 
     def state(self, value: Json, where: str) -> RegionState:
+        """Return an optimizer state of a region."""
         names = ("name", "dtype", "slots", "shards")
         name, dtype, slots, shards = self.fields(value, where, *names)
         return RegionState(
@@ -153,6 +196,7 @@ class _Parser:
         )
 
     def region(self, value: Json, where: str) -> Region:
+        """Return a region."""
         names = ("unit", "dtype", "shard_numel", "padded_numel")
         unit, dtype, shard_numel, padded_numel, slots, shards, states = self.fields(
             value, where, *names, "slots", "shards", "states"
@@ -171,6 +215,7 @@ class _Parser:
         )
 
     def single(self, value: Json, where: str) -> Single:
+        """Return a tensor that belongs to no unit."""
         names = ("fqns", "tensor", "states", "values")
         fqns, tensor, states, values = self.fields(value, where, *names)
         known = self.fqns(fqns, f"{where}.fqns")
@@ -184,6 +229,7 @@ class _Parser:
         )
 
     def stored_file(self, value: Json, where: str) -> File:
+        """Return the facts about a file."""
         names = ("name", "header_nbytes", "header_crc32", "payload_nbytes", "blocks")
         name, header, crc, payload, blocks = self.fields(value, where, *names)
         return File(
@@ -195,6 +241,7 @@ class _Parser:
         )
 
     def manifest(self, value: Json) -> Manifest:
+        """Return the whole manifest."""
         self.version(value)
         facts = ("format", "version", "library", "torch", "world_size", "block_nbytes")
         parts = ("files", "regions", "singles", "loose", "param_groups", "extra")
@@ -220,11 +267,19 @@ class _Parser:
         )
 
     def each(self, value: Json, where: str, make: Any) -> tuple[Any, ...]:
+        """Return a tuple of ``make(item, path)`` for the items of a list.
+
+        Args:
+            value: the JSON value.
+            where: the path of the value.
+            make: a method of this class.
+        """
         items = self.items(value, where)
         return tuple([make(item, f"{where}[{i}]") for i, item in enumerate(items)])
 
     def version(self, value: Json) -> None:
-        """First, because another version may have other fields."""
+        """Check format and version of the document."""
+        # Before all other fields, because another version may have other fields.
         found = value.get("format") if isinstance(value, dict) else value
         if found != FORMAT:
             raise self.bad("format", repr(FORMAT), found)

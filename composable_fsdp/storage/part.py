@@ -165,8 +165,10 @@ class PartMaker:
     def make(
         self, optims: Sequence[torch.optim.Optimizer], extra: Any
     ) -> tuple[Part, list[Piece]]:
-        """Return the description and the pieces. Reads scalars, but not yet the
-        elements of other tensors.
+        """Return the description and the pieces of this rank.
+
+        Scalars are read now; the elements of other tensors are read when the file is
+        written.
 
         Raises: TypeError, for a value that ``extra`` or the optimizer may not hold;
         CheckpointError, for tensors that cannot be stored.

@@ -1,8 +1,9 @@
-"""Asynchronous saves that are not over, by the ranks that take part in them.
+"""Asynchronous saves that have not ended, by the ranks that take part.
 
-A save or load first waits for the one before it on the same ranks, so no two ever write
-or talk at a time. If that one failed and nobody has asked its future, the failure is
-raised there, on every rank.
+A save or load first waits for the previous save on the same ranks, so two saves never
+write or exchange objects at the same time. If the previous save failed and no rank has
+called ``result`` or ``exception`` of the future, the failure is raised by the next
+call, on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from composable_fsdp.storage.consensus import Team
 
 
 class SaveFuture(Future[None]):
-    """The end of an asynchronous save; notes whether its outcome was asked for."""
+    """The outcome of an asynchronous save; ``is_seen``: a caller has asked for it."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -25,37 +26,42 @@ class SaveFuture(Future[None]):
         self.is_seen = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait for the end. Raises: what the save raised, or TimeoutError."""
+        """Wait for the end. Raises: the error of the save, or TimeoutError."""
         self.is_seen = True
         super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end; what the save raised, None if nothing."""
+        """Wait for the end; return the error of the save, or None."""
         self.is_seen = True
         return super().exception(timeout)
 
 
 _pending: dict[tuple[int, ...], SaveFuture] = {}
+"""The last asynchronous save, by the global ranks of its team."""
 
 
 class PendingOutcome(NamedTuple):
-    """How the asynchronous save before this call ended, as one rank knows it."""
+    """The outcome of the previous asynchronous save, as this rank knows it.
+
+    ``failure`` is empty if the save succeeded, or if there was no save.
+    """
 
     failure: str = ""
     is_seen: bool = False
 
 
 def wait_for_pending(team: Team) -> PendingOutcome:
-    """Wait until no save of these ranks is running. Sends nothing.
+    """Wait until no asynchronous save of these ranks is running; return the outcome.
 
-    It stays remembered until ``raise_unseen``: the ranks may have something else to
-    raise first.
+    Collective: none.
     """
+    # ``get`` and not ``pop``: the call may raise another error before ``raise_unseen``,
+    # and then a later call must still raise this failure.
     future = _pending.get(team.ranks)
     if future is None:
         return PendingOutcome()
     seen = future.is_seen
-    error = Future.exception(future)  # waits, and does not count as asked for
+    error = Future.exception(future)  # waits; ``is_seen`` stays as it is
     if error is None:
         return PendingOutcome()
     text = str(error.args[0]) if error.args else str(error)
@@ -65,12 +71,13 @@ def wait_for_pending(team: Team) -> PendingOutcome:
 
 
 def remember(team: Team, future: SaveFuture) -> None:
-    """Have the next call on these ranks wait for ``future``."""
+    """Make the next call on these ranks wait for ``future``."""
     _pending[team.ranks] = future
 
 
 def _tell_unseen() -> None:
-    """At the interpreter's exit: no call comes any more that could raise it."""
+    """Warn at the interpreter's exit about failures that no caller has seen."""
+    # No later save or load can raise the failure.
     for future in _pending.values():
         error = Future.exception(future) if future.done() else None
         if error is not None and not future.is_seen:
@@ -85,13 +92,16 @@ atexit.register(_tell_unseen)
 
 
 def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
-    """Raise the failure that no rank has asked about; all ranks know all answers.
+    """Raise the failure of the previous save, if no rank has seen the failure.
 
-    The save is forgotten then.
+    ``answers`` holds the outcome that each rank knows. The save is forgotten
+    afterwards.
 
+    Collective: none.
     Raises: CheckpointError, the same on every rank.
     """
     _pending.pop(team.ranks, None)
+    # All ranks have the same ``answers``, so all ranks decide alike.
     failures = [each.failure for each in answers if each.failure]
     if failures and not any(each.is_seen for each in answers):
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""The random generators of a rank, as tensors and JSON, and back.
+"""Saves and restores the random generators of a rank, as tensors and JSON.
 
-torch's on the CPU, torch's on each CUDA device if CUDA is in use, Python's, and numpy's
-global one if it is imported. No generator is made for the sake of saving it.
+The generators are torch's on the CPU, torch's on each CUDA device if CUDA is in use,
+Python's, and numpy's global generator if numpy is imported.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from composable_fsdp.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Any]:
-    """This rank's generators: ``torch``, ``cuda`` and ``others``, of ``uint8``."""
+    """Return the states of this rank's generators: ``torch``, ``cuda`` and ``others``.
+
+    All values are tensors of ``uint8``; ``cuda`` is a list, and ``others`` holds JSON
+    text.
+    """
     others: dict[str, Any] = {"python": random.getstate()}
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
         kind, keys, *rest = numpy_random.get_state()
         if kind == "MT19937":
             others["numpy"] = [kind, keys.tolist(), *rest]
+    # Saving must not initialize CUDA: an unused CUDA context takes time and device
+    # memory.
     cuda: list[Tensor] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no type
         cuda = torch.cuda.get_rng_state_all()
@@ -36,22 +42,23 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: dict[str, Any], where: str) -> None:
-    """Try ``state`` on generators that nobody uses; see ``set_rng_state``."""
+    """Try ``state`` on generators that no other code uses; see ``set_rng_state``."""
     _give(state, where, is_trial=True)
 
 
 def set_rng_state(state: dict[str, Any], where: str) -> None:
-    """Make this rank's generators go on from ``state``.
+    """Set this rank's generators to ``state``.
 
-    A generator that is not there now (numpy not imported, another number of CUDA
-    devices) is left out, one that was not there then is left as it is.
+    A generator in ``state`` that does not exist now (numpy is not imported, fewer CUDA
+    devices) is left out. A generator that is not in ``state`` keeps its state.
 
-    Raises: CheckpointError, naming ``where``, for a state that no generator takes.
+    Raises: CheckpointError, naming ``where``, for a state that a generator refuses.
     """
     _give(state, where, is_trial=False)
 
 
 def _give(state: dict[str, Any], where: str, *, is_trial: bool) -> None:
+    """Set the generators, or new generators if ``is_trial``."""
     numpy_random: Any = sys.modules.get("numpy.random")
     python: Any = random.Random() if is_trial else random
     host = torch.Generator() if is_trial else torch.default_generator
@@ -69,6 +76,7 @@ def _give(state: dict[str, Any], where: str, *, is_trial: bool) -> None:
                     torch.Generator(f"cuda:{i}").set_state(each)
                 else:
                     torch.cuda.set_rng_state(each, i)
+    # ``setstate``, ``set_state`` and ``json`` raise any of these for damaged states.
     except (
         AttributeError,
         KeyError,

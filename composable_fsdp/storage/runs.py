@@ -1,4 +1,4 @@
-"""Where in a checkpoint a tensor's elements lie, and what lies in some bytes of it."""
+"""Maps a tensor's elements to bytes of a checkpoint's files, and bytes to tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from composable_fsdp.storage.manifest import Manifest, Place, Region, Slot, Stor
 from composable_fsdp.storage.validate import Entry, entries_by_file
 
 _NAMED_IN_MESSAGES = 20
+"""The number of tensors that a message lists at most."""
 
 
 class Run(NamedTuple):
@@ -24,7 +25,15 @@ class Run(NamedTuple):
 
 
 def whole_runs(stored: Stored, start: int, stop: int) -> list[Run]:
-    """Where elements ``[start, stop)`` of a tensor lie that is not cut."""
+    """Return the place of elements ``[start, stop)`` of a tensor in a single entry.
+
+    Args:
+        stored: the tensor.
+        start: the first element.
+        stop: the element after the last.
+
+    Returns: a list of a single run.
+    """
     size, at = stored.dtype.itemsize, stored.at
     return [Run(start, stop, at.file, at.begin + start * size, at.begin + stop * size)]
 
@@ -37,7 +46,18 @@ def cut_runs(
     start: int,
     stop: int,
 ) -> list[Run]:
-    """Where elements ``[start, stop)`` of a parameter lie, shard after shard."""
+    """Return the places of elements ``[start, stop)`` of a parameter, shard by shard.
+
+    Args:
+        region: the region of the parameter.
+        slot: the parameter's slot in the region.
+        shards: the places of the shards: of the region, or of an optimizer state.
+        itemsize: the bytes of an element.
+        start: the first element, counted in the flattened parameter.
+        stop: the element after the last.
+
+    Returns: a run for each shard that holds some of the elements, in order.
+    """
     size = region.shard_numel
     runs = []
     while start < stop:
@@ -53,19 +73,26 @@ def cut_runs(
 
 
 def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> str:
-    """The interval as rectangles, as messages print it."""
+    """Return the interval of a flattened tensor as rectangles, as text for messages.
+
+    Args:
+        shape: the shape of the tensor.
+        start: the first element.
+        stop: the element after the last.
+    """
     boxes = interval_boxes(shape, start, stop)
     return ", ".join(f"[offsets {b.offsets} sizes {b.sizes}]" for b in boxes)
 
 
 class BytesDescription:
-    """Names the parameters, with boxes, that lie in some bytes of a file's payload."""
+    """A function that names the tensors in some bytes of a file, with boxes."""
 
     def __init__(self, manifest: Manifest, file: int) -> None:
         self.manifest, self.file = manifest, file
 
     def __call__(self, begin: int, end: int) -> str:
         found = []
+        # Computed on each call and not stored: only error messages need the entries.
         for entry in entries_by_file(self.manifest, "")[self.file]:
             low, high = max(begin, entry.begin), min(end, entry.end)
             if low < high:
@@ -76,7 +103,7 @@ class BytesDescription:
 
 
 def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
-    """What an entry holds in bytes ``[low, high)``."""
+    """Yield the tensors of an entry that have elements in bytes ``[low, high)``."""
     region, state = entry.region, entry.state
     if region is None:
         size = entry.itemsize

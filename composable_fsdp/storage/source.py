@@ -1,8 +1,8 @@
-"""A checkpoint of any format, as named tensors that can be read slice by slice.
+"""Defines ``Source``: a checkpoint of any format as named tensors, readable by slices.
 
-Whoever loads, converts or exports asks a ``Source``: what there is by the plain
-model's names, and elements ``[start, stop)`` of one tensor in row-major order. So a
-rank reads its shard and nothing else, and one loader serves every format.
+Loading, conversion and export read a checkpoint only through a ``Source``: the plain
+model's names, and elements ``[start, stop)`` of a tensor in row-major order. So each
+rank reads only its shard, and the same loader works for every format.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ import torch
 from torch import Tensor
 
 OWN_STATE = "_extra_state"
-"""What a state dict calls a module's own state, below the module's name."""
+"""The last part of the state dict key of a module's extra state."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint says of one tensor before it is read."""
+    """The dtype and the shape of a tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """The number of bytes of the elements."""
         return self.numel * self.dtype.itemsize
 
 
 class Copy(NamedTuple):
-    """Elements ``[start, stop)`` of a saved tensor, and where they go, converted.
+    """A read of elements ``[start, stop)`` of a saved tensor, and the destination.
 
-    ``state`` is one of the optimizer's states of parameter ``name``; None: the
-    parameter or buffer itself. ``into`` may have any shape of that many elements, and
-    be anywhere. ``is_new``: nothing uses it yet, so it may be filled at any time.
+    ``state`` is the name of an optimizer state of parameter ``name``; None stands for
+    the parameter or buffer itself. ``into`` may be on any device and have any shape of
+    ``stop - start`` elements; the values are converted to its dtype. ``is_new`` says
+    that no code uses ``into`` yet, so ``into`` may be filled at any time.
     """
 
     name: str
@@ -56,83 +57,100 @@ class Copy(NamedTuple):
 
 
 class Source(ABC):
-    """One checkpoint, open for reading; a context that closes it.
+    """A checkpoint, open for reading; as a context manager, it closes itself.
 
-    Opening reads and checks what describes the tensors, never the tensors. No process
-    group is needed and nothing is sent: each rank opens and reads for itself.
+    Opening a source reads and checks the descriptions of the tensors, but not the
+    tensors. No process group is needed: each rank opens and reads for itself.
     """
 
     model: Mapping[str, TensorInfo]
-    """Parameters and buffers by the plain model's names, each storage once."""
+    """Parameters and buffers by the plain model's names; each storage appears once."""
     aliases: Mapping[str, str]
-    """Other names of tied parameters, and the name in ``model`` that each is tied to.
+    """Other names of tied parameters -> the name in ``model``.
 
-    Empty where the format does not tell tied from equal.
+    Empty if the format does not distinguish tied parameters from equal parameters.
     """
     optim: Mapping[str, Mapping[str, TensorInfo]]
     """Optimizer state by parameter name, then by the name of the state."""
     param_groups: Sequence[Mapping[str, Any]] | None
-    """Options of the optimizer's groups, ``params`` by name; None without optimizer."""
+    """Options of the optimizer's groups; ``params`` lists names. None: no optimizer."""
     extra: Any
-    """What the user added: nested dicts and lists of JSON scalars and tensors."""
+    """The user's additional values: nested dicts and lists of scalars and tensors."""
     optim_values: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    """Optimizer state that is no tensor, or a number in one, as it was saved.
+    """Optimizer state that is not a tensor, or is a scalar in a tensor, as saved.
 
-    By parameter name, then by the name of the state; none of it stands in ``optim``.
+    By parameter name, then by the name of the state. No state is also in ``optim``.
     """
 
     fingerprint: str = ""
-    """Differs if the content does; empty if the format has nothing for it."""
+    """A text that differs if the content differs; empty if a format has no checksum."""
 
     own_states: Mapping[str, Any] = MappingProxyType({})
-    """What modules' ``get_extra_state`` gave, by its name in a state dict."""
+    """Results of modules' ``get_extra_state``, by the name in a state dict."""
 
     @abstractmethod
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the flattened tensor, ``(stop - start,)``.
+        """Return elements ``[start, stop)`` of a flattened tensor, ``(stop - start,)``.
 
-        ``name`` is a key of ``model``. On CPU, in the checkpoint's dtype, verified as
-        far as the format has checksums.
+        The values are on the CPU, in the checkpoint's dtype, and verified as far as the
+        format has checksums.
 
-        Raises: CheckpointError, naming the tensor and the file, for bytes that are
-        missing or damaged.
+        Args:
+            name: a key of ``model``.
+            start: the first element.
+            stop: the element after the last.
+
+        Raises: CheckpointError, naming the tensor and the file, for missing or damaged
+        bytes.
         """
 
     @abstractmethod
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """The same of one state of parameter ``name``; scalars have one element."""
+        """Return elements ``[start, stop)`` of a state; a scalar has a single element.
+
+        Args:
+            name: the name of the parameter.
+            state: a key of ``optim[name]``.
+            start: the first element.
+            stop: the element after the last.
+
+        Returns: as ``read_model``.
+        Raises: CheckpointError, as ``read_model``.
+        """
 
     def prepare(self, copies: Sequence[Copy]) -> None:
-        """Verify what ``copies`` read, before anything is changed; fill what is new.
+        """Verify the bytes that ``copies`` read, and fill destinations that are new.
 
-        Here by reading it; a format with checksums may do less.
+        Other destinations stay unchanged.
 
         Raises: CheckpointError, as ``read_model``.
         """
         for copy in copies:
+            # This default verifies by reading; a format with checksums per block can do
+            # less.
             value = self.read(copy)
             if copy.is_new:
                 copy.into.copy_(value.view(copy.into.shape))
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """Fill the others, once ``prepare`` has verified all."""
+        """Fill the destinations that are not new; ``prepare`` has verified the bytes."""
         for copy in copies:
             if not copy.is_new:
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 
     def read(self, copy: Copy) -> Tensor:
-        """What ``copy`` wants: ``read_model`` or ``read_optim``."""
+        """Return the elements of ``copy``, from ``read_model`` or ``read_optim``."""
         if copy.state is None:
             return self.read_model(copy.name, copy.start, copy.stop)
         return self.read_optim(copy.name, copy.state, copy.start, copy.stop)
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
-        """The random state that ``rank`` of ``world_size`` goes on from, if any."""
+        """Return the random state for ``rank`` of ``world_size``, or None."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Give files back. Tensors that were read stay good."""
+        """Close the files. Tensors that have been read stay valid."""
 
     def __enter__(self) -> Source:
         return self

@@ -1,8 +1,9 @@
-"""What a manifest's fields must mean together, before a byte of payload is read.
+"""Checks how the fields of a manifest fit together, before any payload is read.
 
-Names are unique. A region's slots lie in it one after the other, its shards cover it.
-The entries of a file fill its payload from end to end: no overlap, no gap, nothing
-outside. File names are plain names, so nothing outside the directory is ever opened.
+- All names are unique.
+- The slots of a region do not overlap, and the shards cover the region.
+- The entries of a file fill its payload: no overlap, no gap, no entry outside.
+- File names are plain names, so no file outside the directory is ever opened.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from composable_fsdp.storage.parse import parse_fields
 from composable_fsdp.storage.values import decode
 
 RNG_KEYS = ("torch", "cuda", "others")
+"""The keys of a rank's random state; see ``rng_state``."""
 
 
 class Entry(NamedTuple):
-    """A tensor's bytes, ``[begin, end)`` of its file's payload.
+    """The bytes ``[begin, end)`` of a tensor, or of a shard, in a file's payload.
 
-    ``what`` names it in messages; ``region`` and ``shard`` tell whose shard it is.
+    ``what`` is the name for messages. For a shard, ``region`` and ``shard`` (a number)
+    say which; ``state`` is None for the shard of the parameters.
     """
 
     begin: int
@@ -42,16 +45,17 @@ class Entry(NamedTuple):
     shard: int = 0
     state: RegionState | None = None
     shape: tuple[int, ...] = ()
-    """Of a whole tensor."""
+    """The shape of a whole tensor; empty for a shard."""
 
 
 def parse(document: Json, file: str) -> Manifest:
-    """The manifest in ``document``, if all of it makes sense.
+    """Return the manifest in ``document``, if all of its fields are consistent.
 
-    ``file`` is how messages call it. Sends nothing, opens nothing; memory and time are
-    bounded by the document's own size.
+    ``file`` is the document's name in messages. No file is opened; memory and time are
+    bounded by the size of the document.
 
-    Raises: CheckpointError, naming the file, and the parameter if there is one.
+    Raises: CheckpointError, naming the file, and the parameter if there is any.
+    Collective: none.
     """
     try:
         manifest = parse_fields(document, file)
@@ -61,6 +65,7 @@ def parse(document: Json, file: str) -> Manifest:
             _check_region(region, file)
         entries_by_file(manifest, file)
         _check_values(manifest, file)
+    # Deeply nested JSON, which no save writes, exhausts the stack of ``decode``.
     except RecursionError:
         raise CheckpointError(
             f"{file} is nested deeper than any checkpoint is. It is damaged or was "
@@ -70,6 +75,7 @@ def parse(document: Json, file: str) -> Manifest:
 
 
 def _refuse(file: str, problem: str) -> CheckpointError:
+    """Return the error for an inconsistent manifest."""
     return CheckpointError(
         f"{file}: {problem}. The manifest is damaged or was edited; use another "
         "checkpoint."
@@ -77,6 +83,7 @@ def _refuse(file: str, problem: str) -> CheckpointError:
 
 
 def _check_files(manifest: Manifest, file: str) -> None:
+    """Check the files: plain, unique names, a checksum per block, a file per rank."""
     names = [each.name for each in manifest.files]
     for each in manifest.files:
         if not _is_plain(each.name):
@@ -102,12 +109,13 @@ def _check_files(manifest: Manifest, file: str) -> None:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it names a file in the directory itself, on any system."""
+    """Return whether ``name`` is a file name without a path, on any system."""
     allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
     return 0 < len(name) <= 255 and allowed and not name.startswith(".")
 
 
 def _check_names(manifest: Manifest, file: str) -> None:
+    """Check that no two tensors have the same name."""
     names = [n for r in manifest.regions for slot in r.slots for n in slot.fqns]
     names += [name for single in manifest.singles for name in single.fqns]
     repeated = [name for name, count in Counter(names).items() if count > 1]
@@ -116,6 +124,7 @@ def _check_names(manifest: Manifest, file: str) -> None:
 
 
 def _check_region(region: Region, file: str) -> None:
+    """Check that shards cover the region, and that slots and states do not overlap."""
     where = f"region of unit {quoted(region.unit)}"
     ranks = len(region.shards)
     if not ranks or region.shard_numel * ranks != region.padded_numel:
@@ -126,6 +135,7 @@ def _check_region(region: Region, file: str) -> None:
         )
     end, last = 0, ""
     for slot in region.slots:
+        # Gaps between slots are allowed: alignment padding.
         if slot.offset < end:
             raise _refuse(
                 file,
@@ -139,6 +149,8 @@ def _check_region(region: Region, file: str) -> None:
                 f"{quoted(last)} of shape {slot.shape} ends at element {end} of the "
                 f"{where}, which has {region.padded_numel}",
             )
+    # (state name, slot index): a state may have several dtypes, hence several entries,
+    # but a parameter has each state only once.
     seen: set[tuple[str, int]] = set()
     for state in region.states:
         _check_state(region, state, where, file)
@@ -157,6 +169,7 @@ def _check_region(region: Region, file: str) -> None:
 
 
 def _check_state(region: Region, state: RegionState, where: str, file: str) -> None:
+    """Check the slots and the number of shards of a state."""
     indices = state.slots
     ordered = all(a < b for a, b in pairwise(indices))
     if not indices or not ordered or indices[-1] >= len(region.slots):
@@ -175,10 +188,11 @@ def _check_state(region: Region, state: RegionState, where: str, file: str) -> N
 
 
 def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
-    """Every tensor's bytes and where they lie."""
+    """Yield every entry of the manifest, with its place."""
     for region in manifest.regions:
         count = region.shard_numel
         first = quoted(region.slots[0].fqns[0]) if region.slots else "nothing"
+        # ``..``: the region may hold more parameters than the first.
         of = f"unit {quoted(region.unit)} ({first} ..)"
         for r, at in enumerate(region.shards):
             size = region.dtype.itemsize
@@ -191,6 +205,8 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
                 end = at.begin + count * size
                 what = f"shard {r} of state {state.name!r} of {of}"
                 yield at, Entry(at.begin, end, size, what, region, r, state)
+    # Entries of whole tensors: tensors in no unit, their optimizer states, loose
+    # tensors.
     whole = [(quoted(s.fqns[0]), s.tensor) for s in manifest.singles]
     for single in manifest.singles:
         name = quoted(single.fqns[0])
@@ -206,7 +222,10 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
 
 
 def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
-    """The entries of each file in order, which fill its payload from end to end."""
+    """Return the entries of each file in file order; they fill the payload exactly.
+
+    Raises: CheckpointError, if they do not.
+    """
     found: list[list[Entry]] = [[] for _ in manifest.files]
     for place, entry in all_entries(manifest):
         if place.file >= len(found):
@@ -222,9 +241,13 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
             )
         found[place.file].append(entry)
     for each, entries in zip(manifest.files, found, strict=True):
+        # By the end, too: an empty tensor comes before the next entry with the same
+        # begin.
         entries.sort(key=lambda entry: (entry.begin, entry.end))
         end, last = 0, "the header"
         for entry in entries:
+            # An entry must also be aligned to its element size, counted from the file's
+            # start: readers that map the file need aligned elements.
             if entry.begin != end or (each.header_nbytes + end) % entry.itemsize:
                 raise _refuse(
                     file,
@@ -242,9 +265,13 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
 
 
 def _check_values(manifest: Manifest, file: str) -> None:
-    """Every JSON value can be decoded, and each loose tensor belongs to one of them."""
+    """Check that every JSON value can be decoded and uses its own loose tensors.
+
+    Each loose tensor must belong to exactly a single value.
+    """
     used: Counter[int] = Counter()
 
+    # Stands in for the reader of loose tensors: counts the uses and reads no payload.
     def note(index: int) -> None:
         if not 0 <= index < len(manifest.loose):
             raise _refuse(

@@ -1,15 +1,17 @@
-"""Nested values as strict JSON: what a user adds, and an optimizer's numbers.
+"""Writes nested values as strict JSON: the user's ``extra``, and optimizer values.
 
-JSON has no tensors, tuples or infinities, so these are written as a dict of one key
-that starts with ``$``; a user's own dict with such a key is written as pairs::
+JSON has no tensors, tuples or infinities. They are written as a dict with a single key
+that starts with ``$``; a user's dict with such a key is written as pairs.
+
+::
 
     tensor    {"$tensor": 3}                  the manifest's third loose tensor
-    number    {"$number": ["float32", 1.0]}   a 0-d tensor, where they are asked for
+    number    {"$number": ["float32", 1.0]}   a 0-d tensor, with python_values
     float     {"$float": "nan"}
-    tuple     {"$tuple": [..]}                where they are asked for
+    tuple     {"$tuple": [..]}                with python_values
     dict      {"$dict": [["$key", ..], ..]}
 
-Decoding accepts exactly what encoding writes, so nothing in a manifest is ignored.
+Decoding accepts only values that encoding writes, so no part of a manifest is ignored.
 """
 
 from __future__ import annotations
@@ -25,30 +27,49 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.dtypes import DTYPES, dtype_name
 
 Put = Callable[[Tensor, str], int]
-"""Takes a tensor and its path; gives the number by which it is found again."""
+"""A function that stores a tensor, given its path, and returns the tensor's number."""
 Get = Callable[[int], Any]
-"""The tensor of a number."""
+"""A function that returns the tensor of a number."""
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
+"""The deepest nesting that is written."""
 
 
 def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> Any:
-    """``value`` as JSON; tensors go to ``put``.
+    """Return ``value`` as JSON; tensors are passed to ``put``.
 
-    With ``python_values``, what optimizers and modules hold: tuples as well, and 0-d
-    tensors are written as numbers.
+    Args:
+        value: nested dicts and lists of strings, numbers, booleans, None and tensors.
+        where: the name of the value in error messages.
+        put: stores a tensor and returns its number.
+        python_values: also accept tuples, and write 0-d tensors as numbers, as needed
+            for the values of optimizers and modules. Default False.
 
-    Raises: TypeError, naming the path (``extra['a'][2]``), for anything else.
+    Returns: a value for ``json.dumps``.
+    Raises: TypeError, naming the path (``extra['a'][2]``), for any other type.
+    Collective: none.
     """
     return _Encoder(put, python_values).encode(value, where, 0)
 
 
 class _Encoder:
+    """Encodes values; holds the options of ``encode``."""
+
     def __init__(self, put: Put, python_values: bool) -> None:
         self.put, self.python_values = put, python_values
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
+        """Return ``value`` as JSON.
+
+        Args:
+            value: the value.
+            where: the path of the value, for messages.
+            depth: the number of containers around the value.
+
+        Raises: TypeError, as the function ``encode``.
+        """
+        # A container that holds itself would never end.
         if depth > _MAX_DEPTH:
             raise TypeError(
                 f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, or "
@@ -58,6 +79,7 @@ class _Encoder:
             return value
         if isinstance(value, str):
             return _text(value)
+        # ``int`` and ``float`` remove subclasses, such as enums and numpy's float64.
         if isinstance(value, int):
             return int(value)
         if isinstance(value, float):
@@ -75,6 +97,7 @@ class _Encoder:
         raise _refused(value, where)
 
     def _dict(self, value: dict[Any, Any], where: str, depth: int) -> Any:
+        """Return a dict as JSON."""
         pairs = []
         for key, item in value.items():
             if not isinstance(key, str):
@@ -90,6 +113,8 @@ class _Encoder:
         return dict(pairs)
 
     def _tensor(self, value: Tensor, where: str) -> Any:
+        """Return a tensor as JSON, as a number or through ``put``."""
+        # Other subclasses may have values elsewhere than in their own memory.
         if type(value) not in (Tensor, torch.nn.Parameter):
             raise _refused(value, where)
         if value.is_meta or value.layout is not torch.strided:
@@ -98,6 +123,7 @@ class _Encoder:
                 f"{where} is a tensor {kind}; a checkpoint holds dense tensors with "
                 "values. Convert it (to_dense()), or leave it out."
             )
+        # As a number: optimizer steps and the like need no entry in a file.
         if self.python_values and value.ndim == 0 and not value.is_complex():
             number = value.item()
             if isinstance(number, float):
@@ -107,6 +133,7 @@ class _Encoder:
 
 
 def _refused(value: Any, where: str) -> TypeError:
+    """Return the error for a type that a checkpoint cannot hold."""
     kind = type(value)
     return TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds "
@@ -116,21 +143,31 @@ def _refused(value: Any, where: str) -> TypeError:
 
 
 def _text(value: str) -> str:
-    # Of a subclass its characters: an enum's str() is another text, and a class that
-    # other ranks cannot unpickle would end the save on one rank alone.
+    """Return the characters of ``value`` as a plain string."""
+    # Not ``str(value)``, which an enum overrides. And not ``value`` itself: an object
+    # of a class that other ranks cannot unpickle would end the save on those ranks
+    # alone.
     return str.__str__(value)
 
 
 def _float(value: float) -> Any:
+    """Return ``value``, or a marked dict for a float that JSON lacks."""
     if math.isfinite(value):
         return value
     return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
 
 
 def decode(value: Any, where: str, get: Get) -> Any:
-    """What ``encode`` was given. Raises: CheckpointError, for anything it never wrote.
+    """Return the value that ``encode`` was given.
 
-    ``where`` is the start of the message: the file, and the place in it.
+    Args:
+        value: the JSON value.
+        where: the start of error messages: the file, and the path in the document.
+        get: returns the tensor of a number.
+
+    Returns: the decoded value.
+    Raises: CheckpointError, for a value that ``encode`` never writes.
+    Collective: none.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -149,6 +186,7 @@ def decode(value: Any, where: str, get: Get) -> Any:
 
 
 def _decode_marked(mark: str, value: Any, where: str, get: Get) -> Any:
+    """Decode the value of a dict with a single key that starts with ``$``."""
     if mark == "$tensor" and type(value) is int:
         return get(value)
     if mark == "$float" and isinstance(value, str) and value in _SPECIAL:
@@ -158,6 +196,7 @@ def _decode_marked(mark: str, value: Any, where: str, get: Get) -> Any:
     if mark == "$number":
         return _number(value, where)
     if mark == "$dict" and isinstance(value, list):
+        # Only with a ``$`` key does ``encode`` write pairs; duplicate keys are damage.
         keys = [pair[0] for pair in value if isinstance(pair, list) and len(pair) == 2]
         texts = {key for key in keys if isinstance(key, str)}
         if len(texts) == len(value) and any(key.startswith("$") for key in texts):
@@ -166,6 +205,7 @@ def _decode_marked(mark: str, value: Any, where: str, get: Get) -> Any:
 
 
 def _number(value: Any, where: str) -> Tensor:
+    """Return the 0-d tensor of ``[dtype name, number]``."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
         dtype, number = DTYPES.get(value[0]), value[1]
         if isinstance(number, dict):
@@ -176,18 +216,21 @@ def _number(value: Any, where: str) -> Tensor:
             except (RuntimeError, OverflowError, ValueError):
                 raise _damaged(where, value) from None
             back = made.item()
+            # The dtype must represent the number exactly; NaN differs from itself.
             if back == number or back != back:
                 return made
     raise _damaged(where, value)
 
 
 def _python_type(dtype: torch.dtype) -> type:
+    """Return the Python type of a number of ``dtype``."""
     if dtype is torch.bool:
         return bool
     return float if dtype.is_floating_point else int
 
 
 def _damaged(where: str, value: Any) -> CheckpointError:
+    """Return the error for a value that ``encode`` never writes."""
     text = repr(value)
     text = text if len(text) <= 80 else f"{text[:80]}..."
     return CheckpointError(

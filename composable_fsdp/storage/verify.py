@@ -1,4 +1,4 @@
-"""Reading a whole native checkpoint to say whether every byte of it is good."""
+"""Reads a whole native checkpoint and verifies every byte."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource
 
 Progress = Callable[[int, int], object]
-"""Is called with the bytes read so far and those there are."""
+"""A callback that gets the number of bytes read so far, and of all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify`` found; true if the checkpoint is good.
-
-    ``path`` is the checkpoint, also where its parent was asked about. ``problems`` are
-    whole sentences that name file, parameter and box. ``nbytes`` were read.
-    """
+    """The result of ``verify``; true in a condition if the checkpoint is good."""
 
     path: str
+    """The checkpoint, also if ``verify`` was called with the parent directory."""
     problems: tuple[str, ...]
+    """Full sentences with the file, the parameter and the box."""
     files: int
+    """The number of files that were read."""
     nbytes: int
+    """The number of payload bytes that were read."""
 
     @property
     def ok(self) -> bool:
@@ -46,11 +46,14 @@ class Verification:
 def verify(
     path: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> Verification:
-    """Check a native checkpoint from end to end: manifest, sizes, every checksum.
+    """Verify a native checkpoint completely: manifest, file sizes, every checksum.
 
-    ``path`` is the checkpoint, or a directory whose file ``latest`` names one. Every
-    file is read, one block of 4 MiB at a time. No process group is needed and nothing
-    is sent; damage is reported, not raised.
+    ``path`` is the checkpoint, or a directory whose file ``latest`` names a checkpoint.
+    ``progress`` is called after each block of 4 MiB; the default None calls nothing.
+    Every file is read block by block. No process group is needed. Damage is reported in
+    the result, and does not raise.
+
+    Collective: none.
 
     >>> assert verify("runs/step-100")
     """
@@ -67,12 +70,15 @@ def verify(
             for reader in source.files:
                 files += 1
                 size = reader.file.payload_nbytes
+                # ``max``: an empty payload still has a header to verify.
                 for begin in range(0, max(size, 1), BLOCK):
                     end = min(begin + BLOCK, size)
                     try:
                         reader.check([ReadRequest(begin, end, None, 0, ())])
                     except CheckpointError as error:
                         problems.append(_text(error))
+                        # The file itself is missing, short, or has a damaged header, so
+                        # each further block would report the same problem.
                         if not reader.is_open:
                             break
                     done += end - begin
@@ -84,4 +90,5 @@ def verify(
 
 
 def _text(error: CheckpointError) -> str:
+    """Return the text of the error."""
     return str(error.args[0])

@@ -1,12 +1,8 @@
-"""A safetensors file written as a stream, with a checksum per block of payload.
+"""Writes a safetensors file as a stream, with a checksum per block of payload.
 
 ::
 
     8 bytes: header length | header: JSON, padded with spaces | payload, end to end
-
-The safetensors library takes all tensors of a file at once, so optimizer states would
-have to be copied together into region-shaped tensors first, all of them. Here an entry
-is a series of pieces, and only one piece is in host memory beside the shards.
 """
 
 from __future__ import annotations
@@ -28,31 +24,40 @@ from composable_fsdp.storage.dtypes import CODES
 from composable_fsdp.storage.manifest import BLOCK, File
 
 ALIGNMENT = 64
-"""The payload begins at a multiple of it, so whoever maps the file has aligned data."""
+"""The payload begins at a multiple of this many bytes, for readers that map files."""
 _ZEROS = bytes(1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor to be written: its name in the file, and what gives its elements.
+    """An entry to write: its key in the file, and a function that yields its elements.
 
-    ``pieces`` yields tensors on any device in order, and integers: that many zero
+    ``pieces`` yields tensors on any device, in order, and integers: a number of zero
     bytes.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # The safetensors library takes all tensors of a file at once. Optimizer states
+    # would first have to be copied into tensors of whole shards, all at the same time.
+    # With a generator, host memory holds the shards and a single tensor of an entry.
     pieces: Callable[[], Iterable[Tensor | int]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """The number of bytes of the elements."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def of_tensor(key: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Piece:
-    """A whole tensor, converted to ``dtype`` if one is given."""
+    """Return the piece of a whole tensor.
+
+    Args:
+        key: the key of the entry.
+        tensor: the tensor, on any device; read when the file is written.
+        dtype: the dtype to convert to. Default None: the tensor's dtype.
+    """
     return Piece(
         key,
         dtype or tensor.dtype,
@@ -62,12 +67,12 @@ def of_tensor(key: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Pie
 
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:
-    """The order in a file: larger elements first, so that each entry is aligned."""
+    """Return the pieces in file order: large elements first, so entries are aligned."""
     return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
 
 
 def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
-    """Where in the payload each entry begins, by its key."""
+    """Return the first payload byte of each entry, by key."""
     begins, end = {}, 0
     for piece in pieces:
         begins[piece.key] = end
@@ -76,11 +81,17 @@ def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
 
 
 def write_file(path: str, pieces: Sequence[Piece], *, rank: int = 0) -> File:
-    """Write ``pieces`` as a new file, which is on the disk when this returns.
+    """Write ``pieces`` as a new file; on return, the file is on the disk.
 
-    ``rank`` is this process's in the save, for tests that kill it.
+    Args:
+        path: the path of the file, which must not exist.
+        pieces: the entries, in file order.
+        rank: this rank's number in the save, for tests that kill the process. Default
+            0.
 
-    Raises: OSError; the file may be there in part then.
+    Returns: the sizes and checksums of the file.
+    Raises: OSError; the file may then exist in part.
+    Collective: none.
     """
     header = _header(pieces)
     total = sum(piece.nbytes for piece in pieces)
@@ -100,6 +111,7 @@ def write_file(path: str, pieces: Sequence[Piece], *, rank: int = 0) -> File:
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
+    """Return the length and the JSON of the header, padded to ``ALIGNMENT``."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
@@ -115,17 +127,19 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 
 
 class _Payload:
-    """Passes bytes on and keeps a checksum of each block."""
+    """Passes bytes on to the file and computes the checksum of each block."""
 
     def __init__(self, out: DirectFile, total: int, rank: int) -> None:
         self.out, self.rank, self.done, self.half = out, rank, 0, total // 2
         self.crc, self.blocks = 0, list[int]()
 
     def write(self, data: memoryview) -> None:
-        """Append ``data``, one block at a time: it is in the cache for both."""
+        """Append ``data`` to the payload."""
         at = 0
         while at < len(data):
             left = BLOCK - self.done % BLOCK
+            # Block by block: the checksum then reads bytes that the write has left in
+            # the cache.
             part = data[at : at + left]
             self.out.write(part)
             self.crc = zlib.crc32(part, self.crc)
@@ -138,12 +152,13 @@ class _Payload:
                 crash.crash_point("mid-file", self.rank)
 
     def finish(self) -> tuple[int, ...]:
-        """The checksums, the last block's included."""
+        """Return the checksums of all blocks, the last incomplete block included."""
         rest = [self.crc] if self.done % BLOCK else []
         return (*self.blocks, *rest)
 
 
 def _write_piece(payload: _Payload, piece: Piece) -> None:
+    """Write the elements of a piece."""
     end = payload.done + piece.nbytes
     for part in piece.pieces():
         if isinstance(part, int):
@@ -151,13 +166,15 @@ def _write_piece(payload: _Payload, piece: Piece) -> None:
                 payload.write(memoryview(_ZEROS)[:part])
                 part -= len(_ZEROS)
         else:
+            # ``resolve_conj`` and ``resolve_neg``: lazily conjugated or negated tensors
+            # hold other values in memory than they represent.
             host = part.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
             payload.write(bytes_of(host))
     assert payload.done == end, f"{piece.key} has another size than its shape says"
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, writable, without a copy.
+    """Return the bytes of a contiguous CPU tensor, writable, without a copy.
 
     The view does not keep the tensor alive.
     """
@@ -171,7 +188,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def shard_pieces(
     parts: Iterable[tuple[int, Tensor]], shard_numel: int, itemsize: int
 ) -> Iterator[Tensor | int]:
-    """Tensors at element offsets of a shard, in order, with zeros in between."""
+    """Yield the elements of a shard in order, with zeros between the tensors.
+
+    Args:
+        parts: tensors with their element offsets in the shard, in order.
+        shard_numel: the number of elements of the shard.
+        itemsize: the number of bytes of an element.
+    """
     end = 0
     for offset, tensor in parts:
         if tensor.numel():
