@@ -147,6 +147,13 @@ def compare_model(
     def fits(
         names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> str | None:
+        """Return the name in the checkpoint if the tensor fits; report differences.
+
+        Args:
+            names: all names of the tensor in the model.
+            shape: the shape in the plain model.
+            dtype: the dtype to load.
+        """
         found = find(source, names)
         if found is None:
             report.missing.append(names[0])

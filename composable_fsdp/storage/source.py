@@ -133,7 +133,7 @@ class Source(ABC):
                 copy.into.copy_(value.view(copy.into.shape))
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """Fill the destinations that are not new; ``prepare`` has verified the bytes."""
+        """Fill destinations that are not new; ``prepare`` has verified the bytes."""
         for copy in copies:
             if not copy.is_new:
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
