@@ -1,4 +1,4 @@
-"""``ShardingPlan``: what will be sharded and what it costs, before a tensor moves."""
+"""``ShardingPlan``: units, memory and traffic, known before any tensor moves."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """Frozen result of planning, units in ``.modules()`` order; ``str()`` reports."""
+    """The frozen result of planning; ``str()`` gives the report."""
 
     units: tuple[UnitPlan, ...]
+    """One plan per unit, in ``.modules()`` order; the first unit is the root."""
     world_size: int
+    """Number of ranks in all."""
     warnings: tuple[str, ...] = ()
+    """Sentences on avoidable padding, for a reader; see ``padding_notes``."""
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters that the units hold, each counted once."""
+        """Elements of all parameters in the units; a tied parameter counts once."""
         return sum(r.numel for u in self.units for r in u.regions)
 
     @property
     def padded_numel(self) -> int:
-        """The same with padding."""
+        """Elements of all parameters in the units, padding included."""
         return sum(r.padded_numel for u in self.units for r in u.regions)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters on each rank, those kept on the host included."""
+        """Bytes of sharded parameters per rank, on device and host."""
         return sum(unit.parameter_bytes for unit in self.units)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients on each rank after a backward, the host's included."""
+        """Bytes of sharded gradients per rank after backward, on device and host."""
         return sum(unit.gradient_bytes for unit in self.units)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of parameters and gradients that offloading keeps on the host."""
+        """Bytes of parameters and gradients that CPU offload keeps on the host."""
         return sum(
             unit.parameter_bytes + unit.gradient_bytes
             for unit in self.units
@@ -52,33 +55,41 @@ class ShardingPlan:
 
     @property
     def traffic(self) -> Traffic:
-        """Collectives and bytes of one step; the first unit is the root."""
+        """Collectives and bytes of a training step; the first unit is the root."""
         total = Traffic()
         for i, (unit, flows) in enumerate(self._with_flow()):
             total += unit.traffic(is_root=i == 0, in_backward=flows)
         return total
 
     def _with_flow(self) -> list[tuple[UnitPlan, bool]]:
-        """Units, and whether gradients flow through them.
-
-        They flow back to the first trainable unit, through frozen ones as well.
-        """
+        """Return pairs of a unit and whether gradients flow through the unit."""
+        # Backward runs until the first trainable unit in forward order, so gradients
+        # flow through every unit after that unit, frozen units included.
         trainable = accumulate((unit.is_trainable for unit in self.units), or_)
         return list(zip(self.units, trainable, strict=True))
 
     def peak(
         self, *, device_type: str = "cuda", optimizer_states: int = 0
     ) -> PeakMemory:
-        """The most that a step takes of each rank's device, activations left out.
+        """Return the largest memory that a step needs per rank on the device.
 
-        ``optimizer_states``: tensors that the optimizer keeps per trainable parameter,
-        in its dtype (2 for AdamW). Of offloaded units only what visits the device is
-        counted, unless ``device_type`` is "cpu". ``planning.memory`` says what is
-        assumed of the step.
+        Activations are not counted. ``planning.memory`` states the assumptions about
+        the step.
+
+        Args:
+            device_type: "cuda" (default) counts only the device memory of offloaded
+                units, and frees a resharded unit late, as the streams do. "cpu" counts
+                host memory.
+            optimizer_states: number of tensors that the optimizer keeps per trainable
+                parameter, in the parameter's dtype; 2 for AdamW. Default 0.
+
+        Returns: bytes by kind, and the moment of the peak.
+        Collective: none.
         """
         streams = device_type == "cuda"
         flow = self._with_flow()
         parents = _parents(self.units)
+        # On CUDA, the shards of offloaded units are in host memory and do not count.
         kept = [u for u in self.units if not (u.is_offloaded and streams)]
         moment = peak_of_step(
             [
@@ -100,6 +111,9 @@ class ShardingPlan:
         )
         return PeakMemory(
             parameters=sum(unit.parameter_bytes for unit in kept),
+            # With CPU offload the gradients live in host memory permanently, so the
+            # walk through the step does not count them; on CPU that memory is the
+            # device's.
             gradients=moment.gradients
             + sum(unit.gradient_bytes for unit in kept if unit.is_offloaded),
             full=moment.full,
@@ -111,7 +125,7 @@ class ShardingPlan:
 
     @property
     def report(self) -> str:
-        """The plan as text: a table of units, totals, then what deserves a look."""
+        """The plan as text: table of units, totals, partly frozen units, warnings."""
         mixed = [
             _mixed_text(unit) for unit in self.units if unit.frozen and unit.trainable
         ]
@@ -122,10 +136,11 @@ class ShardingPlan:
 
 
 def _parents(units: Sequence[UnitPlan]) -> list[int]:
-    """Index of the unit around each; -1 for the root."""
+    """Return, per unit, the index of the enclosing unit; -1 for the root."""
     parents: list[int] = []
     inside: list[int] = []
     for index, unit in enumerate(units):
+        # Units come in ``.modules()`` order, so the enclosing units form a stack.
         while inside and not _is_inside(unit.fqn, units[inside[-1]].fqn):
             inside.pop()
         parents.append(inside[-1] if inside else -1)
@@ -134,10 +149,12 @@ def _parents(units: Sequence[UnitPlan]) -> list[int]:
 
 
 def _is_inside(fqn: str, outer: str) -> bool:
+    """Return whether the module named ``fqn`` lies below the module named ``outer``."""
     return not outer or fqn.startswith(f"{outer}.")
 
 
 def _table(units: tuple[UnitPlan, ...]) -> str:
+    """Return the table of the report: one line per unit, numbers right-aligned."""
     rows = [("unit", "class", "parameters", "per rank", "padding", "regions")]
     for unit in units:
         numel = sum(r.numel for r in unit.regions)
@@ -164,6 +181,7 @@ def _table(units: tuple[UnitPlan, ...]) -> str:
 
 
 def _totals(plan: ShardingPlan) -> list[str]:
+    """Return the lines of the report that sum up all units."""
     traffic, peak = plan.traffic, plan.peak()
     strategies = {unit.options.strategy.name: None for unit in plan.units}
     sent = [
@@ -194,6 +212,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
 
 
 def _mixed_text(unit: UnitPlan) -> str:
+    """Return a sentence on a unit that holds trainable and frozen parameters."""
     trainable, frozen = unit.trainable, unit.frozen
     shown = list(trainable)[:4]
     more = f" and {len(trainable) - 4} more" if len(trainable) > 4 else ""
@@ -205,7 +224,7 @@ def _mixed_text(unit: UnitPlan) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes for a reader: the largest unit that gives a number of one or more.
+    """Return bytes as text, in the largest unit that gives a number of at least 1.
 
     >>> size_text(512), size_text(1536), size_text(3 * 2**20)
     ('512 B', '1.50 KiB', '3.00 MiB')
@@ -221,6 +240,7 @@ def size_text(nbytes: int) -> str:
 
 
 def _region_text(region: RegionLayout) -> str:
+    """Return a region as text: dtype, frozen, group and number of parameters."""
     kind = str(region.dtype).removeprefix("torch.")
     frozen = "" if region.trainable else " frozen"
     group = "" if region.group is None else f" group {region.group!r}"

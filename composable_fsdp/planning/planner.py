@@ -1,4 +1,10 @@
-"""From a module tree to a frozen plan; every check comes before a tensor moves."""
+"""Plans one application of ``fully_shard``: a module tree becomes a ``ShardingPlan``.
+
+Planning runs every check before any tensor moves, so a refused model stays unchanged::
+
+    modules --assign_units--> Unit --_build--> UnitPlan     integers and names, cached
+                                '-----_target----> Target   the plan and live objects
+"""
 
 from __future__ import annotations
 
@@ -36,34 +42,38 @@ from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
 
 class Target(NamedTuple):
-    """The live objects behind one ``UnitPlan``."""
+    """The live objects (modules, parameters) behind one ``UnitPlan``."""
 
     plan: UnitPlan
     modules: tuple[nn.Module, ...]
+    """The modules passed to ``fully_shard`` as this unit; usually a single module."""
     members: tuple[nn.Module, ...]
-    """These and the modules below of which this unit is the nearest above."""
+    """``modules``, and the modules below whose nearest enclosing unit is this unit."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    """Region by region and slot by slot."""
+    """The parameters, by region and then by slot of the region."""
     places: tuple[Place, ...]
-    """Every place of every parameter, in the same order."""
+    """Every place of every parameter, in the order of ``parameters``."""
     keys: tuple[str, ...]
-    """The parameters' keys there."""
+    """Per entry of ``places``, the parameter's key in ``module._parameters``."""
     owners: tuple[nn.Module, ...]
-    """The modules at these places."""
+    """Per entry of ``places``, the module that holds the parameter there."""
     parent: int
-    """Index of the unit above; of the first target, itself."""
+    """Index of the enclosing unit's target; the first target is its own parent."""
     units_below: tuple[object, ...]
-    """States of earlier applications whose nearest unit above is this one."""
+    """States of units from earlier ``fully_shard`` calls directly below this unit."""
 
 
 def plan_modules(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> tuple[ShardingPlan, tuple[Target, ...]]:
-    """Plan one application of ``fully_shard`` to ``modules`` (several form one unit).
+    """Plan one application of ``fully_shard`` to ``modules``.
 
-    Reads the tree and changes nothing. Units come in ``.modules()`` order.
+    Several modules form a single unit. The function reads the tree and changes nothing.
 
-    Raises: PlanError or CompositionError, naming module, parameter and the way out.
+    Returns: the plan, and one ``Target`` per unit, both in ``.modules()`` order.
+    Raises: PlanError or CompositionError, naming the module, the parameter and the
+    remedy.
+    Collective: none.
     """
     units = assign_units(modules, request)
     notes: list[str] = []
@@ -77,11 +87,17 @@ def plan_modules(
 def group_sizes(
     strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
 ) -> tuple[int, int]:
-    """Ranks that share a unit's parameters, and how many copies of them there are.
+    """Return the size of a unit's shard group and the number of its replicas.
 
-    Without ``shard_world_size`` there is one group.
+    Args:
+        strategy: the unit's sharding strategy.
+        world_size: number of ranks in all.
+        shard_world_size: ranks per shard group. Default None: a single shard group of
+            ``world_size`` ranks. ``NO_SHARD`` ignores this argument.
 
-    Raises: PlanError, for a hybrid strategy on one group.
+    Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
+    Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
+    Collective: none.
     """
     if strategy is ShardingStrategy.NO_SHARD:
         return 1, world_size
@@ -99,11 +115,11 @@ def group_sizes(
 
 
 class _Build(NamedTuple):
-    """All of a unit that is integers and names; equal units share one."""
+    """The integers and names of a unit's plan; equal units share a single object."""
 
     plan: UnitPlan
     order: tuple[tuple[int, ...], ...]
-    """By region, the indices of its parameters as the walk met them."""
+    """Per region, the indices of its parameters in the unit's walking order."""
     places: tuple[Place, ...]
     keys: tuple[str, ...]
     notes: tuple[str, ...]
@@ -117,11 +133,15 @@ _Known = tuple[
     bool,
     Hashable,
 ]
-"""A parameter: its names, (name from the unit, key) of its places, shape, dtype,
-whether it is trainable, and its group."""
+"""The cache key of a parameter.
+
+Its entries: the parameter's names, its places as (name from the unit, key), its shape,
+its dtype, ``requires_grad``, and the answer of ``group_by``.
+"""
 
 
 def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> Target:
+    """Build the ``Target`` of unit ``index``; append its warnings to ``notes``."""
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
     found = [_places(occurrences, index) for _, occurrences in unit.parameters]
     known = [
@@ -137,7 +157,9 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             found, unit.parameters, strict=True
         )
     ]
-    # A cache would keep what a function of the user's refers to, such as the model.
+    # The cache keeps its arguments alive. ``options`` would keep the user's
+    # ``group_by``, and the model that this function may refer to, so such units bypass
+    # the cache.
     build_unit = _build if unit.options.group_by is None else _build.__wrapped__
     build = build_unit(
         unit.fqn,
@@ -168,9 +190,10 @@ def _build(
     parameters: tuple[_Known, ...],
     sizes: tuple[int, int],
 ) -> _Build:
-    """Plan one unit. Equal arguments, as of transformer blocks, give the same object.
+    """Plan a single unit.
 
-    ``sizes`` are the ranks that share the parameters and the number of such groups.
+    Equal arguments, as for equal transformer blocks, return the same object. ``sizes``
+    holds the size of the shard group and the number of replicas.
     """
     rows = options.block is Block.ROW
     regions = plan_regions(
@@ -202,10 +225,13 @@ def _build(
 def _places(
     occurrences: list[Occurrence], index: int
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[nn.Module, ...]]:
-    """All names of a parameter from its unit; the places that hold it, and who does.
+    """Return a parameter's names from its unit, its places, and each place's owner.
 
-    A module that is met along two paths holds the parameter once and names it twice.
+    A module that is reachable along two paths holds the parameter once, but adds two
+    names.
     """
+    # Nearly every parameter has a single place; this branch saves three dicts per
+    # parameter.
     if len(occurrences) == 1:
         o = occurrences[0]
         first = _relative(o, index)
@@ -216,12 +242,17 @@ def _places(
     for o in occurrences:
         fqn = _relative(o, index)
         names[fqn] = None
+        # Keyed by module identity and key, so that a shared module counts as a single
+        # place.
         places.setdefault((id(o.module), o.name), (fqn, o.name))
         owners.setdefault((id(o.module), o.name), o.module)
     return tuple(names), tuple(places.values()), tuple(owners.values())
 
 
 def _relative(place: Occurrence, index: int) -> str:
+    """Return the name of ``place`` from the module of unit ``index``."""
+    # A unit's module that is reachable along two paths has two names. The prefix to
+    # remove is the name on the path of this occurrence, which the chain records.
     for unit, length in reversed(place.chain):
         if unit == index:
             return place.fqn[length + 1 :] if length else place.fqn
@@ -246,15 +277,45 @@ def plan(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     tied_params: str = "error",
 ) -> ShardingPlan:
-    """Say what ``fully_shard`` would do with ``module`` on ``world_size`` ranks.
+    """Return the plan of ``fully_shard`` for ``module`` on ``world_size`` ranks.
 
-    Needs no process group, works on meta-device models and touches nothing; ``print()``
-    the result for a report. ``world_size`` counts ranks; with ``shard_world_size`` so
-    many of them share parameters and the rest hold copies, as on a 2-D mesh
-    ``(world_size // shard_world_size, shard_world_size)``. Sizes are in elements, bytes
-    as the fields say.
+    Planning needs no process group, works on meta-device models and changes nothing.
+    ``print()`` the result for a report.
 
-    Raises: PlanError or CompositionError, as ``fully_shard`` itself would.
+    Args:
+        module: the module to plan. ``fully_shard`` must not have been applied to it.
+        world_size: number of ranks in all.
+        shard_world_size: number of ranks in a shard group; the group's ranks share the
+            parameters, and ``world_size // shard_world_size`` groups hold replicas, as
+            on a 2-D mesh ``(world_size // shard_world_size, shard_world_size)``. Must
+            divide ``world_size``. Default None: a single shard group of all ranks.
+        policy: selects the modules below ``module`` that become units: a policy object,
+            a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
+            that returns ``{module: options}``. Default None: ``module`` is the only
+            unit.
+        strategy: the sharding strategy. Default FULL_SHARD.
+        mixed_precision: dtypes of compute, reduction, buffers, inputs and outputs.
+            Default None: every tensor keeps its dtype.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps the sharded parameters
+            and gradients in host memory. Default None: on the device.
+        backward_prefetch: when backward gathers the next unit. Default BACKWARD_PRE.
+        forward_prefetch: whether a forward gathers the next unit ahead. Default False.
+        limit_all_gathers: whether the memory of at most one resharded unit may wait for
+            the GPU. Default True.
+        block: the run of elements that no shard boundary may cut. Default Block.ROW.
+        group_by: a function of a parameter's name and the parameter; parameters with
+            different answers get separate regions. Default None: a single group.
+        ignored_modules: modules to leave unsharded, with every module below them.
+            Default None: no module.
+        ignored_states: parameters, or modules, to leave unsharded. Default None: no
+            parameter.
+        tied_params: "error" (default) refuses a parameter that is tied across units;
+            "promote" gives the parameter to the lowest unit above all its places.
+
+    Returns: the plan. Sizes are in elements; fields named ``*_bytes`` are in bytes.
+    Raises: TypeError, if ``module`` is no module; PlanError or CompositionError, as
+    ``fully_shard`` raises them.
+    Collective: none.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -264,6 +325,8 @@ def plan(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"plan expects a module, got a {type(module).__name__}.")
+    # ``FullyShardedDataParallel`` registers the state on the wrapped module, so look
+    # behind the wrapper.
     if get_state(module._modules.get(WRAPPED_MODULE) or module, API) is not None:
         raise CompositionError(
             f"plan expects a module that is not sharded yet; fully_shard was already "
@@ -271,6 +334,7 @@ def plan(
             "model, on meta for example."
         )
     if (
+        # bool is a subclass of int, and ``world_size=True`` is a mistake.
         isinstance(world_size, bool)
         or not isinstance(world_size, int)
         or world_size < 1
@@ -313,9 +377,15 @@ def plan(
 
 
 def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
-    """Return what was given for ``argument``, which may be an iterator, as a list."""
+    """Return the value of ``argument``, which may be an iterator, as a list.
+
+    Raises: TypeError, naming ``argument``, if ``given`` is a module, a tensor or no
+    iterable.
+    """
     if given is None:
         return []
+    # nn.Sequential and torch.Tensor are iterable, so a forgotten list must be refused
+    # by type.
     if isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable):
         raise TypeError(
             f"{argument} expects a list, got a {type(given).__name__}. Pass [it]."
@@ -326,7 +396,10 @@ def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
 def expand_ignored(
     ignored_modules: Sequence[nn.Module] | None, ignored_states: Sequence[Any] | None
 ) -> frozenset[nn.Module]:
-    """All modules that are ignored, with everything below them."""
+    """Return all ignored modules: the given modules and every module below them.
+
+    Raises: TypeError, if ``ignored_modules`` holds an object that is no module.
+    """
     if not ignored_modules and not ignored_states:
         return frozenset()
     given = list(ignored_modules or ())
@@ -341,7 +414,10 @@ def expand_ignored(
 
 
 def ignored_parameters(ignored_states: Sequence[Any] | None) -> frozenset[int]:
-    """Identities of the parameters that are ignored by themselves."""
+    """Return the ids of the parameters that ``ignored_states`` names directly.
+
+    Raises: TypeError, if an entry is neither a parameter nor a module.
+    """
     if not ignored_states:
         return frozenset()
     for state in ignored_states:
@@ -356,7 +432,10 @@ def ignored_parameters(ignored_states: Sequence[Any] | None) -> frozenset[int]:
 
 
 def check_tied(value: str) -> str:
-    """Return ``value`` if it says what to do with a parameter tied across units."""
+    """Return ``value`` if it is a valid ``tied_params``: "error" or "promote".
+
+    Raises: PlanError, for any other value.
+    """
     if value not in ("error", "promote"):
         raise PlanError(f"tied_params expects 'error' or 'promote', got {value!r}.")
     return value

@@ -1,12 +1,12 @@
-"""Policies: functions of the module tree that return ``{module: kwargs}``.
+"""Policies: functions of a module tree that return units as ``{module: options}``.
 
-A policy reads and answers; it wraps nothing and changes nothing, so it may look at the
-tree as often as it likes. Three forms exist, and ``evaluate_policy`` takes each:
+A policy only selects modules; no policy here wraps or changes the tree.
+``evaluate_policy`` accepts three forms:
 
-* an object with ``_run_policy(root_module, ignored_modules, root_kwargs)`` (the classes
-  here, and those of torch's FSDP1);
-* a plain function ``(root, ignored, root_kwargs)`` that returns the map;
-* FSDP1's callables ``(module, recurse, nonwrapped_numel) -> bool`` (``callables.py``).
+* an object with ``_run_policy(root_module, ignored_modules, root_kwargs)``: the classes
+  of this file and the policy classes of torch's FSDP1;
+* a function ``(root, ignored, root_kwargs)`` that returns the map;
+* FSDP1's functions ``(module, recurse, nonwrapped_numel) -> bool`` (``callables.py``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from composable_fsdp.planning.callables import (
 from composable_fsdp.planning.dry_pass import choose_units
 
 Targets = dict[nn.Module, dict[str, Any]]
-"""Units and the options of each."""
+"""The units, and the options of each unit."""
 
 _SHOWN = 8
-"""Classes that a message lists."""
+"""Largest number of classes that a message lists."""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """What this package and torch's FSDP1 call a policy object."""
+    """The protocol of a policy object, here and in torch's FSDP1."""
 
     def _run_policy(
         self,
@@ -46,16 +46,16 @@ class Policy(Protocol):
         ignored_modules: set[nn.Module],
         root_kwargs: dict[str, Any],
     ) -> Targets:
-        """Return the units below ``root_module`` and the options of each."""
+        """Return the units below ``root_module`` and the options of each unit."""
         ...  # a protocol has no body
 
 
 class ModuleWrapPolicy:
-    """Every module of the given classes becomes a unit with the root's options.
+    """Makes every module of the given classes a unit with the root's options.
 
-    Warns, where the tree has none: the root is the only unit then.
+    A policy that matches no module in the tree warns: the root is the only unit then.
 
-    Raises: TypeError, if something in ``module_classes`` is not a module class.
+    Raises: TypeError, if an entry of ``module_classes`` is no module class.
 
     >>> policy = ModuleWrapPolicy({nn.Linear})
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -82,6 +82,7 @@ class ModuleWrapPolicy:
         return {m: dict(root_kwargs) for m in found if m not in ignored_modules}
 
     def _warn_of_none(self, root: nn.Module) -> None:
+        """Warn that no module matches, and list the classes of the tree."""
         classes = sorted({type(m).__name__ for m in walk.modules(root)})
         more = ", ..." if len(classes) > _SHOWN else ""
         warnings.warn(
@@ -94,7 +95,7 @@ class ModuleWrapPolicy:
     def __call__(
         self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any
     ) -> bool:
-        """Answer as FSDP1's callables do; the numel is not looked at."""
+        """Return the answer of FSDP1's function form; the numel has no influence."""
         return recurse or is_named(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -103,10 +104,13 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """A function of one module decides: ``True``, ``False``, or options of its own.
+    """Asks ``lambda_fn(module)`` per module: True, False, or a dict of options.
 
-    A non-empty dict makes the module a unit; what it leaves out is the root's. ``{}``
-    and ``False`` mean that the module is not a unit.
+    A non-empty dict makes the module a unit with these options; options that the dict
+    does not name are the root's. ``{}`` and False mean that the module is not a unit.
+
+    Raises: TypeError, if ``lambda_fn`` is not callable; PlanError, when the policy
+    runs, if ``lambda_fn`` returns another type.
 
     >>> policy = CustomPolicy(lambda module: isinstance(module, nn.Linear))
     """
@@ -144,15 +148,23 @@ class CustomPolicy:
 
 
 class SizePolicy:
-    """Units of at least ``min_numel`` elements, the smallest subtrees that reach it.
+    """Makes units of the smallest subtrees that reach ``min_numel`` elements.
 
-    A module becomes a unit when the parameters below it that no deeper unit has taken
-    reach ``min_numel``. The decisions equal those of ``size_based_auto_wrap_policy``,
-    from one pass over the tree. ``exclude``: classes that never become units.
-    ``force_leaf``: classes whose subtrees are left whole (as in FSDP1, such a module is
-    no unit itself). Both default to the attributes of ``size_based_auto_wrap_policy``.
+    A module becomes a unit if the parameters below the module that no deeper unit has
+    taken reach ``min_numel`` elements. The decisions equal those of
+    ``size_based_auto_wrap_policy``; the policy makes them in a single pass over the
+    tree.
 
-    Raises: ValueError, for a negative ``min_numel``; TypeError, for a non-class.
+    Args:
+        min_numel: smallest size of a unit, in elements.
+        exclude: classes whose modules never become units. Default None:
+            ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
+        force_leaf: classes whose subtrees stay whole; as in FSDP1, a module of these
+            classes is no unit. Default None:
+            ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
+
+    Raises: ValueError, if ``min_numel`` is negative; TypeError, if an entry is no
+    module class.
     """
 
     def __init__(
@@ -180,7 +192,7 @@ class SizePolicy:
         return {module: dict(root_kwargs) for module in units}
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        """Answer as FSDP1's callables do."""
+        """Return the answer of FSDP1's function form."""
         return size_based_auto_wrap_policy(
             module,
             recurse,
@@ -203,17 +215,27 @@ def evaluate_policy(
     boundaries: Set[nn.Module] = frozenset(),
     root_kwargs: Mapping[str, Any],
 ) -> Targets:
-    """Return the units that ``policy`` wants below ``root``, in ``.modules()`` order.
+    """Return the units that ``policy`` selects below ``root``, in ``.modules()`` order.
 
-    Each unit has a dict of its own: the root's options, overridden by the policy's.
-    Never units: ``root`` itself (its options are the caller's, as in FSDP1, so what a
-    policy says of it is dropped); modules in or below ``ignored_modules``; and modules
-    in or below ``boundaries``, which are units already. Parameters of the last two, and
-    those whose ``id`` is in ``ignored_params``, are not part of any numel. ``None`` has
-    no units. Changes nothing: neither the tree nor a dict of the caller or the policy.
+    Each unit gets a new dict: the root's options, overridden by the policy's options.
+    The tree and the dicts of the caller and of the policy stay unchanged.
 
-    Raises: PlanError, for a unit that is not below ``root``, or has no forward;
-    TypeError, for a policy or an answer of the wrong kind.
+    Args:
+        policy: a policy in any of the three forms. None selects no unit.
+        root: the module whose tree is searched. ``root`` itself is never in the result:
+            its options are the caller's, as in FSDP1, and options that a policy gives
+            it are dropped.
+        ignored_modules: modules to leave out, with every module below them; their
+            parameters count for no numel. Default: none.
+        ignored_params: ids of parameters that count for no numel. Default: none.
+        boundaries: modules that are units already; treated as ``ignored_modules``.
+            Default: none.
+        root_kwargs: the root's options as keyword arguments.
+
+    Returns: ``{module: options}``.
+    Raises: PlanError, if a unit is not below ``root`` or has no forward; TypeError, if
+    the policy or its answer has a wrong type.
+    Collective: none.
     """
     left_out = walk.subtrees([*ignored_modules, *boundaries])
     answer = _answer(policy, root, left_out, ignored_params, root_kwargs)
@@ -232,7 +254,7 @@ def _answer(
     ignored_params: Set[int],
     root_kwargs: Mapping[str, Any],
 ) -> Mapping[nn.Module, Mapping[str, Any]]:
-    """Ask ``policy`` in the form it has."""
+    """Call ``policy`` in the form that it has, and return its answer as a map."""
     if policy is None:
         return {}
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, Policy)):
@@ -240,8 +262,9 @@ def _answer(
             f"A policy expects one of the forms {_FORMS}, got {policy!r}. For units by "
             "class, pass ModuleWrapPolicy({TheClass})."
         )
-    # Copies, since a policy may write to what it is given. A SizePolicy is asked below,
-    # where its numel leaves out the ignored parameters.
+    # The policy gets copies, since a policy may change its arguments. A SizePolicy
+    # takes the branch below: ``choose_units`` leaves the ignored parameters out of the
+    # numel.
     if isinstance(policy, Policy) and not isinstance(policy, SizePolicy):
         answer: object = policy._run_policy(root, set(left_out), dict(root_kwargs))
     elif isinstance(policy, SizePolicy) or _takes(
@@ -274,11 +297,12 @@ _FORMS = (
 
 
 def _takes(policy: Callable[..., object], *given: object, **named: object) -> bool:
+    """Return whether ``policy`` can be called with these arguments."""
     try:
         inspect.signature(policy).bind(*given, **named)
     except TypeError:
         return False
-    except ValueError:  # written in C: no signature to ask
+    except ValueError:  # a function written in C may have no signature
         return True
     return True
 
@@ -286,9 +310,11 @@ def _takes(policy: Callable[..., object], *given: object, **named: object) -> bo
 def _check_targets(
     answer: Mapping[nn.Module, Mapping[str, Any]], root: nn.Module
 ) -> None:
-    """Refuse what cannot be a unit, before anything is applied."""
+    """Refuse a target that cannot be a unit, before any module is changed."""
     tree = set(walk.modules(root))
     for module, options in answer.items():
+        # A policy is user code: its types are promises, so check the values as plain
+        # objects.
         found: object = module
         if not isinstance(found, nn.Module):
             raise TypeError(
