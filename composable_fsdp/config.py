@@ -1,6 +1,6 @@
-"""Options as frozen values: each is checked when it is made, so a bad one cannot exist.
+"""Options as frozen values, each checked by its constructor.
 
-Names, fields and their order follow torch's FSDP1, whose users this package serves.
+Names, fields and field order follow torch's FSDP1, whose users this package serves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class ShardingStrategy(Enum):
-    """What is kept sharded, and when (torch FSDP1's names).
+    """Selects the tensors that are sharded, and when (names of torch's FSDP1).
 
-    ``FULL_SHARD``: parameters, gradients and optimizer state (ZeRO-3).
-    ``SHARD_GRAD_OP``: parameters stay whole from forward to the end of backward
-    (ZeRO-2).
-    ``NO_SHARD``: every rank holds everything and gradients are all-reduced (DDP).
-    ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2``: the first two within a shard group,
-    replicated across groups.
+    * ``FULL_SHARD``: parameters, gradients and optimizer state are sharded (ZeRO-3).
+    * ``SHARD_GRAD_OP``: as FULL_SHARD, but parameters stay unsharded from forward to
+      the end of backward (ZeRO-2).
+    * ``NO_SHARD``: every rank holds full parameters; gradients are all-reduced (DDP).
+    * ``HYBRID_SHARD``: FULL_SHARD within a shard group, replicated across groups.
+    * ``_HYBRID_SHARD_ZERO2``: SHARD_GRAD_OP within a shard group, replicated across
+      groups.
     """
 
     FULL_SHARD = auto()
@@ -33,12 +34,14 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When the next unit's all-gather is issued in backward.
+    """Selects when backward issues the all-gather of the next unit.
 
-    ``BACKWARD_PRE``: before the current unit's gradients are computed (most overlap).
-    ``BACKWARD_POST``: after them (one full unit less in memory).
-    ``None`` in place of both: when it is needed, and nothing else is in flight then
-    (least memory).
+    * ``BACKWARD_PRE``: before the gradients of the current unit are computed (most
+      overlap).
+    * ``BACKWARD_POST``: after the gradients of the current unit are computed (the
+      memory of one full unit less).
+    * ``None`` instead of a member: when the unit's backward begins; no other collective
+      is in flight then (least memory).
     """
 
     BACKWARD_PRE = auto()
@@ -46,11 +49,12 @@ class BackwardPrefetch(Enum):
 
 
 class Block(Enum):
-    """What a shard boundary may not cut.
+    """Selects the run of elements that no shard boundary may cut.
 
-    ``ROW``: one index of dim 0 of a parameter with two or more dims, so that a sharded
-    leaf is ``(k, *trailing)``. ``ELEMENT``: one element, least padding; a sharded leaf
-    is one-dimensional.
+    * ``ROW``: one index of dim 0 of a parameter with at least two dims, so that a
+      sharded parameter has shape ``(k, *trailing)``.
+    * ``ELEMENT``: a single element, for the least padding; a sharded parameter is
+      one-dimensional.
     """
 
     ROW = auto()
@@ -59,19 +63,27 @@ class Block(Enum):
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes for compute, reduction and buffers; ``None`` keeps the original.
+    """Dtypes for compute, reduction and buffers; names and order as in torch's FSDP1.
 
-    ``param_dtype``: what is gathered and computed with; the shards, and so the
-    optimizer, keep the parameters' own dtype. ``reduce_dtype``: gradients are
-    accumulated and reduced in it; ``param_dtype`` if ``None``. ``buffer_dtype``:
-    buffers are cast to it at the first forward. ``keep_low_precision_grads``: ``.grad``
-    stays in the reduce dtype, for an optimizer that takes it. ``cast_forward_inputs``,
-    ``cast_root_forward_inputs``: floating point inputs of every unit, or of the root,
-    are cast to ``param_dtype``. ``_module_classes_to_ignore``: with a policy, modules
-    of these classes become units without mixed precision. ``output_dtype``: floating
-    point outputs are cast to it.
+    Args:
+        param_dtype: dtype of the all-gather and of compute. Sharded parameters, and so
+            the optimizer, keep the original dtype. Default None: the original dtype.
+        reduce_dtype: dtype in which gradients are accumulated and reduced. Default
+            None: ``param_dtype``.
+        buffer_dtype: dtype to which the first forward casts buffers. Default None: no
+            cast.
+        keep_low_precision_grads: keep ``.grad`` in the reduce dtype, for an optimizer
+            that accepts this dtype. Default False: ``.grad`` has the parameter's dtype.
+        cast_forward_inputs: cast floating point inputs of every unit to
+            ``param_dtype``. Default False.
+        cast_root_forward_inputs: cast floating point inputs of the root to
+            ``param_dtype``. Default True.
+        _module_classes_to_ignore: if a policy is passed, modules of these classes
+            become units without mixed precision. Default: batch norms.
+        output_dtype: dtype to which floating point outputs are cast; this field is
+            FSDP2's. Default None: no cast.
 
-    Field names and order are torch FSDP1's; ``output_dtype`` is FSDP2's.
+    Raises: TypeError, if a dtype is not a floating point dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -84,8 +96,9 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        # A tuple, because options are compared and hashed.
+        # Options are compared and hashed, so a list or a set becomes a tuple.
         ignored = tuple(self._module_classes_to_ignore)
+        # The dataclass is frozen: only object.__setattr__ can normalize a field here.
         object.__setattr__(self, "_module_classes_to_ignore", ignored)
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
@@ -101,7 +114,10 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """Whether sharded parameters and their gradients live in host memory."""
+    """Selects whether sharded parameters and sharded gradients live in host memory.
+
+    Raises: TypeError, if ``offload_params`` is not a bool.
+    """
 
     offload_params: bool = False
 
@@ -114,11 +130,13 @@ class CPUOffload:
 
 
 class StateDictType(Enum):
-    """What ``module.state_dict()`` and ``optim_state_dict`` hold (FSDP1's names).
+    """Selects the values in model and optimizer state dicts (names of torch's FSDP1).
 
-    ``FULL_STATE_DICT``: whole tensors of the plain model. ``LOCAL_STATE_DICT``: this
-    rank's shards as plain tensors, for the same plan only. ``SHARDED_STATE_DICT``:
-    tensors that know which part of the whole they are.
+    * ``FULL_STATE_DICT``: full tensors, as of the unsharded model.
+    * ``LOCAL_STATE_DICT``: this rank's shards as plain tensors, which fit the same plan
+      only.
+    * ``SHARDED_STATE_DICT``: this rank's parts as ``ShardedValue``, which knows the
+      part's place in the full tensor.
     """
 
     FULL_STATE_DICT = auto()
@@ -127,7 +145,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What the keys of an optimizer's state dict are: parameter names, or numbers."""
+    """Selects the keys of an optimizer state dict: names or numbers."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -135,9 +153,11 @@ class OptimStateKeyType(Enum):
 
 @dataclass(frozen=True)
 class StateDictConfig:
-    """How ``module.state_dict()`` answers; use the class of the type that is set.
+    """Configures ``module.state_dict()``; pass the subclass for the type in force.
 
-    ``offload_to_cpu``: tensors come in host memory, else on the model's device.
+    Args:
+        offload_to_cpu: return tensors in host memory; otherwise on the model's device.
+            Default False.
     """
 
     offload_to_cpu: bool = False
@@ -145,28 +165,37 @@ class StateDictConfig:
 
 @dataclass(frozen=True)
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: the first rank gets everything, the others an empty dict."""
+    """Configures ``FULL_STATE_DICT``.
+
+    Args:
+        offload_to_cpu: return tensors in host memory; otherwise on the model's device.
+            Default False.
+        rank0_only: give the first rank the full state dict and other ranks an empty
+            dict. Default False.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass(frozen=True)
 class LocalStateDictConfig(StateDictConfig):
-    """For this rank's shards; nothing besides ``offload_to_cpu``."""
+    """Configures ``LOCAL_STATE_DICT``; the only option is ``offload_to_cpu``."""
 
 
 @dataclass(frozen=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """For sharded values. ``_use_dtensor`` is here because FSDP1 has it: only False."""
+    """Configures ``SHARDED_STATE_DICT``; FSDP1's ``_use_dtensor`` must be False."""
 
     _use_dtensor: bool = False
 
 
 @dataclass(frozen=True)
 class OptimStateDictConfig:
-    """How ``optim_state_dict`` answers; use the class of the type that is set.
+    """Configures ``optim_state_dict``; pass the subclass for the type in force.
 
-    ``offload_to_cpu``: tensors come in host memory, else on the model's device.
+    Args:
+        offload_to_cpu: return tensors in host memory; otherwise on the model's device.
+            Default True.
     """
 
     offload_to_cpu: bool = True
@@ -174,9 +203,14 @@ class OptimStateDictConfig:
 
 @dataclass(frozen=True)
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """``rank0_only``: the first rank gets everything, the others an empty dict.
+    """Configures ``FULL_STATE_DICT`` for optimizer state.
 
-    ``optim_state_dict_to_load`` then reads what the first rank passes, and sends it.
+    Args:
+        offload_to_cpu: return tensors in host memory; otherwise on the model's device.
+            Default True.
+        rank0_only: give the first rank the full state and other ranks an empty dict;
+            ``optim_state_dict_to_load`` then reads the first rank's argument and
+            broadcasts the state. Default False.
     """
 
     rank0_only: bool = False
@@ -184,21 +218,22 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(frozen=True)
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For this rank's shards; they stay on the model's device unless asked for."""
+    """Configures ``LOCAL_STATE_DICT`` for optimizer state; no host copy by default."""
 
+    # This rank's shards are on the model's device already; the host copy is opt-in.
     offload_to_cpu: bool = False
 
 
 @dataclass(frozen=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """For sharded values. ``_use_dtensor`` is here because FSDP1 has it: only False."""
+    """Configures ``SHARDED_STATE_DICT``; FSDP1's ``_use_dtensor`` must be False."""
 
     _use_dtensor: bool = False
 
 
 @dataclass(frozen=True)
 class StateDictSettings:
-    """The type that is set on a model, and the configurations that go with it."""
+    """The state dict type in force on a model, with the configurations of that type."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -208,3 +243,4 @@ class StateDictSettings:
 FULL_BY_DEFAULT = StateDictSettings(
     StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
 )
+"""The default settings of a model: full state dicts on all ranks."""

@@ -1,16 +1,17 @@
-"""What a composable API promises: one state per application, names left as they are.
+"""The contract of a composable API: a single state per call, and unchanged names.
 
 ::
 
     api(module) --> modules checked --> names noted --> state registered --> API runs
-                    (nothing touched)                                           |
-         module <-- names and their order compared <-- what it returned <-------'
-                            '-- anything raised on the way: the registry as before
+                    (nothing changed)                                           |
+         module <-- names and their order compared <-- value that it returned <-'
+                            '-- on any error: the registry is restored
 
-Names are the price of composability: optimizers, checkpoints and the next API find the
-parameters where the user put them. Their order pairs ranks and optimizer states, so it
-is compared as well. Torch has such a decorator for its own APIs; here reads do not
-write, and a refusal shows the first difference.
+Optimizers, checkpoints and the next API find parameters by name, so an API may not
+change names. The order of names pairs ranks and optimizer states, so ``contract``
+compares the order, too. Torch's own ``contract`` decorator
+(torch.distributed._composable) differs in two points: here, reads never write, and an
+error names the first difference.
 """
 
 from __future__ import annotations
@@ -57,11 +58,19 @@ def contract(
 ) -> Callable[[Callable[Concatenate[Any, P], object]], Contract[P, Any]]:
     """Turn a function of a module, or of a list of modules, into a composable API.
 
-    Each application makes one ``state_cls()`` and registers it, under the function's
-    name, on the module or on every module of the list, before the function runs. The
-    function reads it with ``api.state(module)`` and returns None or what it was given.
-    Without a class the state is a ``SimpleNamespace``, which takes any attribute.
-    ``check_names=False`` skips the comparison of names, if the API cannot change any.
+    Each call of the API makes one ``state_cls()`` and registers this state, under the
+    function's name, on the module or on every module of the list. Then the function
+    runs, reads the state with ``api.state(module)``, and returns None or its first
+    argument.
+
+    Args:
+        state_cls: makes the state of a call. Default SimpleNamespace, which accepts any
+            attribute.
+        check_names: compare the names of parameters, buffers and modules before and
+            after the call. Default True; pass False if the API cannot change a name.
+
+    Returns: a decorator that makes a ``Contract``.
+    Collective: none.
 
     >>> class Mark:
     ...     text = ""
@@ -80,7 +89,7 @@ def contract(
 
 
 class Contract(Generic[P, S]):
-    """A composable API: call it on a module, read its state with ``state``."""
+    """A composable API: call the API on a module; read its state with ``state``."""
 
     __name__: str
     __qualname__: str
@@ -98,15 +107,18 @@ class Contract(Generic[P, S]):
         self._check_names = check_names
 
     def __call__(self, module: T, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Apply the API to ``module``, a module or a list of modules, and return it.
+        """Apply the API to a module or a list of modules, and return ``module``.
+
+        After any error, including an error of the API itself, every registry is as it
+        was before the call.
 
         Raises: CompositionError, if a module carries this API already, or if the API
-        returns something else or changes a name or an order; TypeError, if ``module``
-        is neither a module nor a list of modules. After any error, also one that the
-        API raised, the registries are as they were.
+        returns another object, replaces the state, or changes a name or the order of
+        names; TypeError, if ``module`` is neither a module nor a list of modules.
         """
         modules = _as_modules(self.__name__, module)
         self._require_fresh(modules)
+        # Take the outline first: after the API has run, the old names are gone.
         before = [_outline(m) for m in modules] if self._check_names else []
         state = self._state_cls()
         try:
@@ -115,9 +127,11 @@ class Contract(Generic[P, S]):
             returned = self._api(module, *args, **kwargs)
             self._require_same(modules, returned)
             self._require_state(modules, state)
-            # Not strict: without the check, there is nothing to compare.
+            # Not strict: with ``check_names=False``, ``before`` is empty.
             for each, outline in zip(modules, before, strict=False):
                 self._require_names(each, outline)
+        # BaseException includes KeyboardInterrupt: an interrupted call must leave no
+        # state behind, or the next call would be refused.
         except BaseException:
             for each in modules:
                 remove_state(each, self.__name__)
@@ -125,17 +139,19 @@ class Contract(Generic[P, S]):
         return module
 
     def state(self, module: nn.Module) -> S | None:
-        """Return the state of this API on ``module`` itself, None if not applied."""
+        """Return this API's state on ``module`` itself; None if not applied."""
         return cast("S | None", get_state(module, self.__name__))
 
     def __repr__(self) -> str:
         return f"<composable API {self.__module__}.{self.__qualname__}>"
 
     def __reduce__(self) -> str:
-        # As functions do: pickled by name, and a deep copy is the API itself.
+        # A string from __reduce__ names a global, as pickle does for functions: the API
+        # is pickled by name, and a deep copy is the same object.
         return self.__qualname__
 
     def _require_fresh(self, modules: Sequence[nn.Module]) -> None:
+        """Raise CompositionError if a module carries this API already."""
         for index, module in enumerate(modules):
             if has_api(module, self.__name__):
                 raise CompositionError(
@@ -149,7 +165,7 @@ class Contract(Generic[P, S]):
         """Raise unless ``returned`` is None or the very modules that were passed."""
         if returned is None or (len(modules) == 1 and returned is modules[0]):
             return
-        # By identity: a module class may define what it equals.
+        # Compare by identity: a module class may define ``__eq__``.
         if isinstance(returned, list | tuple) and (
             [id(each) for each in returned] == [id(each) for each in modules]
         ):
@@ -161,6 +177,7 @@ class Contract(Generic[P, S]):
         )
 
     def _require_state(self, modules: Sequence[nn.Module], state: S) -> None:
+        """Raise if the API registered a state other than ``state``."""
         for index, module in enumerate(modules):
             if self.state(module) is not state:
                 raise CompositionError(
@@ -171,9 +188,11 @@ class Contract(Generic[P, S]):
                 )
 
     def _require_names(self, module: nn.Module, before: _Outline) -> None:
+        """Raise if the names below ``module`` differ from the outline ``before``."""
         after = _outline(module)
         if after == before:
             return
+        # Only a refusal needs names as strings; equal outlines never build them.
         kind, index, old, new = _names(before).first_difference(_names(after))
         raise CompositionError(
             f"contract violated by {self.__name__} on a {type(module).__name__}: "
@@ -185,14 +204,14 @@ class Contract(Generic[P, S]):
 
 @dataclass
 class _Names:
-    """Names in order, every path to a shared object counted."""
+    """The names below a module in order; a shared object counts once per path."""
 
     parameters: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
 
     def first_difference(self, after: _Names) -> tuple[str, int, str, str]:
-        """Return kind, index, and what stands there in ``self`` and in ``after``."""
+        """Return kind and index of the first difference, and both names there."""
         pairs = {
             "parameter": (self.parameters, after.parameters),
             "buffer": (self.buffers, after.buffers),
@@ -206,23 +225,29 @@ class _Names:
 
 
 _Outline = list[str | None]
-"""The keys below a module in the order of its names; ``None`` ends each kind. ::
+"""The keys below a module in the order of the names; ``None`` ends each kind.
+
+::
 
     module = parameter* None  buffer* None  (name of child, child as module)* None
 
-Equal outlines are equal names, and without a string made cost a third of them.
+Equal outlines mean equal names. An outline builds no strings, so comparing outlines
+takes a third of the time of comparing names.
 """
 
 
 def _outline(module: nn.Module) -> _Outline:
+    """Return the outline of ``module``."""
     outline: _Outline = []
     _collect(module, outline)
     return outline
 
 
 def _collect(module: nn.Module, outline: _Outline) -> None:
+    """Append the outline of ``module`` to ``outline``."""
     for table in (module._parameters, module._buffers):
         for key, value in table.items():
+            # A key registered with None has no name in ``named_parameters()``.
             if value is not None:
                 outline.append(key)
         outline.append(None)
@@ -241,6 +266,7 @@ def _names(outline: _Outline) -> _Names:
 
 
 def _spell(keys: Iterator[str | None], name: str, names: _Names) -> None:
+    """Append the names below the module ``name`` to ``names``; consume its keys."""
     names.modules.append(name)
     for found in (names.parameters, names.buffers):
         while (key := next(keys)) is not None:
@@ -250,7 +276,11 @@ def _spell(keys: Iterator[str | None], name: str, names: _Names) -> None:
 
 
 def _as_modules(api: str, module: object) -> Sequence[nn.Module]:
-    """Return the modules meant by ``module``, or raise if it is no module or list."""
+    """Return the modules that the argument ``module`` names, as a sequence.
+
+    Raises: TypeError, if the argument is no module and no list of modules;
+    CompositionError, if a module occurs twice in the list.
+    """
     if isinstance(module, nn.Module):
         return (module,)
     if not isinstance(module, list | tuple) or not module:
@@ -274,21 +304,24 @@ def _as_modules(api: str, module: object) -> Sequence[nn.Module]:
 
 
 def _described(module: nn.Module, index: int, count: int) -> str:
-    """Say which of ``count`` modules this is; names in the model are not known here."""
+    """Return a phrase for a module; messages here do not know the name in the model."""
     kind = type(module).__name__
     return f"this {kind}" if count == 1 else f"the {kind} at position {index}"
 
 
 def _kind(value: object) -> str:
+    """Return a phrase with type and value of a wrong argument."""
     if isinstance(value, nn.Module):
         return f"another module, a {type(value).__name__}"
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
+    # A long repr, for example of a tensor, would hide the message.
     if len(text) > 60:
         return f"a {type(value).__name__}"
     return f"{text} of type {type(value).__name__}"
 
 
 def _place(name: str | None) -> str:
+    """Return ``name`` quoted, or "absent"."""
     return "absent" if name is None else quoted(name)

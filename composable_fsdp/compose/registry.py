@@ -1,6 +1,6 @@
-"""Which APIs a module carries, and which state is nearest to it.
+"""The states of the APIs on a module, and the nearest enclosing state of a module.
 
-Two stores, because they live and die differently::
+Two stores with different lifetimes::
 
     module.__dict__["_composable_api_states"]    {api name: state}, where an API was
                                                  applied; copied and pickled with the
@@ -8,8 +8,8 @@ Two stores, because they live and die differently::
     OwnerMap                                     module ~> state, on every submodule;
                                                  weak on both sides: keeps nothing alive
 
-The registry's key is a constant, so it means the same in every process. Reads never
-write. The last part recognizes torch's own data-parallel APIs without importing them.
+Reads never write. The last part of this file recognizes torch's own data-parallel APIs
+without an import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from typing import Any, Final, Generic, TypeVar
 from torch import nn
 
 REGISTRY_KEY: Final = "_composable_api_states"
-"""Where a module's ``__dict__`` holds its registry."""
+"""The key of a module's registry in ``module.__dict__``.
+
+The key is a constant, so a module that was pickled in another process keeps its states.
+"""
 
 S = TypeVar("S")
 
@@ -36,34 +39,44 @@ _NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
 def get_registry(module: nn.Module) -> Mapping[str, object]:
     """Return the states of the APIs applied to ``module`` itself, by API name.
 
-    The mapping is read-only and a snapshot: a later application does not show in it.
+    The mapping is a read-only snapshot: a later call of an API does not change the
+    mapping.
     """
     registry: dict[str, object] | None = module.__dict__.get(REGISTRY_KEY)
     return _NOTHING if registry is None else MappingProxyType(registry)
 
 
 def get_state(module: nn.Module, api: str) -> object | None:
-    """Return the state that ``api`` left on ``module``, None if it was not applied."""
+    """Return the state of ``api`` on ``module``; None if ``api`` was not applied."""
     registry: dict[str, object] | None = module.__dict__.get(REGISTRY_KEY)
     return None if registry is None else registry.get(api)
 
 
 def has_api(module: nn.Module, *apis: str) -> bool:
-    """Whether any of ``apis`` was applied to ``module`` itself."""
+    """Return whether any of ``apis`` was applied to ``module`` itself."""
     registry: dict[str, object] | None = module.__dict__.get(REGISTRY_KEY)
     return registry is not None and any(api in registry for api in apis)
 
 
 def set_state(module: nn.Module, api: str, state: object) -> None:
-    """Make ``state`` what ``api`` keeps on ``module``, in place of any before."""
-    # A new dict each time: copy.copy(module) shares the old one and must not see this.
+    """Register ``state`` for ``api`` on ``module``; replace an earlier state.
+
+    Args:
+        module: the module to which ``api`` is applied.
+        api: name of the API.
+        state: the state; a single object may be registered on several modules.
+
+    Collective: none.
+    """
+    # Always make a new dict: ``copy.copy(module)`` shares the old dict with the
+    # original, and the copy must not see this state.
     module.__dict__[REGISTRY_KEY] = {**get_registry(module), api: state}
 
 
 def remove_state(module: nn.Module, api: str) -> None:
-    """Forget what ``api`` keeps on ``module``; nothing happens if there is nothing.
+    """Remove the state of ``api`` from ``module``; do nothing if there is none.
 
-    The last entry takes the registry with it, so the module is as if never touched.
+    The registry goes with its last entry, so that the module looks untouched.
     """
     registry = dict(get_registry(module))
     registry.pop(api, None)
@@ -77,14 +90,14 @@ def remove_state(module: nn.Module, api: str) -> None:
 
 
 class _StateLink(weakref.ref[Any]):
-    """A weak reference to a state that knows the entries it was set for."""
+    """A weak reference to a state, with the keys of the entries that name the state."""
 
     __slots__ = ("keys",)
     keys: tuple[int, ...]
 
 
 class _ModuleLink(weakref.ref[Any]):
-    """A weak reference to a module: the entry of ``key``, and the owner it names."""
+    """A weak reference to a module, with the module's key and owner."""
 
     __slots__ = ("key", "owner")
     key: int
@@ -92,20 +105,20 @@ class _ModuleLink(weakref.ref[Any]):
 
 
 class OwnerMap(Generic[S]):
-    """A map from modules to the state of their nearest owner, weak on both sides.
+    """A map from modules to the nearest enclosing unit's state, weak on both sides.
 
-    An entry vanishes when its module or its state does. Modules are told apart by
-    identity, because a module class may define ``__eq__`` or be unhashable. States need
-    a ``__weakref__`` slot.
+    An entry vanishes with its module or its state. States need a ``__weakref__`` slot.
     """
 
     __slots__ = ("_drop_module", "_drop_state", "_entries")
 
     def __init__(self) -> None:
+        # Keys are ids: a module class may define ``__eq__`` or be unhashable.
         entries: dict[int, _ModuleLink] = {}
 
-        # Another callback of the same death may have set a new owner: each drops only
-        # its own entries. None outlives its module, so an id that comes again is free.
+        # Another weakref callback may already have set a new owner for the same key, so
+        # each callback deletes only entries of its own. An entry never outlives its
+        # module, so a reused id finds no old entry.
         def drop_module(link: weakref.ref[Any]) -> None:
             key = getattr(link, "key", -1)
             if entries.get(key) is link:
@@ -121,7 +134,7 @@ class OwnerMap(Generic[S]):
         self._drop_state = drop_state
 
     def set(self, state: S, *modules: nn.Module) -> None:
-        """Make ``state`` the owner of ``modules``, in place of any before."""
+        """Make ``state`` the owner of ``modules``; replace earlier owners."""
         owner = _StateLink(state, self._drop_state)
         owner.keys = tuple(map(id, modules))
         for key, module in zip(owner.keys, modules, strict=True):
@@ -129,7 +142,7 @@ class OwnerMap(Generic[S]):
             entry.key, entry.owner = key, owner
 
     def get(self, module: nn.Module) -> S | None:
-        """Return the state that owns ``module``, or None if nothing does."""
+        """Return the state that owns ``module``; None if no state does."""
         entry = self._entries.get(id(module))
         if entry is None:
             return None
@@ -137,7 +150,7 @@ class OwnerMap(Generic[S]):
         return state
 
     def clear(self, module: nn.Module) -> None:
-        """Forget the owner of ``module``; nothing happens if there is none."""
+        """Remove the owner of ``module``; do nothing if there is none."""
         self._entries.pop(id(module), None)
 
     def __len__(self) -> int:
@@ -147,9 +160,10 @@ class OwnerMap(Generic[S]):
 
 # ---- torch's own APIs, recognized without importing them --------------------
 
-# The only place that knows torch's private names; checked on torch 2.13. Classes are
-# found along the MRO by name, and torch's registry under the key that torch draws anew
-# in each process: while its contract is not loaded, it cannot have marked anything.
+# This is the only place that knows torch's private names; checked on torch 2.13.
+# ``_torch_class`` finds torch's classes along the MRO by name. Torch draws the key of
+# its own registry anew in each process; while torch's contract module is not imported,
+# no module can carry that key.
 TORCH_DDP: Final = "torch's DistributedDataParallel"
 _TORCH_REPLICATES: Final = {
     "DistributedDataParallel": TORCH_DDP,
@@ -164,22 +178,24 @@ _TORCH_CONTRACT: Final = "torch.distributed._composable.contract"
 
 
 def incompatible_api(module: nn.Module) -> str | None:
-    """Name the API on ``module`` whose whole subtree sharding must leave alone.
+    """Return the name of the API on ``module`` that excludes its subtree from sharding.
 
-    That is ``replicate``, ours or torch's, or torch's DDP; None if there is none.
+    These APIs are ``replicate`` (this package's or torch's) and torch's DDP. Return
+    None if neither was applied.
     """
     return other_apis(module)[0]
 
 
 def foreign_fsdp(module: nn.Module) -> str | None:
-    """Name torch's FSDP1 or FSDP2 if it was applied to ``module`` itself, else None."""
+    """Return torch's FSDP1 or FSDP2, by name, if applied to ``module`` itself."""
     return other_apis(module)[1]
 
 
 def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
-    """Return what ``incompatible_api`` and ``foreign_fsdp`` say, in one look."""
+    """Return ``(incompatible_api(module), foreign_fsdp(module))`` in one pass."""
     name, held = _torch_class(type(module)), module.__dict__
-    # Every module of a tree is asked, and next to none holds a registry.
+    # Planning calls this function for every module of a tree, and nearly no module has
+    # a registry: leave early.
     torch_key = getattr(sys.modules.get(_TORCH_CONTRACT), "REGISTRY_KEY", REGISTRY_KEY)
     if not name and REGISTRY_KEY not in held and torch_key not in held:
         return _NO_OTHERS
@@ -197,13 +213,14 @@ def other_apis(module: nn.Module) -> tuple[str | None, str | None]:
 _NO_OTHERS: Final = (None, None)
 
 
-# By identity, with a weak reference that takes the entry out: torch makes a class for
-# each class it meets, and a WeakKeyDictionary takes microseconds to look one up.
+# Keyed by id, with a weak reference whose callback removes the entry. Torch makes a new
+# class for each class that it wraps, so strong keys would leak; a lookup in a
+# WeakKeyDictionary takes microseconds.
 _classes: dict[int, tuple[str, weakref.ref[type]]] = {}
 
 
 def _torch_class(kind: type[nn.Module]) -> str:
-    """Return the first of the class names above along the MRO, or an empty string."""
+    """Return the first class name along the MRO that is in the tables above, or ""."""
     key = id(kind)
     known = _classes.get(key)
     if known is None:
@@ -213,18 +230,20 @@ def _torch_class(kind: type[nn.Module]) -> str:
 
 
 def _find_torch_class(kind: type[nn.Module]) -> str:
-    # The first one counts: ReplicateModule derives from FSDPModule.
+    """Search the MRO of ``kind`` for a class of torch that is in the tables above."""
+    # The first match counts: ReplicateModule derives from FSDPModule.
     for base in kind.__mro__:
         name = base.__name__
         known = name in _TORCH_REPLICATES or name in _TORCH_SHARDS
-        # Ours has the name of torch's FSDP1.
+        # This package's FullyShardedDataParallel has the name of torch's FSDP1, so the
+        # class must also come from torch.
         if known and base.__module__.partition(".")[0] == "torch":
             return name
     return ""
 
 
 def _torch_registry(module: nn.Module) -> Mapping[str, object]:
-    """Return torch's own registry of ``module``, empty if there is none."""
+    """Return torch's own registry of ``module``; empty if there is none."""
     contract = sys.modules.get(_TORCH_CONTRACT)
     if contract is None:
         return _NOTHING
