@@ -1,9 +1,7 @@
-"""Which unit each parameter of a tree belongs to: one walk, from left to right.
+"""Assigns every parameter of a tree to a unit, in a single walk from left to right.
 
-A parameter goes to the nearest unit above it. Subtrees that an earlier application of
-``fully_shard`` or an incompatible API holds are not entered. A parameter that is found
-under two units would be gathered by one and used by both, so it is refused, or promoted
-to the lowest unit above all its places.
+A parameter belongs to the nearest enclosing unit. A parameter below several units is
+refused, or promoted to the lowest unit above all its places.
 """
 
 from __future__ import annotations
@@ -38,17 +36,21 @@ from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.precision import with_full_precision
 
 API = "fully_shard"
-"""Name under which the registry holds the states of this package."""
+"""The name of this package's states in the registry."""
 
 REPLICATE = "replicate"
-"""The same for units of ``replicate``, whose subtrees the walks leave alone."""
+"""The name of ``replicate``'s states in the registry."""
 
 
 class Place(NamedTuple):
-    """One place of a parameter, without the module: units of equal build share it.
+    """A place of a parameter, as names only: equal units share ``Place`` objects.
 
-    ``primary`` is the first owner's name from the unit, ``slot_index`` tells parameters
-    apart (in a list of modules two may bear one name).
+    Args:
+        fqn: the parameter's name at this place, from the unit's module.
+        name: the parameter's key in ``module._parameters``.
+        primary: the parameter's first name from the unit's module.
+        slot_index: index of the parameter in the unit. In a unit of several modules,
+            two parameters may have the same name.
     """
 
     fqn: str
@@ -58,9 +60,10 @@ class Place(NamedTuple):
 
 
 class ParamInfo(NamedTuple):
-    """One place of a parameter: ``module._parameters[name]``, ``fqn`` from the unit.
+    """A place of a parameter, with the module.
 
-    The rest is as in ``Place``.
+    ``module._parameters[name]`` is the parameter. The other fields are those of
+    ``Place``.
     """
 
     fqn: str
@@ -71,11 +74,21 @@ class ParamInfo(NamedTuple):
 
 
 class PlanRequest(NamedTuple):
-    """Everything a plan depends on besides the tree.
+    """All inputs of a plan besides the tree.
 
-    ``owner_of`` tells which unit of an earlier application holds a parameter, if any.
-    ``sizes`` gives, by strategy, the ranks that share a unit's parameters and the
-    number of copies; the default is one group of ``world_size`` ranks.
+    Args:
+        options: the options of the root; a policy overrides them per unit.
+        world_size: number of ranks in all.
+        sizes: a function from a strategy to (ranks per shard group, replicas). Default
+            None: a single shard group of ``world_size`` ranks.
+        api: the API that is applied, ``fully_shard`` (default) or ``replicate``.
+        policy: selects the units below the root. Default None: no units.
+        ignored_modules: modules whose own parameters stay unsharded; must hold whole
+            subtrees. Default: none.
+        ignored_parameters: ids of parameters that stay unsharded. Default: none.
+        tied_params: "error" (default) or "promote", for parameters tied across units.
+        owner_of: returns the unit of an earlier call that holds a parameter, as text
+            for a message, or None. Default: None for every parameter.
     """
 
     options: UnitOptions
@@ -90,10 +103,22 @@ class PlanRequest(NamedTuple):
 
 
 Chain = tuple[tuple[int, int], ...]
-"""Units from the root down to the nearest: (index, length of its module's name)."""
+"""The units from the root down to the nearest.
+
+An entry is (index of the unit, number of characters of the name of its module).
+"""
 
 
 class Occurrence(NamedTuple):
+    """A place of a parameter, found on a path from the root.
+
+    Args:
+        chain: the enclosing units on this path.
+        fqn: the parameter's name from the root.
+        module: the module that holds the parameter.
+        name: the parameter's key in ``module._parameters``.
+    """
+
     chain: Chain
     fqn: str
     module: nn.Module
@@ -102,6 +127,19 @@ class Occurrence(NamedTuple):
 
 @dataclass(slots=True)
 class Unit:
+    """A unit while the walk collects its parameters.
+
+    Args:
+        fqn: name of the unit's module from the root.
+        modules: the modules passed as this unit.
+        options: the options of this unit.
+        parent: index of the enclosing unit; 0 for the root itself.
+        parameters: each parameter with every place of the parameter.
+        members: the unit's modules and the modules below whose nearest enclosing unit
+            is this unit, in walking order.
+        units_below: states of units of earlier calls directly below this unit.
+    """
+
     fqn: str
     modules: tuple[nn.Module, ...]
     options: UnitOptions
@@ -110,25 +148,27 @@ class Unit:
         default_factory=list
     )
     members: list[nn.Module] = field(default_factory=list)
-    """Its modules and those below them that are nearest to it, in walking order."""
     units_below: list[object] = field(default_factory=list)
 
 
 def assign_units(modules: Sequence[nn.Module], request: PlanRequest) -> list[Unit]:
     """Return the units with their parameters, in ``.modules()`` order.
 
-    Only reads.
+    The function reads the tree and changes nothing.
 
-    Raises: PlanError or CompositionError, naming module, parameter and the way out.
+    Raises: PlanError or CompositionError, naming the module, the parameter and the
+    remedy.
     """
     for module in modules:
         _check_root(module, request.api)
         if module in request.ignored_modules:
             warnings.warn(_IGNORED_ITSELF.format(type(module).__name__), stacklevel=2)
     units, found = _walk(modules, _evaluate(modules, request), request)
+    # Comparing intervals sorts all parameters; the cheap test on storages comes first.
     if share_storage([parameter for parameter, _ in found.values()]):
         refuse_overlapping_storage([(o[0].fqn, p) for p, o in found.values()])
     for parameter, places in found.values():
+        # With a single unit, every parameter belongs to unit 0.
         index = _unit_of(places, units, request) if len(units) > 1 else 0
         units[index].parameters.append((parameter, places))
     return units
@@ -142,6 +182,7 @@ _IGNORED_ITSELF = (
 
 
 def _check_root(module: nn.Module, api: str) -> None:
+    """Raise if ``api`` cannot be applied to ``module`` itself."""
     refuse_container(module)
     if api == REPLICATE and get_state(module, API) is not None:
         raise CompositionError(
@@ -151,6 +192,8 @@ def _check_root(module: nn.Module, api: str) -> None:
         )
     if foreign := foreign_fsdp(module):
         raise CompositionError(_foreign_text("", foreign))
+    # A call of ``replicate`` sees its own state here: the contract registers the state
+    # before planning.
     if (other := incompatible_api(module)) and other != api:
         raise CompositionError(
             f"{api} got a {type(module).__name__} that {other} already manages; "
@@ -160,6 +203,7 @@ def _check_root(module: nn.Module, api: str) -> None:
 
 
 def _foreign_text(fqn: str, foreign: str) -> str:
+    """Return the message for a module that torch's FSDP1 or FSDP2 shards already."""
     return (
         f"Module {quoted(fqn)} is sharded by {foreign}; this package would shard its "
         "pieces again. Use one of the two for the whole model: remove the other call, "
@@ -171,6 +215,7 @@ def _foreign_text(fqn: str, foreign: str) -> str:
 def _evaluate(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> Mapping[nn.Module, Mapping[str, Any]]:
+    """Return the units that the policy selects, with the options of each unit."""
     if request.policy is None:
         return {}
     if len(modules) != 1:
@@ -179,6 +224,8 @@ def _evaluate(
             "Apply fully_shard with the policy to each module, or pass the list "
             "without a policy."
         )
+    # Modules that an earlier call or an incompatible API manages: the policy may not
+    # make a unit of them or of a module below.
     boundaries = frozenset(
         m for m in walk.modules(modules[0]) if m is not modules[0] and _is_boundary(m)
     )
@@ -201,10 +248,12 @@ def _evaluate(
 
 
 def _is_boundary(module: nn.Module) -> bool:
+    """Return whether an earlier call or an incompatible API manages ``module``."""
     return get_state(module, API) is not None or incompatible_api(module) is not None
 
 
 _Found = dict[int, tuple[nn.Parameter, list[Occurrence]]]
+"""Per id of a parameter: the parameter, and every place of the parameter."""
 
 
 def _walk(
@@ -212,11 +261,16 @@ def _walk(
     overrides: Mapping[nn.Module, Mapping[str, Any]],
     request: PlanRequest,
 ) -> tuple[list[Unit], _Found]:
-    """Visit every path from left to right; shared modules are met once per path."""
+    """Visit every path from left to right; return the units and the parameters.
+
+    A module that is reachable along two paths is visited once per path.
+    """
     units = [Unit("", tuple(modules), request.options)]
     index_of = {id(module): 0 for module in modules}
     found: _Found = {}
     skipped: list[tuple[str, nn.Module]] = []
+    # A stack instead of recursion: the depth of the tree has no limit. Reversed,
+    # because the stack pops the last entry first.
     stack: list[tuple[nn.Module, str, Chain]] = [(m, "", ()) for m in reversed(modules)]
     while stack:
         module, fqn, chain = stack.pop()
@@ -235,24 +289,33 @@ def _walk(
         for name, child in reversed(module._modules.items()):
             if child is None:
                 continue
+            # Names do not show the components that wrappers add.
             path = fqn if name in TRANSPARENT else join_name(fqn, name)
             incompatible, foreign = other_apis(child)
             if foreign:
                 raise CompositionError(_foreign_text(path, foreign))
             below = get_state(child, API)
+            # The walk does not enter subtrees of earlier calls, of ignored modules and
+            # of incompatible APIs. A module of this call also carries a state, because
+            # the contract registers the state before planning; ``index_of`` tells it
+            # apart.
             if below is not None and id(child) not in index_of:
                 nearest.units_below.append(below)
             elif child not in request.ignored_modules and not incompatible:
                 stack.append((child, path, chain))
             else:
                 skipped.append((path, child))
+    # Check after the walk, when ``found`` holds every parameter that gets sharded.
     for path, child in skipped:
         _refuse_outside_use(path, child, found)
     return units, found
 
 
 def _refuse_outside_use(fqn: str, module: nn.Module, found: _Found) -> None:
-    """Refuse a parameter that a skipped subtree uses too: it would see only a shard."""
+    """Raise PlanError if a skipped subtree also uses a parameter that gets sharded.
+
+    The skipped module would compute with this rank's shard instead of the parameter.
+    """
     for inner in walk.modules(module):
         for name, parameter in inner._parameters.items():
             if parameter is None or id(parameter) not in found:
@@ -273,7 +336,8 @@ def _note_parameters(
     found: _Found,
     request: PlanRequest,
 ) -> None:
-    """Add the module's own parameters, and refuse those that cannot be sharded."""
+    """Add the module's own parameters; refuse parameters that cannot be sharded."""
+    # Only few classes can be refused; the isinstance test saves a call per module.
     if isinstance(module, SUSPECT):
         refuse_module(module, fqn)
     prefix = f"{fqn}." if fqn else ""
@@ -294,6 +358,7 @@ def _note_parameters(
 
 
 def _owned_text(where: str, owner: str) -> str:
+    """Return the message for a parameter that a unit of an earlier call manages."""
     return (
         f"Parameter {quoted(where)} is tied to {owner}, which another fully_shard "
         "call already manages: one unit would gather it and both would use it. "
@@ -303,13 +368,18 @@ def _owned_text(where: str, owner: str) -> str:
 
 
 def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) -> int:
-    """Index of the unit that takes a parameter: the nearest above all its places."""
+    """Return the index of the lowest unit above all places of a parameter.
+
+    Raises: PlanError, if the places are in several units and ``tied_params`` is
+    "error".
+    """
     if len(places) == 1:
         return places[0].chain[-1][0]
     nearest = {place.chain[-1][0] for place in places}
     if len(nearest) == 1:
         return nearest.pop()
     common = 0
+    # The chains start at the root; the last common entry is the lowest common unit.
     for steps in zip(*(place.chain for place in places), strict=False):
         if len({index for index, _ in steps}) > 1:
             break
@@ -331,7 +401,7 @@ def _unit_of(places: list[Occurrence], units: list[Unit], request: PlanRequest) 
 
 
 def lowest_common_ancestor(fqns: Sequence[str]) -> str:
-    """Name of the deepest module that holds all the parameters named.
+    """Return the name of the deepest module that holds all parameters in ``fqns``.
 
     >>> lowest_common_ancestor(["enc.emb.weight", "enc.head.weight"])
     'enc'

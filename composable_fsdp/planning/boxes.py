@@ -1,10 +1,6 @@
-"""An interval of a row-major tensor as a few rectangular boxes.
+"""Cuts an interval of a row-major tensor into rectangular boxes.
 
-A shard is an interval of the flattened parameter; checkpoints speak of rectangles. Seen
-from its start, an interval first completes the rows it begins inside (ever larger
-strides), then takes whole slices of dim 0, then breaks off inside a row (ever smaller
-strides). Each stride is used at most once on the way up and once on the way down, so
-``n`` dims give at most ``2 * n - 1`` boxes::
+A shard is an interval of the flattened parameter; checkpoint formats store rectangles::
 
     shape (4, 5), interval [3, 17)
     row 0  . . . A A        A  offsets (0, 3)  sizes (1, 2)  start  0
@@ -22,10 +18,12 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a tensor whose elements lie next to each other in memory.
+    """A rectangle of a tensor whose elements are adjacent in memory.
 
-    ``offsets`` and ``sizes`` have one entry per dim. ``start`` is where the box's first
-    element lies in the interval it was cut from, counted from that interval's start.
+    Args:
+        offsets: index of the first element, per dim.
+        sizes: number of indices, per dim.
+        start: position of the box's first element in the interval, in elements.
     """
 
     offsets: tuple[int, ...]
@@ -34,22 +32,28 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """The number of elements; 1 for the box of a 0-d tensor."""
+        """Number of elements; 1 for the box of a 0-d tensor."""
         return prod(self.sizes)
 
     @property
     def stop(self) -> int:
-        """One past the box's last element, in the numbering of ``start``."""
+        """Position after the box's last element in the interval, in elements."""
         return self.start + self.numel
 
 
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cut elements ``[start, stop)`` of a row-major tensor of ``shape`` into boxes.
 
-    The boxes come in memory order, hold each element of the interval once, and are at
-    most ``2 * len(shape) - 1`` (one for a 0-d tensor). An empty interval has none.
+    Args:
+        shape: shape of the tensor.
+        start: first element of the interval in the flattened tensor.
+        stop: end of the interval (exclusive); at most ``prod(shape)``.
 
+    Returns: boxes in memory order that cover each element of the interval exactly once;
+    at most ``2 * len(shape) - 1`` boxes (a single box for a 0-d tensor), none for an
+    empty interval.
     Raises: ValueError, if the interval is not inside the tensor.
+    Collective: none.
 
     >>> [(box.offsets, box.sizes) for box in interval_boxes((4, 5), 3, 17)]
     [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
@@ -63,6 +67,10 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
     strides = _row_major_strides(shape)
     boxes: list[Box] = []
     position = start
+    # Seen from its start, an interval first completes the rows in which it begins (with
+    # growing strides), then takes whole slices of dim 0, then breaks off inside a row
+    # (with shrinking strides). Each stride is used at most once upwards and once
+    # downwards, so ``n`` dims give at most ``2 * n - 1`` boxes.
     while position < stop:
         sizes = _largest_box(shape, strides, position, stop)
         offsets = _unravel(shape, strides, position)
@@ -72,12 +80,14 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ..
 
 
 def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of ``shape``, in elements."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _unravel(
     shape: tuple[int, ...], strides: tuple[int, ...], position: int
 ) -> tuple[int, ...]:
+    """Return the index per dim of the element at ``position`` in memory order."""
     return tuple(
         position // stride % size for size, stride in zip(shape, strides, strict=True)
     )
@@ -88,12 +98,12 @@ def _largest_box(
 ) -> tuple[int, ...]:
     """Return the sizes of the largest box at ``position`` that ends by ``stop``."""
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        # A box along this dim must start where all later dims are at their beginning,
-        # or it would not be one rectangle.
+        # A box along this dim must start where all later dims are at index 0; a box
+        # that starts elsewhere would not be a single rectangle.
         if position % stride:
             continue
         left_in_dim = size - position // stride % size
         count = min((stop - position) // stride, left_in_dim)
         if count:
             return (1,) * dim + (count,) + shape[dim + 1 :]
-    return ()  # a 0-d tensor: its one element is the box
+    return ()  # a 0-d tensor has a single element, which is the box

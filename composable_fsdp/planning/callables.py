@@ -1,8 +1,9 @@
-"""FSDP1's policies as plain functions: ``(module, recurse, nonwrapped_numel) -> bool``.
+"""FSDP1's policies as functions: ``(module, recurse, nonwrapped_numel) -> bool``.
 
-Each is asked twice per module: on the way down whether to look below it
-(``recurse=True``, with all elements below), and on the way up whether it becomes a unit
-(``recurse=False``, with the elements that no unit below has taken).
+``choose_units`` calls a policy twice per module. On the way down (``recurse=True``,
+with the elements of the whole subtree) the answer tells whether to visit the children.
+On the way up (``recurse=False``, with the elements that no unit below has taken) the
+answer tells whether the module becomes a unit.
 """
 
 from __future__ import annotations
@@ -24,10 +25,23 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Whether ``nonwrapped_numel`` reaches ``min_num_params``; see ``SizePolicy``.
+    """Return whether ``nonwrapped_numel`` reaches ``min_num_params``.
 
-    Left at None, the two sets are the attributes ``FORCE_LEAF_MODULES`` and
-    ``EXCLUDE_WRAP_MODULES`` of this function, read at each call.
+    ``SizePolicy`` makes the same decisions.
+
+    Args:
+        module: the module in question.
+        recurse: True on the way down, False on the way up.
+        nonwrapped_numel: elements of the subtree that no unit below has taken.
+        min_num_params: smallest size of a unit, in elements. Default 1e8.
+        force_leaf_modules: classes whose subtrees stay whole. Default None: the
+            attribute ``FORCE_LEAF_MODULES`` of this function, read at each call.
+        exclude_wrap_modules: classes whose modules never become units. Default None:
+            the attribute ``EXCLUDE_WRAP_MODULES`` of this function, read at each call.
+
+    Returns: on the way down, whether to visit the children; on the way up, whether
+    ``module`` becomes a unit.
+    Collective: none.
     """
     given = force_leaf_modules if recurse else exclude_wrap_modules
     if given is None:
@@ -36,8 +50,8 @@ def size_based_auto_wrap_policy(
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(given))
 
 
-# Users extend these sets in place, as they do FSDP1's. Set through vars(), since to a
-# type checker a function has no attributes of its own.
+# Users extend these sets in place, as they extend FSDP1's sets. vars() sets them
+# because a type checker knows no attributes of a function.
 vars(size_based_auto_wrap_policy).update(
     EXCLUDE_WRAP_MODULES={nn.ModuleList, nn.ModuleDict},
     FORCE_LEAF_MODULES={nn.MultiheadAttention},
@@ -50,9 +64,19 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Whether ``module`` is one of the layer classes; see ``ModuleWrapPolicy``.
+    """Return whether ``module`` is an instance of a layer class.
 
-    Raises: PlanError, if the classes name a container such as ``nn.ModuleList``.
+    ``ModuleWrapPolicy`` makes the same decisions.
+
+    Args:
+        module: the module in question.
+        recurse: True on the way down, where the answer is always True.
+        nonwrapped_numel: has no influence; part of FSDP1's signature.
+        transformer_layer_cls: the layer classes.
+
+    Returns: on the way up, whether ``module`` becomes a unit.
+    Raises: PlanError, if the module is a container such as ``nn.ModuleList``.
+    Collective: none.
     """
     return recurse or is_named(module, tuple(transformer_layer_cls))
 
@@ -63,12 +87,22 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """What ``lambda_fn`` says of ``module``; every module is looked below."""
+    """Return ``lambda_fn(module)``; see ``CustomPolicy``.
+
+    Args:
+        module: the module in question.
+        recurse: True on the way down, where the answer is always True.
+        nonwrapped_numel: has no influence; part of FSDP1's signature.
+        lambda_fn: tells whether a module becomes a unit.
+
+    Returns: on the way up, whether ``module`` becomes a unit.
+    Collective: none.
+    """
     return recurse or lambda_fn(module)
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Make every module a unit."""
+    """Return True: every module becomes a unit."""
     return True
 
 
@@ -78,15 +112,16 @@ def _or_policy(
     nonwrapped_numel: int,
     policies: Iterable[Callable[..., bool]],
 ) -> bool:
-    """Whether any of ``policies`` says yes."""
+    """Return whether any of ``policies`` returns True."""
+    # By keyword, as FSDP1 does: a policy may order its parameters differently.
     ask = {"module": module, "recurse": recurse, "nonwrapped_numel": nonwrapped_numel}
     return any(policy(**ask) for policy in policies)
 
 
 def is_named(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether ``module`` is one of ``classes``.
+    """Return whether ``module`` is an instance of ``classes``.
 
-    Raises: PlanError, if it is, and is a container without a forward.
+    Raises: PlanError, if ``module`` is an instance and a container without a forward.
     """
     named = isinstance(module, classes)
     if named and walk.is_container(module):
@@ -95,7 +130,7 @@ def is_named(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
 
 
 def container_text(module: nn.Module, name: str) -> str:
-    """The message for a policy that names a module without a forward."""
+    """Return the message for a policy that selects a module without a forward."""
     where = f" {name}" if name else ""
     return (
         f"The policy names {type(module).__name__}{where}, which has no forward, so "
@@ -109,8 +144,10 @@ def classes_of(
 ) -> tuple[type[nn.Module], ...]:
     """Return the distinct classes in ``classes``.
 
-    Raises: TypeError, naming ``argument``, for anything but several module classes.
+    Raises: TypeError, naming ``argument``, if ``classes`` is not an iterable of module
+    classes.
     """
+    # A forgotten set is the usual mistake: ``ModuleWrapPolicy(nn.Linear)``.
     if isinstance(classes, type) or not isinstance(classes, Iterable):
         raise TypeError(
             f"{argument} expects several module classes, such as {{nn.Linear}}, "

@@ -1,4 +1,4 @@
-"""What a plan refuses, by name: each check reads, and either returns or raises."""
+"""The checks of a plan: each check only reads, and either returns or raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from composable_fsdp.planning.options import GroupBy
 
 
 def refuse_container(module: object) -> None:
-    """Refuse what has no forward of its own, since the hooks would never run."""
+    """Raise if ``module`` has no forward of its own, because its hooks would never run.
+
+    Raises: TypeError, if ``module`` is no module; CompositionError, if ``module`` is a
+    container; PlanError, as ``refuse_module``.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected a module, got a {type(module).__name__}.")
     refuse_module(module, "")
@@ -30,14 +34,17 @@ def refuse_container(module: object) -> None:
 
 
 SUSPECT = (torch.jit.ScriptModule, nn.Embedding, nn.EmbeddingBag)
-"""Classes of which ``refuse_module`` may refuse a module; it passes all others."""
+"""The classes that ``refuse_module`` may refuse; modules of other classes pass."""
 
 
 def refuse_module(module: nn.Module, fqn: str) -> None:
-    """Refuse layers that write to a weight in forward or give it sparse gradients.
+    """Raise PlanError for a layer whose parameters cannot live in a flat buffer.
 
-    And compiled TorchScript, which reads its parameters where nobody can swap them.
+    These are layers that write to a weight in forward, layers with sparse gradients,
+    and compiled TorchScript modules.
     """
+    # TorchScript reads its parameters in C++, where full parameters cannot be swapped
+    # in.
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanError(
             f"{type(module).__name__} {quoted(fqn)} is compiled by TorchScript, which "
@@ -45,6 +52,8 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
             "pass it in ignored_modules."
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        # ``max_norm`` writes to the full weight in forward; reshard discards that
+        # write.
         if module.max_norm is not None:
             raise PlanError(
                 f"{type(module).__name__} {quoted(fqn)} has "
@@ -62,9 +71,11 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
 
 
 def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
-    """Refuse parameters whose data a flat buffer cannot hold."""
+    """Raise PlanError for a parameter whose data a flat buffer cannot hold."""
+    # Nearly all parameters leave here: every kind that is refused for its class has a
+    # class other than nn.Parameter.
     if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
-        return  # as nearly all are: what is refused for its kind has another class
+        return
     if is_lazy(parameter):
         raise PlanError(
             f"Parameter {quoted(fqn)} is not initialised yet (a lazy module). Run a "
@@ -85,26 +96,32 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
 
 
 def is_dtensor(parameter: Tensor) -> bool:
-    """Whether ``parameter`` is one of torch's distributed tensors."""
-    # Importing DTensor takes long, and where nobody has, nothing is one.
+    """Return whether ``parameter`` is a ``torch.distributed.tensor.DTensor``."""
+    # Importing DTensor takes long. While the module is not imported, no DTensor can
+    # exist.
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(parameter, tensor.DTensor)
 
 
 def share_storage(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether any of these different parameters have one storage."""
+    """Return whether at least two of these distinct parameters share a storage."""
     storages = {parameter.untyped_storage()._cdata for parameter in parameters}
     return len(storages) < len(parameters)
 
 
 def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse different parameters that share memory, which sharding would separate."""
+    """Raise PlanError if distinct parameters share memory.
+
+    Sharding would separate them, and only one parameter would be trained.
+    """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, parameter in named:
         if parameter.numel() == 0:
             continue
         size = parameter.element_size()
         start = int(parameter.storage_offset()) * size
+        # Distance in elements between the first and the last element in memory; strides
+        # count, because a parameter may be a view with gaps.
         reach = sum(
             (n - 1) * int(stride)
             for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
@@ -124,13 +141,25 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
 
 
 def group_of(group_by: GroupBy | None, fqn: str, parameter: nn.Parameter) -> Hashable:
-    """What ``group_by`` says. Raises: TypeError, if that cannot be a key."""
+    """Return the group of a parameter: the answer of ``group_by``.
+
+    Args:
+        group_by: the user's function of name and parameter; None puts all parameters
+            into a single group.
+        fqn: the parameter's name from the root.
+        parameter: the parameter.
+
+    Returns: a hashable key; None without ``group_by``.
+    Raises: TypeError, if the answer is a tensor or not hashable.
+    Collective: none.
+    """
     if group_by is None:
         return None
     group = group_by(fqn, parameter)
     try:
         hash(group)
-        is_key = not isinstance(group, torch.Tensor)  # no two of them are equal
+        # A tensor is hashable by identity, so no two tensors would be the same key.
+        is_key = not isinstance(group, torch.Tensor)
     except TypeError:
         is_key = False
     if not is_key:

@@ -1,8 +1,8 @@
-"""FSDP1's recursive policies, asked in one pass that wraps nothing.
+"""Runs FSDP1's recursive policies in a single pass that wraps no module.
 
-FSDP1 decides and wraps in one recursion: the numel that a policy sees on the way up
-depends on what was wrapped below. Here the same questions are asked in the same order,
-and only the numbers are kept::
+FSDP1 decides and wraps in a single recursion: the numel that a policy gets on the way
+up depends on the units below. ``choose_units`` asks the same questions in the same
+order and only keeps the numbers::
 
                        down: recurse=True           up: recurse=False
     root               asked with 30                (never asked: the caller's)
@@ -21,12 +21,18 @@ from torch import nn
 from composable_fsdp.planning import walk
 
 AskedPolicy = Callable[..., object]
-"""FSDP1's ``(module, recurse, nonwrapped_numel) -> bool``, always called by keyword."""
+"""FSDP1's ``(module, recurse, nonwrapped_numel) -> bool``; called by keyword."""
 
 
 @dataclass(slots=True)
 class _Visit:
-    """One module between its two questions; ``taken`` is the numel in units below."""
+    """A module between its two questions.
+
+    Args:
+        module: the module.
+        pending: the children that the pass has not visited yet.
+        taken: elements in units at or below the children visited so far.
+    """
 
     module: nn.Module
     pending: Iterator[nn.Module]
@@ -40,19 +46,27 @@ def choose_units(
     left_out: Set[nn.Module] = frozenset(),
     ignored_params: Set[int] = frozenset(),
 ) -> list[nn.Module]:
-    """Return the modules below ``root`` that ``policy`` wants as units, deepest first.
+    """Return the modules below ``root`` that ``policy`` makes units, deepest first.
 
-    Modules in ``left_out`` (which must hold whole subtrees) are not asked about and
-    not entered; their parameters, and those whose ``id`` is in ``ignored_params``,
-    count zero. A module with several parents is asked once, for all of them.
-    Containers without a forward are never units, whatever the answer.
+    A module with several parents is asked once, for all of them. Containers without a
+    forward are never units, whatever the answer.
 
-    Raises: TypeError, if the policy answers with options instead of a bool.
+    Args:
+        policy: the policy in FSDP1's function form.
+        root: the module whose tree is searched; never a unit itself.
+        left_out: modules to skip; must hold whole subtrees. Their parameters count
+            zero. Default: none.
+        ignored_params: ids of parameters that count zero. Default: none.
+
+    Returns: the units.
+    Raises: TypeError, if the policy returns a dict of options instead of a bool.
+    Collective: none.
     """
     outside = {id(p) for module in left_out for p in walk.own_parameters(module)}
     numels = walk.subtree_numels(root, outside | ignored_params)
     units: list[nn.Module] = []
-    # The numel that units at or below a module have taken; known once it was visited.
+    # Per visited module, the elements in units at or below the module. The entry is 0
+    # while the module is being visited.
     taken: dict[nn.Module, int] = {root: 0}
     stack: list[_Visit] = []
 
@@ -70,6 +84,8 @@ def choose_units(
             taken[visit.module] = visit.taken
             if visit.module is not root:
                 numel = numels[visit.module]
+                # On the way up: the policy sees only the elements that no unit below
+                # has taken.
                 left = numel - visit.taken
                 wanted = _ask(policy, visit.module, recurse=False, numel=left)
                 if wanted and not walk.is_container(visit.module):
@@ -77,6 +93,7 @@ def choose_units(
                     taken[visit.module] = numel
             if stack:
                 stack[-1].taken += taken[visit.module]
+        # A shared child was visited under another parent: its answer stands.
         elif child in taken:
             visit.taken += taken[child]
         else:
@@ -86,7 +103,9 @@ def choose_units(
 
 
 def _ask(policy: AskedPolicy, module: nn.Module, *, recurse: bool, numel: int) -> bool:
+    """Return the answer of ``policy`` for ``module`` as a bool."""
     answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+    # A non-empty dict is true: without this check its options would be lost silently.
     if isinstance(answer, dict):
         raise TypeError(
             "A policy called with (module, recurse, nonwrapped_numel) expects to "
