@@ -33,15 +33,21 @@ import torch
 from composable_fsdp.planning.partition import pack, partition
 
 LAUNCH_BYTES = 64 * 1024
-"""Padding, in bytes of the whole buffer, that is accepted to save one launch."""
+"""Padding, in bytes of the whole buffer, that saving a kernel launch is worth."""
 
 
 class ParameterSpec(NamedTuple):
-    """What a layout needs to know of one parameter.
+    """The facts about a parameter that a layout depends on.
 
-    ``fqns`` are its names from the unit's module, the first owner's first; more than
-    one if it is tied inside the unit. ``block`` is the run of elements no boundary may
-    cut.
+    Args:
+        fqns: the parameter's names from the unit's module, the first owner's name
+            first; several names if the parameter is tied inside the unit.
+        shape: shape of the full parameter.
+        dtype: dtype of the parameter.
+        trainable: ``requires_grad``.
+        block: run of elements that no shard boundary may cut.
+        group: the answer of ``group_by``. Parameters of different groups share no
+            region. Default None: no group.
     """
 
     fqns: tuple[str, ...]
@@ -50,7 +56,6 @@ class ParameterSpec(NamedTuple):
     trainable: bool
     block: int
     group: Hashable = None
-    """Parameters of different groups share no region."""
 
     @property
     def numel(self) -> int:
@@ -60,7 +65,17 @@ class ParameterSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """One parameter's interval ``[offset, offset + numel)`` of its region."""
+    """The interval ``[offset, offset + numel)`` of a parameter in its region.
+
+    Args:
+        fqns: the parameter's names, as in ``ParameterSpec``.
+        shape: shape of the full parameter.
+        numel: number of elements.
+        block: run of elements that no shard boundary may cut.
+        offset: first element in the region.
+        index: position in the unit's list of parameters. Names do not identify a
+            parameter, because two modules of a unit may use the same name.
+    """
 
     fqns: tuple[str, ...]
     shape: tuple[int, ...]
@@ -68,18 +83,20 @@ class ParameterSlot:
     block: int
     offset: int
     index: int
-    """Place in the unit's parameters as they were given: names may repeat in a list."""
 
     @property
     def fqn(self) -> str:
-        """The first owner's name, from the unit's module."""
+        """The first owner's name of the parameter, from the unit's module."""
         return self.fqns[0]
 
 
 class Cuts(NamedTuple):
-    """Sizes of consecutive pieces of a buffer, and which pieces are what.
+    """Sizes of consecutive pieces of a buffer, as for ``torch.split``.
 
-    ``parameters[i]`` is the piece of parameter *i*; ``gaps`` are the pieces of padding.
+    Args:
+        sizes: elements per piece.
+        parameters: ``parameters[i]`` is the index of the piece of parameter *i*.
+        gaps: indices of the pieces that are padding.
     """
 
     sizes: tuple[int, ...]
@@ -88,10 +105,13 @@ class Cuts(NamedTuple):
 
 
 class ShardCuts(NamedTuple):
-    """What one rank holds of a region, parameter by parameter, and how to cut it.
+    """The parts of the parameters in the shard of a rank.
 
-    ``parts``: elements ``[start, stop)`` of the parameter, and their offset in the
-    shard. ``shapes``: those of the sharded leaves.
+    Args:
+        parts: per parameter, (start, stop, offset): elements ``[start, stop)`` of the
+            parameter lie at ``offset`` of the shard.
+        cuts: sizes of the pieces of the shard.
+        shapes: per parameter, the shape of the sharded parameter.
     """
 
     parts: tuple[tuple[int, int, int], ...]
@@ -101,11 +121,22 @@ class ShardCuts(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """One flat buffer: ``numel`` elements of parameters, ``padded_numel`` in all.
+    """The layout of a flat buffer of ``padded_numel`` elements.
 
-    ``padded_numel == shard_numel * world_size``; rank *r* owns
-    ``[r * shard_numel, (r + 1) * shard_numel)``. ``parameters`` are in memory order.
-    Units of equal shapes share one layout, so what is derived from it is computed once.
+    ``padded_numel == shard_numel * world_size``; rank *r* owns ``[r * shard_numel, (r +
+    1) * shard_numel)``.
+
+    Args:
+        dtype: dtype of all parameters of the region.
+        trainable: ``requires_grad`` of all parameters of the region.
+        block: least common multiple of the parameters' blocks and the alignment.
+        world_size: number of shards.
+        numel: elements of all parameters.
+        padded_numel: elements of the whole buffer.
+        shard_numel: elements of a shard.
+        parameters: the slots in memory order.
+        group: the answer of ``group_by`` for all parameters of the region. Default
+            None.
     """
 
     dtype: torch.dtype
@@ -117,38 +148,44 @@ class RegionLayout:
     shard_numel: int
     parameters: tuple[ParameterSlot, ...]
     group: Hashable = None
-    """What ``group_by`` said of all its parameters."""
 
     def interval(self, slot: ParameterSlot, rank: int) -> tuple[int, int]:
-        """Elements ``[start, stop)`` of the parameter on ``rank``; may be empty."""
+        """Return the elements ``(start, stop)`` of the parameter on ``rank``."""
+        # Position of the shard's first element, counted from the parameter's first
+        # element.
         low = rank * self.shard_numel - slot.offset
         start = min(max(low, 0), slot.numel)
         return start, min(max(low + self.shard_numel, 0), slot.numel)
 
     def holders(self, slot: ParameterSlot) -> range:
-        """The ranks that hold elements of the parameter; all, if it has none."""
+        """Return the ranks that hold elements of the parameter; all, if it has none."""
         if not slot.numel:
             return range(self.world_size)
         last = (slot.offset + slot.numel - 1) // self.shard_numel
         return range(slot.offset // self.shard_numel, last + 1)
 
     def shard_offset(self, slot: ParameterSlot, rank: int) -> int:
-        """Where in ``rank``'s shard its part starts (0 if it has none)."""
+        """Return the offset of the parameter's part in ``rank``'s shard; 0 if empty."""
         start, stop = self.interval(slot, rank)
         return slot.offset + start - rank * self.shard_numel if stop > start else 0
 
     @cached_property
     def cuts(self) -> Cuts:
-        """How to cut the buffer into parameters and padding in one operation."""
+        """The cuts of the buffer into parameters and padding, for a single split."""
         return _cut([(s.offset, s.numel) for s in self.parameters], self.padded_numel)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Intervals of the buffer that hold padding, in memory order."""
+        """Return the intervals of the buffer that hold padding, in memory order."""
         sizes, ends = self.cuts.sizes, list(accumulate(self.cuts.sizes))
         return tuple((ends[i] - sizes[i], ends[i]) for i in self.cuts.gaps)
 
     def shard_cuts(self, rank: int, *, rows: bool) -> ShardCuts:
-        """How to cut ``rank``'s shard into its parts of the parameters and padding."""
+        """Return the cuts of ``rank``'s shard into parts of parameters and padding.
+
+        With ``rows``, sharded parameters have shape ``(k, *trailing)``; otherwise
+        ``(numel,)``.
+        """
+        # Units of equal shapes share a layout, so the cuts are computed once for all.
         known = self._shard_cuts.get((rank, rows))
         if known is None:
             slots = self.parameters
@@ -171,6 +208,9 @@ class RegionLayout:
 
     @cached_property
     def _shard_cuts(self) -> dict[tuple[int, bool], ShardCuts]:
+        """Cache of ``shard_cuts`` by (rank, rows)."""
+        # A cached_property writes to the instance's ``__dict__``, which a frozen
+        # dataclass without slots allows.
         return {}
 
     @property
@@ -182,13 +222,15 @@ class RegionLayout:
 def _cut(held: Sequence[tuple[int, int]], numel: int) -> Cuts:
     """Cut ``numel`` elements into the intervals ``held`` and the padding between.
 
-    Each interval is (offset, size), in order; an empty one may have offset 0.
+    Each interval is (offset, size), in memory order.
     """
     sizes: list[int] = []
     parameters: list[int] = []
     gaps: list[int] = []
     end = 0
     for offset, size in held:
+        # An empty interval may have offset 0 and needs no gap: the test is ``>``, not
+        # ``!=``.
         if offset > end:
             gaps.append(len(sizes))
             sizes.append(offset - end)
@@ -203,11 +245,12 @@ def _cut(held: Sequence[tuple[int, int]], numel: int) -> Cuts:
 
 
 def row_block(shape: Sequence[int]) -> int:
-    """Elements in one row (one index of dim 0) of a parameter; 1 below two dims.
+    """Return the elements per row (index of dim 0) of a parameter; 1 below two dims.
 
     >>> row_block((5, 4)), row_block((7,)), row_block(())
     (4, 1, 1)
     """
+    # At least 1: a trailing dim of size 0 has empty rows.
     return max(prod(shape[1:]), 1) if len(shape) >= 2 else 1
 
 
@@ -238,16 +281,24 @@ def sharded_shape(
 def plan_regions(
     specs: Iterable[ParameterSpec], *, world_size: int, launch_bytes: int = LAUNCH_BYTES
 ) -> tuple[RegionLayout, ...]:
-    """Lay out the parameters of one unit over ``world_size`` ranks.
+    """Lay out the parameters of a unit over ``world_size`` ranks.
 
-    Parameters are grouped by (dtype, trainable, group); within a group the partition of
-    block classes that minimises padding bytes + ``launch_bytes`` per region is taken
-    (exactly optimal for that cost up to ``EXACT_CLASSES`` classes). Regions come in the
-    order of their first parameter.
+    Parameters with equal (dtype, trainable, group) form a set. Within a set, the
+    partition of the block classes with the least padding bytes plus ``launch_bytes``
+    per region is taken; up to ``EXACT_CLASSES`` classes this minimum is exact.
+
+    Args:
+        specs: the parameters, in the unit's order.
+        world_size: number of shards.
+        launch_bytes: cost of a region, in bytes of padding. Default ``LAUNCH_BYTES``.
+
+    Returns: the regions, in the order of their first parameter.
+    Collective: none.
     """
     specs = tuple(specs)
     if any(spec.group is not None for spec in specs):
-        # A group is any object of the user's, which a cache would keep.
+        # A group is any object of the user's, and the cache would keep this object
+        # alive.
         return _plan_regions.__wrapped__(specs, world_size, launch_bytes)
     return _plan_regions(specs, world_size, launch_bytes)
 
@@ -256,12 +307,14 @@ def plan_regions(
 def _plan_regions(
     specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
 ) -> tuple[RegionLayout, ...]:
+    """Lay out the parameters of a unit; equal arguments return the same layouts."""
     groups: dict[tuple[torch.dtype, bool, Hashable], list[int]] = {}
     for index, spec in enumerate(specs):
         kind = (spec.dtype, spec.trainable, spec.group)
         groups.setdefault(kind, []).append(index)
     regions: list[RegionLayout] = []
     for (dtype, trainable, group), members in groups.items():
+        # A shard group of one rank has no boundary that could cut a block.
         key = tuple(
             (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in members
         )
@@ -277,6 +330,8 @@ def _plan_regions(
                 )
                 for i, offset in zip(chosen, packing.offsets, strict=True)
             ]
+            # By numel as well: an empty parameter precedes the parameter at the same
+            # offset.
             slots.sort(key=lambda slot: (slot.offset, slot.numel))
             layout = RegionLayout(
                 dtype=dtype,

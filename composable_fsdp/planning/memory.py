@@ -30,21 +30,35 @@ from typing import NamedTuple
 from composable_fsdp.config import BackwardPrefetch
 
 RETIRING_LIMIT = 1
-"""Resharded units whose memory may wait for the GPU, with ``limit_all_gathers``."""
+"""With ``limit_all_gathers``: resharded units whose memory may wait for the GPU."""
 
 RETIRING_UNLIMITED = 4
-"""The same without it: more overlap on small units, more memory."""
+"""Without ``limit_all_gathers``: more overlap on small units, more memory."""
 
 
 class UnitMemory(NamedTuple):
-    """Bytes of one unit's buffers, and what decides when they live.
+    """Bytes of a unit's buffers, and the facts that determine their lifetimes.
 
-    ``temporary``: what a reduction writes to when it is not the gradient itself.
-    ``gradients``: of all parameters, in the compute dtype; ``early``: of those whose
-    gradients are there before those of units inside; ``reduced``: of the reduced ones
-    that the rank keeps until they are cleared. ``parent``: the unit around it, -1 for
-    the root. ``fed``: its inputs need gradients, as there is something to train before
-    it. ``ahead``: its forward gathers the unit after it.
+    Args:
+        name: the unit's name, for messages.
+        parent: index of the enclosing unit; -1 for the root.
+        full: bytes of the full parameters, in the compute dtype.
+        reduce: bytes of the reduce buffers.
+        temporary: bytes of a reduction's output, if the output is not the sharded
+            gradient itself.
+        gradients: bytes of the gradients of all parameters, in the compute dtype.
+        early: bytes of the gradients that autograd produces before any gradient of a
+            nested unit.
+        reduced: bytes of sharded gradients on the device that the rank keeps until
+            ``zero_grad``.
+        sends: whether a reduction communicates, as more than one rank takes part.
+        in_backward: whether gradients flow through the unit.
+        fed: whether the unit's inputs need gradients, as a trainable unit precedes.
+        reshards: whether the unit is resharded after forward.
+        prefetch: when backward gathers the next unit.
+        gathers: whether unsharding needs an all-gather.
+        ahead: whether forward gathers the next unit ahead.
+        retiring_limit: number of resharded units whose memory may wait for the GPU.
     """
 
     name: str
@@ -67,13 +81,16 @@ class UnitMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """Bytes on the compute device of one rank, at the moment when they are most.
+    """Bytes on a rank's compute device, at the moment of a step with the largest sum.
 
-    ``parameters``: what the rank keeps. ``gradients``: reduced, of the units that
-    backward has come by. ``full``: units that are full, on their way, or not freed yet.
-    ``reduce``: buffers that gradients arrive in or are reduced from and to.
-    ``in_flight``: gradients that arrive. ``optimizer``: states, if asked for. ``when``:
-    the moment, for a reader.
+    Args:
+        parameters: sharded parameters.
+        gradients: sharded gradients of the units whose backward has run.
+        full: full parameters that are unsharded, being gathered, or not freed yet.
+        reduce: reduce buffers, and temporary outputs of reductions.
+        in_flight: gradients from autograd that are not in a reduce buffer yet.
+        optimizer: optimizer states, if ``peak`` was called with ``optimizer_states``.
+        when: the moment, for a reader.
     """
 
     parameters: int
@@ -86,7 +103,7 @@ class PeakMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all bytes."""
         return (
             self.parameters
             + self.gradients
@@ -98,7 +115,7 @@ class PeakMemory:
 
 
 class Moment(NamedTuple):
-    """Bytes that come and go in a step, at one moment."""
+    """Bytes of the buffers that a step allocates and frees, at a moment of the step."""
 
     full: int = 0
     reduce: int = 0
@@ -108,10 +125,12 @@ class Moment(NamedTuple):
 
 
 def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
-    """The moment of a step at which the units' buffers take most.
+    """Return the moment of a step at which the units' buffers take most bytes.
 
-    ``streams``: as on CUDA; else as on CPU, where a reshard frees at once.
+    If ``streams`` is true, resharded units are freed late, as on CUDA. If false,
+    reshard frees at once, as on CPU.
     """
+    # The calls below have the order of the runtime's calls.
     step = _Step(units, streams=streams)
     events = _events(units)
     gathered = [index for index, unit in enumerate(units) if unit.gathers]
@@ -123,8 +142,10 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
                 step.unshard_ahead(following[index])
         elif units[index].reshards or not units[index].in_backward:
             step.reshard(index)
+    # Backward visits the units in the reverse order of the ends of their forwards.
     order = [i for i, enters in events if not enters and units[i].in_backward]
     before = dict(zip(order[1:], order, strict=False))
+    # The unit that ``begin_backward`` or ``end_backward`` gathers ahead.
     coming: int | None = None
     for index, enters in reversed(events):
         if not units[index].in_backward:
@@ -138,7 +159,7 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
 
 
 def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
-    """Units as forward enters (True) and leaves (False) them."""
+    """Return (unit, True) where forward enters, and (unit, False) where it leaves."""
     events: list[tuple[int, bool]] = []
     inside: list[int] = []
     for index, unit in enumerate(units):
@@ -151,29 +172,38 @@ def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
 
 
 class _Step:
-    """What is alive; its methods do to integers what the runtime does to buffers."""
+    """The bytes that are allocated at a moment of the step.
+
+    The methods do to integers the same as the runtime does to buffers.
+    """
 
     def __init__(self, units: Sequence[UnitMemory], *, streams: bool) -> None:
         self.units, self.streams = units, streams
+        # Units with memory for full parameters; ``retiring`` holds the resharded units
+        # among them, oldest first.
         self.gathered: set[int] = set()
         self.retiring: deque[int] = deque()
         self.full = self.reduce = self.early = self.reduced = 0
+        # Bytes of the reduction in flight; only one reduction is in flight at a time.
         self.reducing = 0
-        """Bytes of the reduction in flight."""
         self.most = Moment()
 
     def _note(self, when: str, index: int, gradients: int = 0) -> None:
+        """Keep the present moment, if its bytes are the largest so far."""
         now = (self.full, self.reduce, self.early + gradients, self.reduced)
         if sum(now) > sum(self.most[:4]):
             self.most = Moment(*now, f"{when} of {self.units[index].name}")
 
     def _is_full(self, index: int) -> bool:
+        """Return whether unit ``index`` is unsharded."""
         return index in self.gathered and index not in self.retiring
 
     def unshard(self, index: int, when: str) -> None:
+        """Allocate the full parameters of unit ``index``, if sharded."""
         unit = self.units[index]
         if not unit.full or self._is_full(index):
             return
+        # Resharded, but not freed yet: the same memory is used again.
         if index in self.retiring:
             self.retiring.remove(index)
         else:
@@ -182,16 +212,21 @@ class _Step:
         self._note(when, index)
 
     def unshard_ahead(self, index: int) -> None:
+        """Gather unit ``index`` ahead; if the limit is reached, free a unit first."""
         if self.units[index].full and not self._is_full(index):
             self._make_room(index)
             self.unshard(index, "forward")
 
     def _make_room(self, index: int) -> None:
+        """Free resharded units, so that gathering unit ``index`` keeps the limit."""
         self._retire(keep=self.units[index].retiring_limit - 1)
 
     def reshard(self, index: int) -> None:
+        """Free the full parameters of unit ``index``; with streams, free them late."""
         if index not in self.gathered or index in self.retiring:
             return
+        # On CUDA the compute stream may still read the memory, so the unit waits here
+        # until a later unit is resharded or gathered ahead.
         if self.streams:
             self.retiring.append(index)
             self._retire(keep=self.units[index].retiring_limit)
@@ -199,15 +234,20 @@ class _Step:
             self._free(index)
 
     def _retire(self, *, keep: int) -> None:
+        """Free the oldest resharded units until ``keep`` units wait."""
         while len(self.retiring) > keep:
             self._free(self.retiring.popleft())
 
     def _free(self, index: int) -> None:
+        """Free the full parameters of unit ``index``."""
         self.gathered.remove(index)
         self.full -= self.units[index].full
 
     def begin_backward(self, index: int, before: int | None) -> None:
+        """Unshard unit ``index``; with BACKWARD_PRE, gather unit ``before``."""
         unit = self.units[index]
+        # Without prefetch, the runtime finishes the reduction in flight before the
+        # all-gather, so that the reduce buffer is free.
         if unit.prefetch is None and unit.full and not self._is_full(index):
             self.reduce -= self.reducing
             self.reducing = 0
@@ -218,11 +258,12 @@ class _Step:
         self.early += unit.early
 
     def end_backward(self, index: int, before: int | None) -> None:
+        """Reshard and reduce unit ``index``; BACKWARD_POST gathers ``before``."""
         unit = self.units[index]
         self.early -= unit.early
         self._note("backward", index, unit.gradients)
-        # The root stays full until backward is over, and so does a unit whose inputs
-        # need no gradient and cannot say when they are done.
+        # The root stays unsharded until the end of backward. So does a unit whose
+        # inputs need no gradient: no hook tells when its backward is done.
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
             self._make_room(index)
@@ -233,13 +274,16 @@ class _Step:
             self._reduce(index)
 
     def _reduce(self, index: int) -> None:
+        """Reduce unit ``index``, after the previous reduction is finished."""
         unit = self.units[index]
+        # The previous reduction is finished and freed before this buffer is allocated.
         self.reduce += unit.reduce - self.reducing
         self._note("reduction", index, unit.gradients)
         self.reduce += unit.temporary
         self.reduced += unit.reduced
         self._note("reduction", index)
         self.reducing = unit.reduce + unit.temporary
+        # A reduction of a single rank on CPU is finished at once.
         if not self.streams and not unit.sends:
             self.reduce -= self.reducing
             self.reducing = 0

@@ -1,7 +1,4 @@
-"""The options of one unit, checked as they are made.
-
-Per-module options from a policy name only what differs; the rest is the root's.
-"""
+"""The options of a unit, checked by the constructor."""
 
 from __future__ import annotations
 
@@ -24,14 +21,20 @@ from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import quoted
 
 GroupBy: TypeAlias = Callable[[str, nn.Parameter], Hashable]
-"""Of a parameter's name and the parameter, what it shares a region with."""
+"""A function of a parameter's name and the parameter; equal answers share a region."""
 
 D = TypeVar("D")
 E = TypeVar("E", bound=Enum)
 
 
 class Dtypes(NamedTuple):
-    """What a region is computed with, reduced in, and what its ``.grad`` has."""
+    """The three dtypes of a region.
+
+    Args:
+        compute: dtype of the full parameters in forward and backward.
+        reduce: dtype in which gradients are accumulated and reduced.
+        gradient: dtype of ``.grad``.
+    """
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -47,7 +50,12 @@ _ENUMS: tuple[tuple[str, type[Enum]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """How one unit is sharded and when it communicates; a value."""
+    """The options of a unit: how the unit is sharded and when the unit communicates.
+
+    Instances are frozen and compare by value.
+
+    Raises: TypeError, if a value has a wrong type.
+    """
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     block: Block = Block.ROW
@@ -66,6 +74,8 @@ class UnitOptions:
                 continue
             if value is None and name == "backward_prefetch":
                 continue
+            # The dataclass is frozen: only object.__setattr__ can normalize a field
+            # here.
             object.__setattr__(self, name, by_name(kind, value, argument=name))
         for name, form in (
             ("mixed_precision", MixedPrecision),
@@ -95,8 +105,9 @@ class UnitOptions:
         )
 
     def dtypes(self, dtype: torch.dtype) -> Dtypes:
-        """Dtypes of a region whose parameters are of ``dtype``."""
+        """Return the dtypes of a region whose parameters have ``dtype``."""
         mixed = self.mixed_precision
+        # Integer parameters are never cast.
         if mixed is None or not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype)
         compute = mixed.param_dtype or dtype
@@ -106,12 +117,16 @@ class UnitOptions:
 
 
 PER_MODULE = tuple(field.name for field in fields(UnitOptions))
-"""Keyword arguments that a policy may set per module."""
+"""The keyword arguments that a policy may return per module."""
 
+# Fields that must be equal in the whole tree: a policy may repeat the root's value, but
+# not change the value.
 _TREE_WIDE = ("limit_all_gathers", "use_orig_params")
+# FSDP1's name of an option, as its policies return.
 _ALIASES = {"sharding_strategy": "strategy"}
 
 
+# Calls that an error message suggests, by class.
 _EXAMPLES: dict[type, str] = {
     MixedPrecision: "MixedPrecision(param_dtype=torch.bfloat16)",
     CPUOffload: "CPUOffload(offload_params=True)",
@@ -119,7 +134,17 @@ _EXAMPLES: dict[type, str] = {
 
 
 def by_name(kind: type[E], value: object, *, argument: str) -> E:
-    """Return ``value`` as a member of ``kind``; torch's enums are taken by name."""
+    """Return ``value`` as a member of ``kind``; torch's members are matched by name.
+
+    Args:
+        kind: an enum of this package.
+        value: a member of ``kind``, or of another enum with the same member name.
+        argument: name of the argument, for the message.
+
+    Returns: the member of ``kind``.
+    Raises: TypeError, if ``kind`` has no such member.
+    Collective: none.
+    """
     if isinstance(value, kind):
         return value
     if isinstance(value, Enum) and value.name in kind.__members__:
@@ -131,7 +156,17 @@ def by_name(kind: type[E], value: object, *, argument: str) -> E:
 
 
 def by_fields(kind: type[D], value: object, *, argument: str) -> D:
-    """Return ``value`` as a ``kind``; torch's dataclass of that name is copied.
+    """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied.
+
+    Args:
+        kind: a dataclass of this package.
+        value: an instance of ``kind``, or of another dataclass with the same class
+            name.
+        argument: name of the argument, for the message.
+
+    Returns: the instance of ``kind``.
+    Raises: TypeError, if ``value`` is neither.
+    Collective: none.
 
     >>> by_fields(CPUOffload, CPUOffload(), argument="cpu_offload")
     CPUOffload(offload_params=False)
@@ -140,8 +175,11 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
         return value
     assert is_dataclass(kind)
     names = [field.name for field in fields(kind)]
+    # Search the MRO: a subclass of torch's dataclass is accepted, too.
     bases = [base.__name__ for base in type(value).__mro__]
     if is_dataclass(value) and kind.__name__ in bases:
+        # Torch's class may lack fields that this package adds; these keep their
+        # defaults.
         return kind(**{n: getattr(value, n) for n in names if hasattr(value, n)})
     raise TypeError(
         f"{argument} expects a {kind.__name__}({', '.join(names)}), got {value!r}. "
@@ -153,10 +191,17 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
 def override(
     root: UnitOptions, overrides: Mapping[str, Any], *, fqn: str
 ) -> UnitOptions:
-    """Return ``root`` with the keys a policy gave for module ``fqn`` replaced.
+    """Return ``root`` with the options that a policy returned for a module.
 
-    Raises: PlanError, for an unknown key or a value that must be equal in the whole
-    tree.
+    Args:
+        root: the root's options.
+        overrides: options by name; FSDP1's names are accepted.
+        fqn: name of the module, for the message.
+
+    Returns: the module's options.
+    Raises: PlanError, if a name is unknown, or if a value differs from the root's that
+    must be equal in the whole tree.
+    Collective: none.
     """
     named = {_ALIASES.get(key, key): value for key, value in overrides.items()}
     unknown = [key for key in named if key not in PER_MODULE]
@@ -178,5 +223,5 @@ def override(
 
 
 def as_keywords(options: UnitOptions) -> dict[str, Any]:
-    """Return the options as keyword arguments for a policy; a new dict each time."""
+    """Return the options as a new dict of keyword arguments, for a policy."""
     return {name: getattr(options, name) for name in PER_MODULE}

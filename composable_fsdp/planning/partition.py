@@ -1,9 +1,4 @@
-"""Packing parameters into one buffer, and the cheapest partition of block classes.
-
-Taking the best set partition of a few classes by dynamic programming over subsets is
-exact for the stated cost; a unit has few classes (rows of one or two widths, and single
-elements).
-"""
+"""Packs parameters into flat buffers, with the cheapest partition of block classes."""
 
 from __future__ import annotations
 
@@ -13,15 +8,22 @@ from functools import lru_cache
 from math import gcd
 
 SHARD_ALIGNMENT = 16
-"""Bytes to which every shard and every full leaf is aligned."""
+"""Alignment, in bytes, of every shard and of every full parameter."""
 
 EXACT_CLASSES = 8
-"""Up to this many block classes the partition is optimal; above, merged greedily."""
+"""Largest number of block classes with an optimal partition; above, a greedy merge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Offsets of the members in the order given, and the shard size they lead to."""
+    """Positions of the members of a buffer, and the size of the shards.
+
+    Args:
+        offsets: offset of each member in the buffer, in elements, in the given order.
+        shard_numel: elements per shard.
+        block: least common multiple of the blocks and the alignment, in elements.
+        padding: elements of the buffer that belong to no member.
+    """
 
     offsets: tuple[int, ...]
     shard_numel: int
@@ -29,21 +31,38 @@ class Packing:
     padding: int
 
 
-Members = tuple[tuple[int, int], ...]  # (numel, block) of each
+# (numel, block) of each parameter, both in elements.
+Members = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=4096)
 def pack(members: Members, itemsize: int, world_size: int) -> Packing:
-    """Place the members one after the other, wide blocks first, for few gaps."""
+    """Place the members one after the other in a buffer.
+
+    Args:
+        members: (numel, block) of each parameter, in elements.
+        itemsize: bytes per element.
+        world_size: number of shards.
+
+    Returns: the offsets and the size of the shards.
+    Collective: none.
+    """
     align = max(SHARD_ALIGNMENT // itemsize, 1)
+    # Wide blocks first: their starts have the coarsest grid, and narrow members fit
+    # behind them with few gaps.
     order = sorted(range(len(members)), key=lambda i: (-members[i][1], i))
     offsets = [0] * len(members)
     end, grid = 0, align
     for i in order:
         numel, block = members[i]
+        # A member starts at a multiple of its block, so that shard boundaries fall
+        # between blocks, and at a multiple of 16 bytes, because the full parameter is a
+        # view at this offset.
         offsets[i] = _round_up(end, _lcm(block, align))
         end = offsets[i] + numel
+        # An empty parameter has no block that a boundary could cut.
         grid = _lcm(grid, block) if numel else grid
+    # The shard size is a multiple of every block, so each boundary is, too.
     shard_numel = _round_up(-(-end // world_size), grid)
     padding = shard_numel * world_size - sum(numel for numel, _ in members)
     return Packing(tuple(offsets), shard_numel, grid, padding)
@@ -53,7 +72,22 @@ def pack(members: Members, itemsize: int, world_size: int) -> Packing:
 def partition(
     members: Members, itemsize: int, world_size: int, launch_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Indices of the members of each region, regions by their first member."""
+    """Return the partition of ``members`` into regions that costs least.
+
+    The cost of a region is its padding in bytes plus ``launch_bytes``.
+
+    Args:
+        members: (numel, block) of each parameter, in elements.
+        itemsize: bytes per element.
+        world_size: number of shards.
+        launch_bytes: cost of an additional region, in bytes of padding.
+
+    Returns: per region, the indices of the members; regions in the order of their first
+    member.
+    Collective: none.
+    """
+    # Members with equal blocks always share a region. A unit has few classes: rows of
+    # one or two widths, and single elements.
     classes: dict[int, list[int]] = {}
     for i, (_, block) in enumerate(members):
         classes.setdefault(block, []).append(i)
@@ -78,7 +112,7 @@ _Merge = Callable[[Iterable[Sequence[int]]], tuple[int, ...]]
 
 
 def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int, ...]]:
-    """Cheapest set partition, by dynamic programming over subsets of classes."""
+    """Return the cheapest set partition; dynamic programming over sets of classes."""
     full = (1 << len(sets)) - 1
     groups = {
         mask: merged(sets[i] for i in range(len(sets)) if mask >> i & 1)
@@ -87,6 +121,8 @@ def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int
     price = {mask: cost(indices) for mask, indices in groups.items()}
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for mask in range(1, full + 1):
+        # Only parts that contain the lowest class of ``mask`` are tried: every
+        # partition has exactly one such part, so each partition is counted once.
         low = mask & -mask
         part = mask
         options = []
@@ -94,6 +130,7 @@ def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int
             if part & low:
                 rest = best[mask ^ part]
                 options.append((price[part] + rest[0], (part, *rest[1])))
+            # The next smaller subset of ``mask``.
             part = (part - 1) & mask
         best[mask] = min(options)
     return [groups[part] for part in best[full][1]]
@@ -102,7 +139,7 @@ def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int
 def _greedy(
     sets: list[list[int]], cost: _Cost, merged: _Merge
 ) -> list[tuple[int, ...]]:
-    """Merge the pair of groups that saves most until no merge saves anything."""
+    """Merge the pair of groups that saves most, until no merge saves anything."""
     groups = [merged([part]) for part in sets]
     while len(groups) > 1:
         savings = [
@@ -119,8 +156,10 @@ def _greedy(
 
 
 def _round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 def _lcm(a: int, b: int) -> int:
+    """Return the least common multiple."""
     return a * b // gcd(a, b)

@@ -1,4 +1,4 @@
-"""Which modules keep full precision in a tree that computes in a lower one."""
+"""Selects the modules that keep full precision under mixed precision."""
 
 from __future__ import annotations
 
@@ -19,11 +19,22 @@ def with_full_precision(
     left_out: Set[nn.Module],
     root_kwargs: Mapping[str, Any],
 ) -> Mapping[nn.Module, Mapping[str, Any]]:
-    """Return a policy's ``targets`` with every module of an ignored class among them.
+    """Return ``targets`` with modules of ignored classes as units in full precision.
 
-    Each such module below ``root`` is a unit without mixed precision, whatever the
-    policy said of it; its other options are the policy's, or the root's. Modules in
-    ``left_out`` stay as they are. Changes nothing that it was given.
+    Such a module becomes a unit without mixed precision even if the policy did not
+    select the module; its other options are the policy's, else the root's. The
+    arguments stay unchanged.
+
+    Args:
+        targets: the units that the policy selected, with their options.
+        root: the module whose tree is searched; never a unit itself.
+        mixed_precision: the root's mixed precision, which names the ignored classes. If
+            None, ``targets`` is returned.
+        left_out: modules that stay as they are.
+        root_kwargs: the root's options as keyword arguments.
+
+    Returns: ``{module: options}``.
+    Collective: none.
     """
     classes = ignored_classes(mixed_precision)
     if not classes:
@@ -37,7 +48,7 @@ def with_full_precision(
 
 
 def ignored_classes(mixed_precision: MixedPrecision | None) -> tuple[type, ...]:
-    """Classes whose modules keep full precision; none without mixed precision."""
+    """Return the classes that keep full precision; none without mixed precision."""
     if mixed_precision is None:
         return ()
     return tuple(mixed_precision._module_classes_to_ignore)
@@ -46,6 +57,6 @@ def ignored_classes(mixed_precision: MixedPrecision | None) -> tuple[type, ...]:
 def overridden_classes(
     modules: Iterable[nn.Module], mixed_precision: MixedPrecision | None
 ) -> set[type[nn.Module]]:
-    """Those of the ignored classes that ``modules`` really are instances of."""
+    """Return the ignored classes that have an instance in ``modules``."""
     classes = ignored_classes(mixed_precision)
     return {c for module in modules for c in classes if isinstance(module, c)}

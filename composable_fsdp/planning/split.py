@@ -1,16 +1,13 @@
-"""Taking a region apart while every rank keeps the elements that it has.
+"""Splits a region in two while every rank keeps the elements that the rank holds.
 
-A parameter that is frozen or unfrozen belongs into another region, but an optimizer
-holds state for the elements this rank has of it, and nobody can move that. So the
-shards' boundaries inside parameters stay, and only what lies between them closes up::
+A parameter whose ``requires_grad`` changes belongs into another region. Shard
+boundaries inside parameters stay, and only the space between the parts closes up::
 
     a (6), b (4), c (6) on two ranks    [ a a a a a a b b | b b c c c c c c ]
     a frozen: b and c                   [ b b . . . . . . | b b c c c c c c ]
               a                         [ a a a a a a | . . . . . . ]
 
-A parameter that goes on to the next rank ends at the end of its slice and starts at the
-start of the next. What remains are gaps: ranks whose share of the chosen parameters is
-smaller than the largest. A part is never larger than the region it comes from.
+A dot is padding. A new region is never larger than the region that was split.
 """
 
 from __future__ import annotations
@@ -25,11 +22,13 @@ from composable_fsdp.planning.partition import SHARD_ALIGNMENT
 def split_region(
     layout: RegionLayout, trainable: Sequence[bool]
 ) -> tuple[RegionLayout, ...]:
-    """One region, or a trainable and a frozen one, by a flag per parameter.
+    """Return a trainable and a frozen region; a single region if all flags are equal.
 
-    ``layout.interval`` of every parameter is on every rank what it was. If all flags
-    are equal the layout is the same but for ``trainable``.
+    ``trainable`` has a flag per parameter of ``layout``. ``layout.interval`` of every
+    parameter stays the same on every rank.
     """
+    # An optimizer holds state for the elements that this rank has of a parameter, and
+    # no collective moves that state. So no element may change its rank.
     parts = []
     for flag in (True, False):
         chosen = [
@@ -38,6 +37,7 @@ def split_region(
             if wanted is flag
         ]
         if len(chosen) == len(layout.parameters):
+            # All flags are equal: nothing moves, only ``trainable`` changes.
             return (replace(layout, trainable=flag),)
         parts.append(_compact(layout, chosen, trainable=flag))
     return tuple(parts)
@@ -46,6 +46,8 @@ def split_region(
 def _compact(
     layout: RegionLayout, slots: list[ParameterSlot], *, trainable: bool
 ) -> RegionLayout:
+    """Return a region of ``slots`` with the shard size of the rank that needs most."""
+    # Elements per 16 bytes: every part starts aligned.
     unit = max(SHARD_ALIGNMENT // layout.dtype.itemsize, 1)
     size = max(
         (_needed(layout, slots, r, unit) for r in range(layout.world_size)), default=0
@@ -64,7 +66,7 @@ def _compact(
 def _needed(
     layout: RegionLayout, slots: list[ParameterSlot], rank: int, unit: int
 ) -> int:
-    """Elements that ``rank`` needs for its parts, each starting aligned."""
+    """Return the elements that ``rank`` needs for its parts, each part aligned."""
     total = 0
     for slot in slots:
         start, stop = layout.interval(slot, rank)
@@ -76,6 +78,7 @@ def _needed(
 def _place(
     layout: RegionLayout, slots: list[ParameterSlot], size: int, unit: int
 ) -> list[ParameterSlot]:
+    """Return ``slots`` with new offsets, for shards of ``size`` elements."""
     placed = []
     end = 0
     for slot in slots:
@@ -84,8 +87,13 @@ def _place(
             first = slot.offset // layout.shard_numel
             part = min(layout.shard_numel * (first + 1) - slot.offset, slot.numel)
             if part < slot.numel:
+                # The parameter continues on the next rank. Its first part ends with the
+                # shard of rank ``first``, so that the rest begins at the start of the
+                # next shard.
                 offset = (first + 1) * size - part
             else:
+                # The parameter lies on a single rank: place it behind the previous
+                # part, and not before the start of this rank's shard.
                 offset = max(_up(end, unit), first * size)
         placed.append(replace(slot, offset=offset))
         end = offset + slot.numel
@@ -93,4 +101,5 @@ def _place(
 
 
 def _up(value: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` that is at least ``value``."""
     return -(-value // unit) * unit

@@ -1,4 +1,4 @@
-"""``UnitPlan``: one fully sharded module in integers and names, and its costs."""
+"""``UnitPlan``: a unit as integers and names, with its memory and its traffic."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from composable_fsdp.planning.options import Dtypes, UnitOptions
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Collectives of one training step and their bytes, per rank.
+    """Collectives of a training step and their bytes, per rank.
 
-    Regions issued together are one call. Bytes are those of the whole buffer that a
-    collective fills or reduces (``padded_numel`` x item size): what a rank sends and
-    receives on a ring is that times ``(world_size - 1) / world_size``, twice for an
-    all-reduce.
+    Regions whose collectives are issued together count as a single call. Bytes are
+    those of the whole buffer that a collective fills or reduces (``padded_numel`` x
+    item size). On a ring, a rank sends and receives ``(world_size - 1) / world_size``
+    of these bytes; for an all-reduce, twice that.
     """
 
     all_gather_calls: int = 0
@@ -44,11 +44,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """One fully sharded module: its name, its regions and its options.
+    """A unit: its name, its regions and its options.
 
-    ``fqn`` is the module's name from the module that was planned. ``shard_world_size``
-    is the number of ranks that share the parameters, ``replicas`` the number of such
-    groups.
+    Args:
+        fqn: name of the unit's module, from the module that was planned.
+        class_name: name of the module's class.
+        regions: the flat buffers of the unit.
+        options: the options of the unit.
+        shard_world_size: number of ranks in the shard group.
+        replicas: number of ranks in the replicate group.
     """
 
     fqn: str
@@ -60,25 +64,26 @@ class UnitPlan:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that each rank keeps (its shards, padding included)."""
+        """Bytes of sharded parameters per rank, padding included."""
         return sum(r.shard_numel * r.dtype.itemsize for r in self.regions)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of reduced gradients that each rank keeps."""
+        """Bytes of sharded gradients per rank, padding included."""
         return sum(r.shard_numel * d.gradient.itemsize for r, d in self._reduced)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether parameters and reduced gradients are kept in host memory."""
+        """Whether sharded parameters and sharded gradients live in host memory."""
         offload = self.options.cpu_offload
         return offload is not None and offload.offload_params
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the unit's full parameters while it is unsharded.
+        """Bytes of the full parameters of the unsharded unit, in the compute dtype.
 
-        In the compute dtype; none where the parameters are computed with as they lie.
+        A region needs no full buffer if the shard group has one rank, the shard has the
+        compute dtype, and the shard is on the device.
         """
         return sum(
             r.padded_numel * d.compute.itemsize
@@ -88,28 +93,31 @@ class UnitPlan:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of the buffers that the unit's gradients arrive in."""
+        """Bytes of the reduce buffers, which receive the unit's gradients."""
         return sum(r.padded_numel * d.reduce.itemsize for r, d in self._reduced)
 
     @property
     def _with_dtypes(self) -> tuple[tuple[RegionLayout, Dtypes], ...]:
+        """Pairs of a region and its dtypes."""
         return tuple([(r, self.options.dtypes(r.dtype)) for r in self.regions])
 
     @property
     def _reduced(self) -> tuple[tuple[RegionLayout, Dtypes], ...]:
+        """Pairs of a region whose gradients are reduced and its dtypes."""
         return tuple([(r, d) for r, d in self._with_dtypes if r.trainable and r.numel])
 
     @property
     def trainable(self) -> dict[str, int]:
-        """Elements of each parameter that gets a gradient, by name from the unit."""
+        """Elements of each trainable parameter, by name from the unit's module."""
         return self._numels(trainable=True)
 
     @property
     def frozen(self) -> dict[str, int]:
-        """Elements of each parameter that gets none, by name from the unit."""
+        """Elements of each frozen parameter, by name from the unit's module."""
         return self._numels(trainable=False)
 
     def _numels(self, *, trainable: bool) -> dict[str, int]:
+        """Return elements per parameter, in the order of the unit's parameters."""
         slots = [
             s for r in self.regions if r.trainable is trainable for s in r.parameters
         ]
@@ -117,24 +125,30 @@ class UnitPlan:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter of the unit gets a gradient."""
+        """Whether the unit has a trainable parameter with at least one element."""
         return any(r.trainable and r.numel for r in self.regions)
 
     def traffic(self, *, is_root: bool, in_backward: bool) -> Traffic:
-        """Collectives of one forward and backward in the steady state.
+        """Return the collectives of a forward and a backward in the steady state.
 
-        ``in_backward`` tells whether gradients flow through the unit.
+        ``is_root`` tells whether the unit is the root, ``in_backward`` whether
+        gradients flow through the unit.
         """
         gathered = sum(
             r.padded_numel * d.compute.itemsize for r, d in self._with_dtypes if r.numel
         )
+        # Regions with equal reduce dtype share a reduce-scatter.
         dtypes = len({d.reduce for _, d in self._reduced})
         nbytes = self.reduce_bytes
         total = Traffic()
         if self.shard_world_size > 1 and gathered:
+            # A resharded unit is gathered a second time in backward. The root stays
+            # unsharded between forward and backward.
             again = self.options.reshard_after_forward and not is_root and in_backward
             total += Traffic(1 + again, gathered * (1 + again), dtypes, nbytes)
         if self.replicas > 1:
+            # In a hybrid mesh the all-reduce follows the reduce-scatter, on this rank's
+            # part.
             part = nbytes // self.shard_world_size
             total += Traffic(all_reduce_calls=len(self._reduced), all_reduce_bytes=part)
         return total
@@ -142,11 +156,17 @@ class UnitPlan:
     def memory(
         self, *, parent: int, in_backward: bool, fed: bool, on_host: bool
     ) -> UnitMemory:
-        """The bytes of this unit's buffers, for ``peak_of_step``.
+        """Return the bytes of this unit's buffers, as the input of ``peak_of_step``.
 
-        ``parent`` is the index of the unit around it (-1 for the root), ``fed`` tells
-        whether its inputs need gradients, ``on_host`` whether its shards are elsewhere
-        than its full parameters.
+        Args:
+            parent: index of the enclosing unit; -1 for the root.
+            in_backward: whether gradients flow through the unit.
+            fed: whether the unit's inputs need gradients.
+            on_host: whether the shards are in host memory and the full parameters on
+                the device.
+
+        Returns: the bytes by kind, and the facts that determine the lifetimes.
+        Collective: none.
         """
         gradients = {
             slot.index: slot.numel * d.compute.itemsize
@@ -169,9 +189,11 @@ class UnitPlan:
                 if d.reduce != d.gradient or on_host
             ),
             gradients=total,
-            # The one used first comes last. A tied one is summed from the start.
+            # Backward produces the gradient of the parameter that forward uses first as
+            # the last. A tied parameter's gradient is summed from its last use in
+            # forward, so its memory exists from the start of the unit's backward.
             early=total - (0 if last in tied else gradients.get(last, 0)),
-            # On the host they have memory of their own, for good.
+            # Offloaded gradients have host memory of their own permanently.
             reduced=0 if self.is_offloaded else self.gradient_bytes,
             sends=self.shard_world_size * self.replicas > 1,
             in_backward=in_backward,
@@ -185,11 +207,12 @@ class UnitPlan:
 
 
 def padding_notes(unit: UnitPlan) -> list[str]:
-    """Say where row blocks pad a region to more than twice its parameters."""
+    """Return sentences on regions that are mostly padding because of row blocks."""
     notes = []
     for region in unit.regions:
         if region.padded_numel <= 2 * region.numel or not region.numel:
             continue
+        # A parameter with fewer rows than ranks leaves whole shards empty.
         few = [
             slot.fqn
             for slot in region.parameters

@@ -1,8 +1,8 @@
-"""Walks over a module tree that never recurse, so depth is no limit.
+"""Walks over a module tree without recursion, so that depth has no limit.
 
-``nn.Module.modules`` and ``parameters`` recurse and give up at about a thousand levels.
-The orders here are theirs: a module before its children, children left to right, each
-module once, at the first place it is found.
+``nn.Module.modules`` and ``parameters`` recurse and fail at a depth of about a
+thousand. The walks have the same order: a module before its children, children from
+left to right, each module once, at the first place.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import nn
 
 from composable_fsdp.naming import join_name
 
+# Classes of torch that hold modules or parameters and define no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Edge(NamedTuple):
-    """One place in the tree: ``parent`` holds ``child`` under ``name``."""
+    """A place in the tree: ``parent`` holds ``child`` under ``name``."""
 
     parent: nn.Module
     name: str
@@ -27,19 +28,19 @@ class Edge(NamedTuple):
 
 
 def edges(parent: nn.Module) -> Iterator[Edge]:
-    """Yield every place under ``parent``; a module held under two names comes twice."""
+    """Yield all places under ``parent``; a module under two names comes twice."""
     for name, child in parent._modules.items():
         if child is not None:
             yield Edge(parent, name, child)
 
 
 def children(parent: nn.Module) -> list[nn.Module]:
-    """Return the distinct modules directly under ``parent``, left to right."""
+    """Return the distinct modules directly under ``parent``, from left to right."""
     return list(dict.fromkeys(edge.child for edge in edges(parent)))
 
 
 def modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``root`` and all modules below it in the order of ``root.modules()``."""
+    """Yield ``root`` and all modules below, in the order of ``root.modules()``."""
     seen: set[nn.Module] = set()
     stack = [root]
     while stack:
@@ -48,17 +49,19 @@ def modules(root: nn.Module) -> Iterator[nn.Module]:
             continue
         seen.add(module)
         yield module
+        # Reversed, because the stack pops the last entry first.
         stack.extend(reversed(children(module)))
 
 
 def post_order(root: nn.Module) -> list[nn.Module]:
-    """Return all modules, each after everything below it, ``root`` last.
+    """Return all modules, each module after all modules below; ``root`` comes last.
 
-    Children are taken right to left: in a tree that is ``modules`` reversed. Where one
-    module has two parents, the plain reverse would give one of them before its child.
+    In a tree, the order is ``modules`` reversed.
     """
     order: list[nn.Module] = []
     seen = {root}
+    # Children from right to left. A plain reverse of ``modules`` would be wrong for a
+    # module with two parents: one parent would come before this child.
     stack = [(root, iter(children(root)[::-1]))]
     while stack:
         module, pending = stack[-1]
@@ -73,12 +76,15 @@ def post_order(root: nn.Module) -> list[nn.Module]:
 
 
 def subtrees(roots: Iterable[nn.Module]) -> frozenset[nn.Module]:
-    """Return ``roots`` and everything below them."""
+    """Return ``roots`` and all modules below."""
     return frozenset(module for root in roots for module in modules(root))
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether ``module`` only holds others: nothing calls it, so no hook on it runs."""
+    """Return whether ``module`` only holds others and has no forward."""
+    # A user's subclass of a container may define forward, on the class or on the
+    # instance. Without a forward no caller runs the module, so hooks on the module
+    # never run.
     has_forward = type(module).forward is not nn.Module.forward
     return isinstance(module, _CONTAINERS) and not (
         has_forward or "forward" in vars(module)
@@ -86,15 +92,16 @@ def is_container(module: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that ``module`` holds itself; one held twice comes twice."""
+    """Yield the parameters of ``module`` itself; repeat a parameter under two keys."""
     return (param for param in module._parameters.values() if param is not None)
 
 
 def name_of(root: nn.Module, module: nn.Module) -> str:
-    """Return the name of ``module`` below ``root`` (the first, if it has several).
+    """Return the first name of ``module`` below ``root``.
 
     Raises: KeyError, if ``module`` is not in the tree.
     """
+    # Per module, the first edge that leads to the module; the name follows backwards.
     came_from: dict[nn.Module, Edge] = {}
     stack = list(edges(root))[::-1]
     while stack:
@@ -112,11 +119,13 @@ def name_of(root: nn.Module, module: nn.Module) -> str:
 def subtree_numels(
     root: nn.Module, left_out: Collection[int] = frozenset()
 ) -> dict[nn.Module, int]:
-    """Return, for each module, the elements of the distinct parameters in its subtree.
+    """Return the elements of the distinct parameters in each module's subtree.
 
-    Parameters whose ``id`` is in ``left_out`` count zero. Linear in the tree: only
-    parameters that can be met twice are carried upwards as sets, all others as a sum.
+    Parameters whose ``id`` is in ``left_out`` count zero. The time is linear in the
+    tree.
     """
+    # Only parameters that can occur twice in a subtree are carried upwards as sets; all
+    # others as a sum.
     met_twice = _met_twice(root)
     plain: dict[nn.Module, int] = {}
     repeated: dict[nn.Module, frozenset[nn.Parameter]] = {}
@@ -127,7 +136,7 @@ def subtree_numels(
         plain[module] = once + sum(plain.get(child, 0) for child in below)
         carried = [repeated[child] for child in below if repeated.get(child)]
         own = frozenset(counted & met_twice)
-        # One set, shared along a chain, keeps deep trees linear.
+        # Share one set along a chain of modules, so that deep trees stay linear.
         repeated[module] = (
             carried[0] if len(carried) == 1 and not own else own.union(*carried)
         )
@@ -138,8 +147,9 @@ def subtree_numels(
 
 
 def _met_twice(root: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the parameters that a walk down every path could meet more than once."""
+    """Return the parameters that a walk along every path could meet more than once."""
     held = Counter(edge.child for parent in modules(root) for edge in edges(parent))
+    # All modules below a module with several parents are reachable along several paths.
     below_shared = subtrees(module for module, places in held.items() if places > 1)
     places: Counter[nn.Parameter] = Counter()
     for module in modules(root):

@@ -1,4 +1,4 @@
-"""Applying what a policy chose, and marking modules to wrap while they are built."""
+"""Applies a policy's choice to a tree; wraps modules during construction."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 
 Apply = Callable[[nn.Module, dict[str, Any]], nn.Module | None]
-"""Applies an API to one module, in place (None) or by returning a replacement."""
+"""Applies an API to a module: returns None (in place) or a replacement."""
 
 
 def post_order_apply(
     root: nn.Module, targets: Mapping[nn.Module, Mapping[str, Any]], fn: Apply
 ) -> None:
-    """Call ``fn(module, options)`` on each target, after every target below it.
+    """Call ``fn(module, options)`` for each target, after all targets below.
 
-    In a tree the order is ``root.modules()`` reversed. Each module is visited once;
-    what ``fn`` returns takes its place under every name and parent that hold it.
-    ``root`` is left to the caller, who alone can replace it. ``fn`` gets a copy of the
-    options.
+    In a tree, the order is ``root.modules()`` reversed. Each module is visited once; a
+    replacement that ``fn`` returns takes the module's place under every name and
+    parent. ``root`` itself is skipped: only the caller can replace the root.
 
-    Raises: PlanError, before ``fn`` is called, for a target that is not below ``root``;
-    TypeError, if ``fn`` returns something else than a module or None.
+    Args:
+        root: the module whose tree is changed.
+        targets: the units, with the options of each unit.
+        fn: applies an API to a module; receives a copy of the options.
+
+    Raises: PlanError, before any call of ``fn``, if a target is not below ``root``;
+    TypeError, if ``fn`` returns neither a module nor None.
+    Collective: none, besides the collectives of ``fn``.
     """
     order = walk.post_order(root)
     for foreign in targets.keys() - set(order):
@@ -37,7 +42,7 @@ def post_order_apply(
             f"post_order_apply got a {type(foreign).__name__} that is not below the "
             f"{type(root).__name__}; targets come from a policy asked about that tree."
         )
-    # Found before anything changes: a replacement hides the module it holds.
+    # Find all places before the first change: a replacement hides the module inside.
     places: dict[nn.Module, list[walk.Edge]] = {module: [] for module in targets}
     for parent in order:
         for edge in walk.edges(parent):
@@ -50,6 +55,7 @@ def post_order_apply(
 
 
 def _put(replacement: object, places: list[walk.Edge]) -> None:
+    """Put ``replacement`` at all ``places`` of a module; None keeps the module."""
     if replacement is None:
         return
     if not isinstance(replacement, nn.Module):
@@ -64,13 +70,14 @@ def _put(replacement: object, places: list[walk.Edge]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Wrapper:
-    """What ``enable_wrap`` was given."""
+    """The arguments of ``enable_wrap``."""
 
     wrapper_cls: Callable[..., nn.Module]
     kwargs: Mapping[str, Any]
 
 
-# A context variable: threads and tasks that build models side by side do not meet.
+# A context variable: threads and tasks that build models concurrently do not see each
+# other's block.
 _current: ContextVar[_Wrapper | None] = ContextVar("enable_wrap", default=None)
 
 
@@ -80,10 +87,10 @@ def enable_wrap(
 ) -> Iterator[None]:
     """Make ``wrap`` call ``wrapper_cls(module, **wrapper_kwargs)`` in this block.
 
-    Blocks nest: the inner one replaces the outer one as a whole, until it ends, also by
-    an exception. Other threads are not affected.
+    Blocks nest: the inner block replaces the outer block completely until the inner
+    block ends, also by an exception. Other threads are not affected.
 
-    Raises: TypeError, if ``wrapper_cls`` cannot be called.
+    Raises: TypeError, if ``wrapper_cls`` is not callable.
     """
     made: object = wrapper_cls
     if not callable(made):
@@ -99,9 +106,9 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Return ``module`` wrapped as the ``enable_wrap`` block says, or as it is outside.
+    """Return ``module`` wrapped by the ``enable_wrap`` block; unchanged outside.
 
-    ``wrap_overrides`` take the place of the block's options of the same name.
+    ``wrap_overrides`` replace the block's options of the same name.
 
     >>> with enable_wrap(wrapper_cls=nn.Sequential):
     ...     wrap(nn.ReLU())
