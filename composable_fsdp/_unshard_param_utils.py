@@ -1,4 +1,4 @@
-"""Full parameters of a unit, under FSDP1's path ``fsdp._unshard_param_utils``."""
+"""Unsharding of a module, under FSDP1's path ``fsdp._unshard_param_utils``."""
 
 from composable_fsdp.access.unshard_params import _unshard_params_recurse
 

@@ -30,6 +30,7 @@ class ShardingStrategy(Enum):
     SHARD_GRAD_OP = auto()
     NO_SHARD = auto()
     HYBRID_SHARD = auto()
+    # The leading underscore is FSDP1's.
     _HYBRID_SHARD_ZERO2 = auto()
 
 
@@ -122,6 +123,7 @@ class CPUOffload:
     offload_params: bool = False
 
     def __post_init__(self) -> None:
+        # Refuse other types: a string or a tensor has a truth value by accident.
         if not isinstance(self.offload_params, bool):
             raise TypeError(
                 "CPUOffload(offload_params=...) expects True or False, got "
@@ -186,6 +188,8 @@ class LocalStateDictConfig(StateDictConfig):
 class ShardedStateDictConfig(StateDictConfig):
     """Configures ``SHARDED_STATE_DICT``; FSDP1's ``_use_dtensor`` must be False."""
 
+    # FSDP1 has this field. A DTensor has equal numbers of rows per rank, but a flat
+    # buffer is cut elsewhere, so ``set_state_dict_type`` refuses True.
     _use_dtensor: bool = False
 
 
@@ -228,6 +232,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Configures ``SHARDED_STATE_DICT``; FSDP1's ``_use_dtensor`` must be False."""
 
+    # As in ``ShardedStateDictConfig``.
     _use_dtensor: bool = False
 
 

@@ -1,17 +1,17 @@
-"""The exceptions of this package, drawn as a list.
+"""The exceptions of this package.
 
 ::
 
     FSDPError
-      |- CompositionError (ValueError)      an API applied where it may not be
-      |- PlanError        (ValueError)      what cannot be sharded as asked
+      |- CompositionError (ValueError)      an API applied to a module that forbids it
+      |- PlanError        (ValueError)      a model or an option that cannot be sharded
       |- PhaseError       (RuntimeError)    a call at the wrong moment of the step
       |- CheckpointError  (RuntimeError)    a state that cannot be saved or loaded
       |- DesyncError      (RuntimeError)    ranks that disagree
-      '- NotRootError     (AttributeError)  root-only data asked of another state
+      '- NotRootError     (AttributeError)  root-only data read from another state
 
-Every message gives what was expected, what came, where, and the way out; where ranks
-exist it ends with the rank that raised.
+Every message names the expected value, the actual value, the place and the remedy. If a
+process group exists, the message ends with the rank that raised.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ import torch.distributed as dist
 
 
 class FSDPError(Exception):
-    """Base of every error that this package raises on purpose.
+    """The base class of all errors that this package raises on purpose.
 
-    ``rank`` is the global rank that raised, ``None`` without torch.distributed.
+    ``rank`` is the global rank that raised; None if torch.distributed is not
+    initialized.
     """
 
     rank: int | None = None
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
+        # Read the rank here: the process group may be gone when the message is printed.
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()
 
@@ -38,15 +40,15 @@ class FSDPError(Exception):
 
 
 class CompositionError(FSDPError, ValueError):
-    """An API was applied to a module that cannot take it."""
+    """An API was applied to a module that forbids the application."""
 
 
 class PlanError(FSDPError, ValueError):
-    """A model or an option cannot be sharded as asked; nothing was changed."""
+    """A model or an option cannot be sharded as requested; nothing was changed."""
 
 
 class PhaseError(FSDPError, RuntimeError):
-    """A call came at a moment of the step that does not allow it."""
+    """A call came at a moment of the step that forbids the call."""
 
 
 class CheckpointError(FSDPError, RuntimeError):
@@ -54,8 +56,8 @@ class CheckpointError(FSDPError, RuntimeError):
 
 
 class DesyncError(FSDPError, RuntimeError):
-    """Ranks disagree on what they are doing."""
+    """Ranks disagree on the collectives or the calls that they make."""
 
 
 class NotRootError(FSDPError, AttributeError):
-    """Root-only data was asked of a state that is not a root."""
+    """Root-only data was read from a state that is not a root."""

@@ -1,9 +1,8 @@
-"""Fully qualified names, by path component.
+"""Fully qualified names (FQN), by path component.
 
-A wrapper adds one component to the path of the module that it wraps. Names leave that
-component out: ``strip_wrapper`` removes it from a finished name, and a walk of the tree
-passes over the components in ``TRANSPARENT``. Only whole components count: a module
-that a user calls ``my_fsdp_wrapped_module`` keeps its name.
+A wrapper adds a component to the path of the wrapped module. Names leave that component
+out: ``strip_wrapper`` removes the component from a finished name, and a walk of the
+tree passes over the components in ``TRANSPARENT``.
 """
 
 from __future__ import annotations
@@ -11,25 +10,25 @@ from __future__ import annotations
 import re
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
-"""Attribute under which ``FullyShardedDataParallel`` holds the module it wraps."""
+"""The attribute of ``FullyShardedDataParallel`` that holds the wrapped module."""
 
 CHECKPOINTED_MODULE = "_checkpoint_wrapped_module"
-"""The same for ``checkpoint_wrapper``, ours and torch's."""
+"""The attribute of ``checkpoint_wrapper``'s class (ours and torch's) for its module."""
 
 TRANSPARENT = (WRAPPED_MODULE, CHECKPOINTED_MODULE)
-"""Components that no name shows."""
+"""The path components that no name shows."""
 
 ROOT_NAME = "(root)"
-"""What messages call the module whose name is the empty string."""
+"""The name of the root in messages, instead of the empty string."""
 
 
 def join_name(prefix: str, name: str) -> str:
-    """Join two dotted names; either may be empty."""
+    """Return two dotted names joined by a dot; each name may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def strip_wrapper(name: str) -> str:
-    """Return ``name`` without the wrappers' components.
+    """Return ``name`` without the components of wrappers.
 
     >>> strip_wrapper("layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'
@@ -38,18 +37,21 @@ def strip_wrapper(name: str) -> str:
     """
     if not any(component in name for component in TRANSPARENT):
         return name
+    # Only whole components count: a user's module ``my_fsdp_wrapped_module`` keeps its
+    # name.
     return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
 
 
 def strip_wrapper_in_text(text: str) -> str:
-    """Return ``text`` with the wrappers' components taken out of the names in it.
+    """Return ``text`` with the components of wrappers removed from all names.
 
     >>> strip_wrapper_in_text("size mismatch for a._fsdp_wrapped_module.b: ...")
     'size mismatch for a.b: ...'
     """
+    # The lookbehind keeps a component that only ends with a wrapper's component.
     return re.sub(rf"(?<!\w)(?:{'|'.join(TRANSPARENT)})\.", "", text)
 
 
 def quoted(name: str) -> str:
-    """Return ``name`` as messages print it: quoted, and the root by a word."""
+    """Return ``name`` quoted for a message; ``ROOT_NAME`` for the root."""
     return repr(name) if name else ROOT_NAME

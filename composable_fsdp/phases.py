@@ -8,8 +8,8 @@
       '----> SUMMON ----> IDLE                           outside the step
 
 Recomputation runs a forward inside backward without leaving the backward phase. A unit
-whose outputs the loss does not reach stays in BACKWARD_PRE until its next forward. The
-runtime sets the phase and does not check which one it follows. State dicts, optimizer
+whose outputs do not contribute to the loss stays in BACKWARD_PRE until the unit's next
+forward. The runtime sets the phase and does not check the order. State dicts, optimizer
 checks and ``unshard_params`` read SUMMON; the other phases are for messages and tests.
 """
 
@@ -19,7 +19,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """Where a handle stands in the step."""
+    """The phase of a handle in the step."""
 
     IDLE = "idle"
     FORWARD = "forward"

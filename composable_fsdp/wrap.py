@@ -1,4 +1,4 @@
-"""Policies and wrapping under the names of ``torch.distributed.fsdp.wrap``."""
+"""Policies and wrapping, under torch FSDP1's path ``fsdp.wrap``."""
 
 from __future__ import annotations
 

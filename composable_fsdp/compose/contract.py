@@ -101,6 +101,7 @@ class Contract(Generic[P, S]):
         *,
         check_names: bool,
     ) -> None:
+        # The registry's key is ``__name__``; help() shows the function's signature.
         functools.update_wrapper(cast("Callable[..., object]", self), api)
         self._api = api
         self._state_cls = state_cls
@@ -295,6 +296,7 @@ def _as_modules(api: str, module: object) -> Sequence[nn.Module]:
                 f"{api} expects a list of modules, got {_kind(each)} at position "
                 f"{index}. Take it out of the list."
             )
+        # By id: a module class may define ``__eq__`` or be unhashable.
         if seen.setdefault(id(each), index) != index:
             raise CompositionError(
                 f"{api} got the same {type(each).__name__} at positions "

@@ -30,6 +30,7 @@ The key is a constant, so a module that was pickled in another process keeps its
 
 S = TypeVar("S")
 
+# A single read-only empty mapping, so that reads allocate nothing.
 _NOTHING: Final[Mapping[str, object]] = MappingProxyType({})
 
 
@@ -146,6 +147,7 @@ class OwnerMap(Generic[S]):
         entry = self._entries.get(id(module))
         if entry is None:
             return None
+        # None also if the state is dead, and its callback has not run yet.
         state: S | None = entry.owner()
         return state
 

@@ -1,8 +1,7 @@
-"""``python -m composable_fsdp``: look at checkpoints and convert them, offline.
+"""``python -m composable_fsdp``: verify, convert and export checkpoints offline.
 
-No process group, no device, and nothing of a checkpoint is run. What was found goes to
-standard output, as text or as one JSON object; trouble goes to standard error, as one
-message. Exit status: 0 good, 1 a checkpoint that is bad or cannot be written, 2 usage.
+The commands need no process group and no device, and execute no code from a checkpoint.
+Results go to standard output, as text or as a JSON object; errors go to standard error.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from composable_fsdp.storage.opening import (
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.verify import verify
 
+# Exit statuses: 0 success, 1 a bad checkpoint or nothing written, 2 wrong usage
+# (argparse), 130 interrupted (128 + SIGINT, the shells' convention).
 BAD = 1
 INTERRUPTED = 130
 
@@ -77,11 +78,19 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; ``arguments`` default to the process's. Never raises."""
+    """Run the command line and return the exit status.
+
+    ``arguments`` default to ``sys.argv[1:]``. An error of a checkpoint or of the file
+    system becomes a message and status 1.
+
+    Raises: SystemExit, for ``--help`` (status 0) and wrong usage (status 2).
+    """
     given = _parser().parse_args(arguments)
     try:
         found = given.run(given)
     except (FSDPError, OSError) as error:
+        # Standard output is always a JSON object with ``--json``, so a script can parse
+        # failures, too.
         if given.json:
             print(json.dumps({"ok": False, "error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
@@ -94,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="python -m composable_fsdp",
         description="Check, convert and export checkpoints, offline.",
@@ -140,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
+    """Add a command with help, examples and ``--json``; return the command's parser."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
@@ -155,9 +166,14 @@ def _command(commands: Any, name: str, run: Any, about: str) -> argparse.Argumen
 
 
 def _size(text: str) -> int:
+    """Return a size such as "5GB" in bytes; units are powers of 1000.
+
+    Raises: argparse.ArgumentTypeError, if ``text`` is no size.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text, re.IGNORECASE)
     number = 0
     if match:
+        # The position in the string is the power of 1000; a space stands for none.
         power = " KMGT".index(match[2].upper() or " ")
         number = int(float(match[1]) * 1000**power)
     if number < 1:
@@ -168,8 +184,11 @@ def _size(text: str) -> int:
 
 
 def _verify(given: argparse.Namespace) -> dict[str, Any]:
+    """Read the whole checkpoint, and return the report."""
     path, kind = find_checkpoint(given.path)
     begin = time.monotonic()
+    # The native format has checksums. For other formats, reading every tensor is the
+    # check.
     read = _verify_native(path, given) if kind == NATIVE else 0
     with open_source(path) if kind == NATIVE else open_whole(path) as source:
         if kind != NATIVE:
@@ -188,11 +207,15 @@ def _verify(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _verify_native(path: str, given: argparse.Namespace) -> int:
-    """Check every checksum; return the bytes. Raises: CheckpointError, for damage."""
+    """Verify every checksum, and return the bytes that were read.
+
+    Raises: CheckpointError, listing all damage.
+    """
     total = sum(file.stat().st_size for file in Path(path).iterdir())
     with progress("reading", total, wanted=not given.json) as advance:
         before = 0
 
+        # ``verify`` reports the total so far; ``advance`` takes the increment.
         def tell(done: int, _: int) -> None:
             nonlocal before
             advance(done - before)
@@ -205,18 +228,23 @@ def _verify_native(path: str, given: argparse.Namespace) -> int:
 
 
 def _convert(given: argparse.Namespace) -> dict[str, Any]:
+    """Write the checkpoint in the format ``--to``, and return the report."""
     return _write(given, given.to, weights_only=given.weights_only)
 
 
 def _export(given: argparse.Namespace) -> dict[str, Any]:
+    """Write the weights as safetensors, and return the report."""
     return _write(given, SAFETENSORS, weights_only=True)
 
 
 def _write(given: argparse.Namespace, to: str, *, weights_only: bool) -> dict[str, Any]:
+    """Convert the checkpoint, and return the report."""
     with open_whole(given.source) as source:
+        # A safetensors file holds weights only.
         weights = weights_only or to == SAFETENSORS
         total = _nbytes(source, weights_only=weights)
-        if to == DCP:  # writes every name of a tied parameter
+        # DCP stores a tied parameter once per name.
+        if to == DCP:
             total += sum(source.model[kept].nbytes for kept in source.aliases.values())
         with progress("writing", total, wanted=not given.json) as advance:
             left_out = convert(
@@ -236,6 +264,7 @@ def _write(given: argparse.Namespace, to: str, *, weights_only: bool) -> dict[st
 
 
 def _nbytes(source: Source, *, weights_only: bool) -> int:
+    """Return the bytes of all tensors; of the model only, with ``weights_only``."""
     total = sum(info.nbytes for info in source.model.values())
     if not weights_only:
         total += sum(
@@ -245,7 +274,7 @@ def _nbytes(source: Source, *, weights_only: bool) -> int:
 
 
 def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
-    """What is in the checkpoint, in numbers."""
+    """Return the content of the checkpoint in numbers."""
     found: dict[str, Any] = {
         "model": {
             "tensors": len(source.model),
@@ -266,7 +295,7 @@ def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return a report as text."""
     model, optim = found["model"], found.get("optimizer")
     is_check = "bytes_read" in found
     end = "good" if is_check else "written"
@@ -289,10 +318,12 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _count(number: int, what: str) -> str:
+    """Return a number with a noun, in the plural if needed."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _bytes(number: int) -> str:
+    """Return bytes as text, in units of powers of 1000."""
     size, unit = float(number), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 1000:

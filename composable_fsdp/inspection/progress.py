@@ -1,4 +1,4 @@
-"""How far a long command is, for whoever watches a terminal, and for nobody else."""
+"""A progress display on a terminal for long commands."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ _PAUSE = 0.1
 """Seconds between two updates of the plain line."""
 
 Advance = Callable[[int], None]
+"""A function that receives the bytes done since the last call."""
 
 
 @contextmanager
 def progress(label: str, total: int, *, wanted: bool = True) -> Iterator[Advance]:
-    """Show how much of ``total`` bytes is done; yields what is to be called with bytes.
+    """Show the share of ``total`` bytes that is done, on standard error.
 
-    On standard error, and only if that is a terminal: with rich if it is installed,
-    else as one line that is written over. Gone at the end.
+    The display is a rich progress bar if rich is installed, else a line that is
+    overwritten. The display disappears at the end of the block. If standard error is no
+    terminal, nothing is shown.
+
+    Args:
+        label: text before the bar.
+        total: bytes in all.
+        wanted: False shows nothing. Default True.
+
+    Returns: a context manager that yields a function; call the function with the bytes
+    done since its last call.
+    Collective: none.
     """
+    # A log file must not receive a line per update.
     if not wanted or not sys.stderr.isatty():
         yield lambda done: None
         return
+    # rich is optional.
     try:
         from rich.console import Console
         from rich.progress import DownloadColumn, Progress, TimeRemainingColumn
@@ -42,13 +55,16 @@ def progress(label: str, total: int, *, wanted: bool = True) -> Iterator[Advance
 
 
 def _plain(label: str, total: int) -> Iterator[Advance]:
+    """Show the progress as a line that is overwritten."""
     done, shown = 0, 0.0
 
     def advance(more: int) -> None:
         nonlocal done, shown
         done += more
+        # Writing to a terminal is slow, so limit the updates.
         if time.monotonic() - shown > _PAUSE:
             shown = time.monotonic()
+            # ``total`` may be an estimate, so ``done`` may exceed it.
             share = min(1.0, done / total) if total else 1.0
             sys.stderr.write(f"\r{label} {share:4.0%}")
             sys.stderr.flush()
@@ -56,5 +72,6 @@ def _plain(label: str, total: int) -> Iterator[Advance]:
     try:
         yield advance
     finally:
+        # Return to the start of the line, and erase the line.
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()

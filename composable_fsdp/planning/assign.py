@@ -238,6 +238,7 @@ def _evaluate(
         boundaries=boundaries,
         root_kwargs=root_kwargs,
     )
+    # Modules of ignored classes become units even if the policy did not select them.
     return with_full_precision(
         targets,
         modules[0],
@@ -275,12 +276,14 @@ def _walk(
     while stack:
         module, fqn, chain = stack.pop()
         index = index_of.get(id(module))
+        # A shared module becomes a unit on the first path; later paths find its index.
         if index is None and module in overrides:
             index = index_of[id(module)] = len(units)
             options = override(request.options, overrides[module], fqn=fqn)
             units.append(Unit(fqn, (module,), options, chain[-1][0]))
         if index is not None:
-            # A name is relative to the unit's module: its path is that many characters.
+            # Names inside a unit are relative to the unit's module: the module's own
+            # name has ``len(fqn)`` characters on this path.
             chain = (*chain, (index, len(fqn)))
         nearest = units[chain[-1][0]]
         nearest.members.append(module)
@@ -345,12 +348,14 @@ def _note_parameters(
         if parameter is None or id(parameter) in request.ignored_parameters:
             continue
         where = prefix + name
+        # A parameter that a unit of an earlier call holds is tied across calls.
         owner = request.owner_of(parameter)
         if owner is not None:
             raise PlanError(_owned_text(where, owner))
         refuse_parameter(parameter, where)
         place = Occurrence(chain, where, module, name)
         known = found.get(id(parameter))
+        # Tied parameters are the same object, so the id identifies a parameter.
         if known is None:
             found[id(parameter)] = (parameter, [place])
         else:

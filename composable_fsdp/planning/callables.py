@@ -43,6 +43,8 @@ def size_based_auto_wrap_policy(
     ``module`` becomes a unit.
     Collective: none.
     """
+    # As in FSDP1: the leaf classes stop the way down, the excluded classes matter on
+    # the way up.
     given = force_leaf_modules if recurse else exclude_wrap_modules
     if given is None:
         default = "FORCE_LEAF_MODULES" if recurse else "EXCLUDE_WRAP_MODULES"
@@ -153,6 +155,7 @@ def classes_of(
             f"{argument} expects several module classes, such as {{nn.Linear}}, "
             f"got {classes!r}."
         )
+    # dict.fromkeys() removes duplicates and keeps the order, unlike a set.
     distinct = tuple(dict.fromkeys(classes))
     for cls in distinct:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):

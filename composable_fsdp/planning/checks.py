@@ -116,6 +116,7 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
     """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, parameter in named:
+        # An empty parameter occupies no memory.
         if parameter.numel() == 0:
             continue
         size = parameter.element_size()
@@ -129,6 +130,8 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
         key = parameter.untyped_storage()._cdata
         spans.setdefault(key, []).append((start, start + (reach + 1) * size, fqn))
     for intervals in spans.values():
+        # After sorting by start, an overlap of any two intervals implies an overlap of
+        # two neighbours.
         intervals.sort()
         for (_, stop, first), (start, _, second) in pairwise(intervals):
             if start < stop:

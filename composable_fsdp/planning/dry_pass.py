@@ -62,6 +62,7 @@ def choose_units(
     Raises: TypeError, if the policy returns a dict of options instead of a bool.
     Collective: none.
     """
+    # Parameters of skipped modules count zero, also where a visited module shares them.
     outside = {id(p) for module in left_out for p in walk.own_parameters(module)}
     numels = walk.subtree_numels(root, outside | ignored_params)
     units: list[nn.Module] = []
@@ -75,6 +76,7 @@ def choose_units(
             below = (c for c in walk.children(module) if c not in left_out)
             stack.append(_Visit(module, below))
 
+    # Only the way down asks about the root: the caller made the root a unit.
     enter(root)
     while stack:
         visit = stack[-1]

@@ -1,8 +1,8 @@
-"""Where every parameter of a unit lies in its flat buffers: integers and names only.
+"""The layout of a unit's parameters in flat buffers, as integers and names only.
 
-A region is one contiguous buffer of parameters of one dtype, all trainable or all
-frozen. ``world_size`` equal shards cut it, never inside a block and always at a
-multiple of 16 bytes (NCCL leaves its vector path otherwise, pytorch#195450)::
+A region is a contiguous flat buffer of parameters of a single dtype, all trainable or
+all frozen. ``world_size`` equal shards cut the region, never inside a block, and always
+at a multiple of 16 bytes::
 
     weight (5, 4), bias (8,) in float32; world_size 4
     numel 28, padded_numel 32, shard_numel 8
@@ -12,11 +12,8 @@ multiple of 16 bytes (NCCL leaves its vector path otherwise, pytorch#195450)::
     rank 2 [16, 24) | weight row 4     | bias 0-3    |
     rank 3 [24, 32) | bias 4-7         | padding 4   |
 
-A parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of
-every block, so each boundary falls between two blocks. Putting block classes (rows of
-768, rows of 3072, single elements) into one region therefore asks for the LCM of their
-blocks, which grows quickly with many ranks; giving each class its own region costs one
-more launch. ``plan_regions`` takes the cheapest partition of the classes.
+Every parameter starts at a multiple of its block, and ``shard_numel`` is a multiple of
+every block, so each shard boundary falls between two blocks.
 """
 
 from __future__ import annotations
@@ -154,6 +151,7 @@ class RegionLayout:
         # Position of the shard's first element, counted from the parameter's first
         # element.
         low = rank * self.shard_numel - slot.offset
+        # Clamp: the shard may lie entirely before or behind the parameter.
         start = min(max(low, 0), slot.numel)
         return start, min(max(low + self.shard_numel, 0), slot.numel)
 
@@ -161,6 +159,7 @@ class RegionLayout:
         """Return the ranks that hold elements of the parameter; all, if it has none."""
         if not slot.numel:
             return range(self.world_size)
+        # A parameter is contiguous, so its ranks are consecutive.
         last = (slot.offset + slot.numel - 1) // self.shard_numel
         return range(slot.offset // self.shard_numel, last + 1)
 
@@ -172,6 +171,8 @@ class RegionLayout:
     @cached_property
     def cuts(self) -> Cuts:
         """The cuts of the buffer into parameters and padding, for a single split."""
+        # A single split makes all views of the buffer, instead of a slice per
+        # parameter.
         return _cut([(s.offset, s.numel) for s in self.parameters], self.padded_numel)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -257,10 +258,17 @@ def row_block(shape: Sequence[int]) -> int:
 def sharded_shape(
     shape: Sequence[int], numel: int, *, rows: bool, world_size: int
 ) -> tuple[int, ...]:
-    """Shape of a leaf that holds ``numel`` elements of a parameter of ``shape``.
+    """Return the shape of a sharded parameter with ``numel`` elements.
 
-    With ``rows``, ``(k, *trailing)``; else ``(numel,)``. Alone in the group a rank
-    holds the parameter as it is.
+    Args:
+        shape: shape of the full parameter.
+        numel: elements of the parameter on this rank.
+        rows: shard by rows: the result is ``(k, *trailing)`` for a parameter with at
+            least two dims. Otherwise the result is ``(numel,)``.
+        world_size: size of the shard group. If 1, the result is ``shape``.
+
+    Returns: the shape.
+    Collective: none.
 
     >>> sharded_shape((5, 4), 8, rows=True, world_size=2)
     (2, 4)
@@ -275,6 +283,7 @@ def sharded_shape(
         return (numel,)
     trailing = tuple(shape[1:])
     width = prod(trailing)
+    # Trailing dims with a size of 0 have no elements, so no rank holds a row of them.
     return (numel // width if width else 0, *trailing)
 
 
@@ -308,6 +317,7 @@ def _plan_regions(
     specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
 ) -> tuple[RegionLayout, ...]:
     """Lay out the parameters of a unit; equal arguments return the same layouts."""
+    # A flat buffer has one dtype, and the whole buffer gets a gradient or not.
     groups: dict[tuple[torch.dtype, bool, Hashable], list[int]] = {}
     for index, spec in enumerate(specs):
         kind = (spec.dtype, spec.trainable, spec.group)
@@ -318,6 +328,10 @@ def _plan_regions(
         key = tuple(
             (specs[i].numel, specs[i].block if world_size > 1 else 1) for i in members
         )
+        # A region with several block classes (rows of 768, rows of 3072, single
+        # elements) needs shards of a multiple of the LCM of the blocks, so padding
+        # grows quickly with many ranks. A region per class costs an additional launch
+        # instead. ``partition`` takes the cheapest choice.
         for chosen in partition(key, dtype.itemsize, world_size, launch_bytes):
             packing = pack(tuple(key[i] for i in chosen), dtype.itemsize, world_size)
             slots = [

@@ -1,22 +1,15 @@
-"""The most memory that a step needs, found by going through the step in integers.
+"""Computes the peak memory of a training step by running the step on integers.
 
-The walk allocates and frees what the runtime does, in its order::
+The walk allocates and frees in the order of the runtime::
 
     forward    unit 0 full, 1 full, ...            resharded units freed
     backward   full k-1 ahead | gradients of k arrive, and wait for each other |
                k+1's reduction is finished | reduce buffer k, gradients move into it |
                k is reduced, and then freed
 
-so next to full k there are the prefetched unit, its gradients as autograd made them and
-one reduce buffer: k+1's before, its own after. Without prefetch k+1's is gone before k
-is full. On CUDA the memory of a resharded unit is freed when the next one is resharded
-or gathered ahead (see ``runtime.unshard``).
-
-It holds for a step in the steady state, in which every unit runs once, in the plan's
-order, every trainable parameter gets a gradient, and ``.grad`` was cleared. A unit that
-holds others is taken to use parameters of its own both before and after them, as a root
-with an embedding and a head does; where it does not, the step needs less. Activations
-are the model's affair and not counted.
+The result holds for a step in the steady state: every unit runs once, in the plan's
+order, every trainable parameter gets a gradient, and ``.grad`` was cleared before the
+step. Activations are not counted.
 """
 
 from __future__ import annotations
@@ -130,7 +123,13 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
     If ``streams`` is true, resharded units are freed late, as on CUDA. If false,
     reshard frees at once, as on CPU.
     """
-    # The calls below have the order of the runtime's calls.
+    # The calls below have the order of the runtime's calls. While unit k is unsharded
+    # in backward, memory also holds the prefetched unit, k's gradients as autograd made
+    # them, and a single reduce buffer: first k+1's, then k's. Without prefetch, k+1's
+    # buffer is freed before k is gathered.
+    # A unit with nested units counts as using parameters of its own both before and
+    # after them, as a root with an embedding and a head does. If the unit does not, the
+    # step needs less than the result.
     step = _Step(units, streams=streams)
     events = _events(units)
     gathered = [index for index, unit in enumerate(units) if unit.gathers]
@@ -226,7 +225,7 @@ class _Step:
         if index not in self.gathered or index in self.retiring:
             return
         # On CUDA the compute stream may still read the memory, so the unit waits here
-        # until a later unit is resharded or gathered ahead.
+        # until a later unit is resharded or gathered ahead; see ``runtime.unshard``.
         if self.streams:
             self.retiring.append(index)
             self._retire(keep=self.units[index].retiring_limit)

@@ -90,6 +90,7 @@ class UnitOptions:
                 "group_by expects a function of a parameter's name and the parameter, "
                 f"got {self.group_by!r}."
             )
+        # Refuse strings and numbers: the string "False" would count as true.
         for name in ("forward_prefetch", "limit_all_gathers", "use_orig_params"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
@@ -110,6 +111,7 @@ class UnitOptions:
         # Integer parameters are never cast.
         if mixed is None or not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype)
+        # Each dtype defaults to the previous dtype.
         compute = mixed.param_dtype or dtype
         reduce = mixed.reduce_dtype or compute
         kept = mixed.keep_low_precision_grads
@@ -147,6 +149,7 @@ def by_name(kind: type[E], value: object, *, argument: str) -> E:
     """
     if isinstance(value, kind):
         return value
+    # Code written for FSDP1 passes torch's enums.
     if isinstance(value, Enum) and value.name in kind.__members__:
         return kind[value.name]
     raise TypeError(
@@ -173,6 +176,7 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
     """
     if isinstance(value, kind):
         return value
+    # For the type checker: every caller passes a dataclass.
     assert is_dataclass(kind)
     names = [field.name for field in fields(kind)]
     # Search the MRO: a subclass of torch's dataclass is accepted, too.
@@ -219,6 +223,7 @@ def override(
                 f"the policy gave {named[key]} for module {quoted(fqn)}. Set it on the "
                 "root only."
             )
+    # ``replace`` calls the constructor, which checks the new values.
     return replace(root, **named)
 
 

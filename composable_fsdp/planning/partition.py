@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
+# At other addresses NCCL leaves its vectorized path (pytorch#195450).
 SHARD_ALIGNMENT = 16
 """Alignment, in bytes, of every shard and of every full parameter."""
 
@@ -47,6 +48,7 @@ def pack(members: Members, itemsize: int, world_size: int) -> Packing:
     Returns: the offsets and the size of the shards.
     Collective: none.
     """
+    # In elements; at least 1, for items wider than the alignment.
     align = max(SHARD_ALIGNMENT // itemsize, 1)
     # Wide blocks first: their starts have the coarsest grid, and narrow members fit
     # behind them with few gaps.
@@ -102,6 +104,7 @@ def partition(
 
     if len(sets) == 1:
         return (merged(sets),)
+    # The exact search is exponential in the number of classes.
     exact = len(sets) <= EXACT_CLASSES
     chosen = _exact(sets, cost, merged) if exact else _greedy(sets, cost, merged)
     return tuple(sorted(chosen))
@@ -114,6 +117,7 @@ _Merge = Callable[[Iterable[Sequence[int]]], tuple[int, ...]]
 def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int, ...]]:
     """Return the cheapest set partition; dynamic programming over sets of classes."""
     full = (1 << len(sets)) - 1
+    # Subsets of classes as bit masks.
     groups = {
         mask: merged(sets[i] for i in range(len(sets)) if mask >> i & 1)
         for mask in range(1, full + 1)

@@ -96,6 +96,8 @@ class ShardingPlan:
                 unit.memory(
                     parent=parents[i],
                     in_backward=flows,
+                    # Inputs need gradients if a trainable unit precedes in forward
+                    # order.
                     fed=i > 0 and flow[i - 1][1],
                     on_host=unit.is_offloaded,
                 )
@@ -103,6 +105,7 @@ class ShardingPlan:
             ],
             streams=streams,
         )
+        # An optimizer keeps state for this rank's shards only, padding included.
         states = sum(
             r.shard_numel * r.dtype.itemsize
             for unit in kept
@@ -170,6 +173,7 @@ def _table(units: tuple[UnitPlan, ...]) -> str:
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    # Columns of numbers.
     right = (2, 3, 4)
     return "\n".join(
         "  ".join(
@@ -183,6 +187,7 @@ def _table(units: tuple[UnitPlan, ...]) -> str:
 def _totals(plan: ShardingPlan) -> list[str]:
     """Return the lines of the report that sum up all units."""
     traffic, peak = plan.traffic, plan.peak()
+    # A dict and not a set: the report lists strategies in the order of units.
     strategies = {unit.options.strategy.name: None for unit in plan.units}
     sent = [
         f"{calls} {name}{'s' if calls > 1 else ''} of {size_text(nbytes)} in all"

@@ -107,6 +107,8 @@ def group_sizes(
         ShardingStrategy.HYBRID_SHARD,
         ShardingStrategy._HYBRID_SHARD_ZERO2,
     ):
+        # The number of nodes is unknown here, so the plan cannot choose the groups that
+        # a hybrid strategy chooses by itself.
         raise PlanError(
             f"A plan with {strategy.name} expects shard_world_size, the ranks that "
             "share the parameters. Pass the size of the mesh's shard dim, or of a node."
@@ -174,6 +176,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
         unit.modules,
         tuple(unit.members),
         tuple([tuple([unit.parameters[i][0] for i in r]) for r in build.order]),
+        # Equal units share these tuples of names; only the objects differ per unit.
         build.places,
         build.keys,
         tuple([owner for r in build.order for i in r for owner in found[i][2]]),
@@ -211,6 +214,7 @@ def _build(
         world_size=sizes[0],
     )
     plan = UnitPlan(fqn, class_name, regions, options, *sizes)
+    # Regions sort their slots; ``order`` maps the slots back to the walk's order.
     order = tuple(tuple(s.index for s in region.parameters) for region in regions)
     places = [
         Place(name, key, parameters[i][0][0], i)
@@ -351,6 +355,7 @@ def plan(
             "shard_world_size expects a number of ranks that divides world_size="
             f"{world_size}, got {shard_world_size!r}."
         )
+    # ``ignored_states`` is read twice below, and may be an iterator.
     ignored_modules = as_list(ignored_modules, "ignored_modules")
     ignored_states = as_list(ignored_states, "ignored_states")
     request = PlanRequest(

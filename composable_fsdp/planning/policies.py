@@ -77,6 +77,8 @@ class ModuleWrapPolicy:
             for module in walk.modules(root_module)
             if isinstance(module, self._module_classes)
         ]
+        # Check before ignored modules are removed: a class that only ignored modules
+        # have is spelled correctly.
         if not found:
             self._warn_of_none(root_module)
         return {m: dict(root_kwargs) for m in found if m not in ignored_modules}
@@ -132,8 +134,10 @@ class CustomPolicy:
     ) -> Targets:
         targets: Targets = {}
         for module in walk.modules(root_module):
+            # The user's function never sees an ignored module.
             if module in ignored_modules:
                 continue
+            # ``object``, because the user's function may return any type.
             answer: object = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
                 name = quoted(walk.name_of(root_module, module))
@@ -240,6 +244,9 @@ def evaluate_policy(
     left_out = walk.subtrees([*ignored_modules, *boundaries])
     answer = _answer(policy, root, left_out, ignored_params, root_kwargs)
     _check_targets(answer, root)
+    # In the order of the tree and not of the policy's dict: a policy may build the dict
+    # from a set, whose order differs between ranks, and ranks must agree on the order
+    # of units.
     return {
         module: {**root_kwargs, **answer[module]}
         for module in walk.modules(root)
@@ -299,6 +306,7 @@ _FORMS = (
 def _takes(policy: Callable[..., object], *given: object, **named: object) -> bool:
     """Return whether ``policy`` can be called with these arguments."""
     try:
+        # bind() tests the call without running the policy.
         inspect.signature(policy).bind(*given, **named)
     except TypeError:
         return False
@@ -327,6 +335,7 @@ def _check_targets(
                 f"not below the {type(root).__name__} it was asked about. Name modules "
                 "of that tree, such as those from root.modules()."
             )
+        # ``name_of`` walks the tree, so it runs only for a message.
         name = quoted(walk.name_of(root, module)) if walk.is_container(module) else ""
         if name and module is not root:
             raise PlanError(container_text(module, name))

@@ -44,6 +44,7 @@ def with_full_precision(
         for module in walk.modules(root)
         if isinstance(module, classes) and module is not root and module not in left_out
     }
+    # ``chosen`` comes last: full precision wins over the policy's options.
     return {**targets, **chosen}
 
 

@@ -49,6 +49,7 @@ def _compact(
     """Return a region of ``slots`` with the shard size of the rank that needs most."""
     # Elements per 16 bytes: every part starts aligned.
     unit = max(SHARD_ALIGNMENT // layout.dtype.itemsize, 1)
+    # Shards have equal sizes, so the rank that needs most decides.
     size = max(
         (_needed(layout, slots, r, unit) for r in range(layout.world_size)), default=0
     )
@@ -70,6 +71,7 @@ def _needed(
     total = 0
     for slot in slots:
         start, stop = layout.interval(slot, rank)
+        # Ranks without elements of the parameter need no space.
         if stop > start:
             total = _up(total, unit) + stop - start
     return total
@@ -83,7 +85,9 @@ def _place(
     end = 0
     for slot in slots:
         offset = end
+        # An empty parameter needs no position of its own.
         if slot.numel:
+            # The first rank that holds the parameter, and the elements it holds.
             first = slot.offset // layout.shard_numel
             part = min(layout.shard_numel * (first + 1) - slot.offset, slot.numel)
             if part < slot.numel:

@@ -134,6 +134,7 @@ class UnitPlan:
         ``is_root`` tells whether the unit is the root, ``in_backward`` whether
         gradients flow through the unit.
         """
+        # The all-gather sends the compute dtype: shards are cast before.
         gathered = sum(
             r.padded_numel * d.compute.itemsize for r, d in self._with_dtypes if r.numel
         )
@@ -174,7 +175,10 @@ class UnitPlan:
             for slot in r.parameters
         }
         total = sum(gradients.values())
+        # The parameter that comes first in the unit counts as the first used in
+        # forward.
         last = min(gradients, default=0)
+        # A parameter with several names is tied.
         tied = {s.index for r in self.regions for s in r.parameters if s.fqns[1:]}
         options = self.options
         limited = options.limit_all_gathers
@@ -183,6 +187,9 @@ class UnitPlan:
             parent=parent,
             full=self.full_bytes,
             reduce=self.reduce_bytes,
+            # With equal dtypes on the device, the reduction writes into the sharded
+            # gradient itself. Otherwise a temporary buffer receives the output, before
+            # the cast or the copy to the host.
             temporary=sum(
                 r.shard_numel * d.reduce.itemsize
                 for r, d in self._reduced
@@ -210,6 +217,7 @@ def padding_notes(unit: UnitPlan) -> list[str]:
     """Return sentences on regions that are mostly padding because of row blocks."""
     notes = []
     for region in unit.regions:
+        # Up to twice the size, padding is not worth a sentence.
         if region.padded_numel <= 2 * region.numel or not region.numel:
             continue
         # A parameter with fewer rows than ranks leaves whole shards empty.

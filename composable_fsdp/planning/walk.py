@@ -36,6 +36,7 @@ def edges(parent: nn.Module) -> Iterator[Edge]:
 
 def children(parent: nn.Module) -> list[nn.Module]:
     """Return the distinct modules directly under ``parent``, from left to right."""
+    # dict.fromkeys() removes duplicates and keeps the order, unlike a set.
     return list(dict.fromkeys(edge.child for edge in edges(parent)))
 
 
@@ -106,6 +107,7 @@ def name_of(root: nn.Module, module: nn.Module) -> str:
     stack = list(edges(root))[::-1]
     while stack:
         edge = stack.pop()
+        # The first edge wins, as in ``named_modules()``.
         if edge.child not in came_from:
             came_from[edge.child] = edge
             stack.extend(list(edges(edge.child))[::-1])
@@ -132,6 +134,8 @@ def subtree_numels(
     for module in post_order(root):
         counted = {p for p in own_parameters(module) if id(p) not in left_out}
         below = children(module)
+        # Parameters that occur once can be summed upwards: no ancestor meets them
+        # twice.
         once = sum(p.numel() for p in counted if p not in met_twice)
         plain[module] = once + sum(plain.get(child, 0) for child in below)
         carried = [repeated[child] for child in below if repeated.get(child)]
@@ -153,6 +157,7 @@ def _met_twice(root: nn.Module) -> frozenset[nn.Parameter]:
     below_shared = subtrees(module for module, places in held.items() if places > 1)
     places: Counter[nn.Parameter] = Counter()
     for module in modules(root):
+        # Twice stands for several paths.
         times = 2 if module in below_shared else 1
         for param in own_parameters(module):
             places[param] += times

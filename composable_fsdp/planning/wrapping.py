@@ -37,6 +37,7 @@ def post_order_apply(
     Collective: none, besides the collectives of ``fn``.
     """
     order = walk.post_order(root)
+    # Check all targets before the first change of the tree.
     for foreign in targets.keys() - set(order):
         raise PlanError(
             f"post_order_apply got a {type(foreign).__name__} that is not below the "
@@ -102,6 +103,7 @@ def enable_wrap(
     try:
         yield
     finally:
+        # reset() restores the outer block, where there is one.
         _current.reset(token)
 
 
