@@ -1,4 +1,4 @@
-"""One state of a parameter as a sharded value, out and in."""
+"""Convert a state value of a parameter to a sharded value, and back."""
 
 from __future__ import annotations
 
@@ -18,25 +18,34 @@ from composable_fsdp.tree.state import _get_module_fsdp_state
 
 
 def as_sharded(named: Named, value: Any) -> Any:
-    """This rank's ``value`` as part of the whole; scalars as they are."""
+    """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
     if named.handle is None or named.region is None or named.slot is None:
         return value
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     if value.shape != named.parameter.shape:
-        return value  # not element-wise, of a parameter that is whole here
+        # State that is not element-wise, of a parameter that this rank holds whole.
+        return value
     return sharded_value(named.handle, named.region, named.slot, value)
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
-    """Have parts of the state of ``name`` not be pickled, unless the type says parts.
+    """Forbid pickling of sharded values, unless the unit's state dict type asks for
+    shards.
 
-    ``optimizer.state_dict()`` shows parts whatever type is set, and frameworks write
-    what the first rank's returns.
+    Args:
+        handle: the unit of the parameter.
+        values: the parameter's state; the sharded values in ``values`` are marked.
+        name: name of the parameter, for the message.
+
+    Collective: none.
     """
     unit = _get_module_fsdp_state(handle.owners[0])
     if unit is None or unit.state_dict_settings.state_dict_type is not _FULL:
         return
+    # ``optimizer.state_dict()`` shows sharded values for every state dict type, and
+    # frameworks write the state dict of the first rank to a file. Without an error,
+    # such a file would lose the parts of the other ranks.
     for key, value in values.items():
         if isinstance(value, ShardedValue) and value.world_size > 1:
             value.not_alone = f"state {key!r} of {name}"
@@ -48,12 +57,20 @@ _FULL = StateDictType.FULL_STATE_DICT
 def require_own_parts(
     members: list[Named], saved: dict[str, Any], *, from_first: bool
 ) -> None:
-    """Refuse sharded values that ranks cannot gather, and of the first rank for all.
+    """Refuse sharded values of another plan that ranks cannot gather.
 
-    Raises: CheckpointError, naming one; on all ranks alike.
+    Args:
+        members: the named parameters.
+        saved: the state dict keyed by names.
+        from_first: the first rank sends ``saved`` to all ranks; every sharded value is
+            refused then.
+
+    Collective: none.
+    Raises: CheckpointError, naming a state, on all ranks alike.
     """
     for named in members:
         for key, value in saved["state"].get(named.fqn, {}).items():
+            # ``part``: a ``Described`` stands for the first rank's sharded value.
             if isinstance(value, ShardedValue) or getattr(value, "part", False):
                 problem = _FROM_FIRST if from_first else _mismatch(named, value)
                 if problem and (from_first or not _is_gathered(named, value)):
@@ -69,19 +86,24 @@ _FROM_FIRST = (
 
 
 def _is_gathered(named: Named, value: ShardedValue) -> bool:
-    """Whether a value of another plan is of this run, so that ranks can gather it."""
+    """Return whether ranks can gather a sharded value of another plan.
+
+    Yes, if the process group of the value is known, or if a single rank holds the
+    value.
+    """
     known = value.home is not None and value.home.group is not None
     return tuple(value.shape) == named.shape and (known or value.world_size == 1)
 
 
 def own_part(named: Named, value: ShardedValue) -> Tensor:
-    """This rank's part of a value that ``require_own_parts`` let pass; no copy.
+    """Return this rank's part of a value that ``require_own_parts`` accepted; no copy.
 
-    Collective: ``ShardedValue.full_tensor`` if it is of another plan, which is so on
-    all ranks or on none.
+    Collective: none for a value of the same plan; else as ``ShardedValue.full_tensor``.
     """
     if not _mismatch(named, value):
         return value.local
+    # All ranks come here or none does, because the plan of a value is equal on all
+    # ranks.
     whole = value.full_tensor()
     if named.region is None or named.slot is None:
         return whole
@@ -89,15 +111,24 @@ def own_part(named: Named, value: ShardedValue) -> Tensor:
 
 
 def _mismatch(named: Named, value: ShardedValue) -> str:
+    """Return why ``value`` is not this rank's part; empty if the value is."""
     if named.handle is None or named.region is None or named.slot is None:
         return "expected a whole tensor, because the parameter is not sharded."
     return mismatch(named.handle, named.region, named.slot, value)
 
 
 def part_for(named: Named, key: str, value: Any) -> Any:
-    """This rank's part of ``value``: sharded, full, or the part itself.
+    """Return this rank's part of a sharded value, a full tensor or a part.
 
-    Raises: CheckpointError, for a sharded value of another plan.
+    Args:
+        named: the parameter.
+        key: name of the state.
+        value: a ``ShardedValue``, a tensor, or no tensor.
+
+    Returns: a tensor in the shape of the sharded parameter, or a scalar; no copy.
+
+    Collective: none.
+    Raises: CheckpointError, for a sharded value of another plan or another shape.
     """
     if isinstance(value, ShardedValue):
         problem = _mismatch(named, value)
@@ -108,6 +139,8 @@ def part_for(named: Named, key: str, value: Any) -> Any:
         return value.local
     if not isinstance(value, Tensor) or is_number(named, key, value):
         return value
+    # Compare with this rank's shape first: if both shapes are equal, this rank holds
+    # the whole parameter, and no cut is needed.
     if value.shape == named.parameter.shape:
         return value
     if tuple(value.shape) == named.shape:
@@ -115,7 +148,8 @@ def part_for(named: Named, key: str, value: Any) -> Any:
         assert named.slot is not None
         return part_of(named.region, named.slot, value, like=named.parameter)
     if not named.is_cut:
-        return value  # not element-wise, of a parameter that is whole here
+        # State that is not element-wise, of a parameter that this rank holds whole.
+        return value
     raise CheckpointError(
         f"Optimizer state {key!r} of {quoted(named.fqn)} has shape "
         f"{tuple(value.shape)}; expected this rank's part, "
@@ -126,5 +160,15 @@ def part_for(named: Named, key: str, value: Any) -> Any:
 
 
 def is_number(named: Named, key: str, value: Tensor) -> bool:
-    """Whether a state is one number for the parameter, the same on every rank."""
+    """Return whether a state is a single number, equal on all ranks.
+
+    Args:
+        named: the parameter.
+        key: name of the state; names in ``SCALARS`` are numbers for 0-d parameters.
+        value: the state.
+
+    Returns: True for a 0-d tensor that is not element-wise.
+
+    Collective: none.
+    """
     return value.ndim == 0 and (named.shape != () or key in SCALARS)

@@ -1,4 +1,4 @@
-"""The optimizer's state of one parameter by its name, whole, read and written."""
+"""Read and write the full optimizer state of a single parameter by its name."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ from composable_fsdp.optim.step_checks import require_elementwise
 def get_full_optim_state(
     model: nn.Module, optim: torch.optim.Optimizer, fqn: str
 ) -> dict[str, Any]:
-    """Return what ``optim`` keeps for the parameter of that name, in full shapes.
+    """Return the state that ``optim`` keeps for a parameter, in full shapes.
 
-    ``{name: value}``, tensors new and on the device that computes; ``{}`` before the
+    Args:
+        model: the sharded model.
+        optim: the optimizer that trains the parameter.
+        fqn: name of the parameter in the plain model.
+
+    Returns: ``{name: value}`` with new tensors on the compute device; ``{}`` before the
     first step, and for a parameter that never had a gradient.
 
-    Collective: one exchange of state names, and per state one broadcast of each rank's
-    part, over the shard group; all its ranks must call. None if nothing is cut.
+    Collective: one exchange of state names, and per state one broadcast from each rank
+    that holds elements, over the shard group; all its ranks must call. None, if the
+    parameter is not sharded.
     Raises: CompositionError, for a name that ``model`` or ``optim`` does not have, and
-    as ``optim_state_dict``; CheckpointError, DesyncError, PhaseError, as that.
+    for an optimizer that needs whole parameters; CheckpointError, DesyncError,
+    PhaseError and TypeError, as ``optim_state_dict``.
 
-    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]
+    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]  # doctest: +SKIP
     """
     found, named = _find(model, optim, fqn, "get_full_optim_state")
     values = over_originals(optim).state.get(named.parameter, {})
@@ -45,10 +52,12 @@ def get_full_optim_state(
     require_same_state([named], states, cut)
     (values,) = states
     result: dict[str, Any] = {}
-    # Sorted, because ranks send them one after the other.
+    # Sorted, because each state is sent by its own broadcasts, in the same order on all
+    # ranks.
     for key in sorted(values):
         value = values[key]
-        # A counter is 0-d; a leaf that is cut never is, whatever its parameter.
+        # A 0-d value is a counter: a sharded leaf is never 0-d, even if its parameter
+        # is.
         if named.is_cut and isinstance(value, Tensor) and value.ndim:
             value = gather_slot(found.handle, found.region, found.slot, value)
         result[key] = _clone(value)
@@ -59,19 +68,28 @@ def get_full_optim_state(
 def set_full_optim_state(
     model: nn.Module, optim: torch.optim.Optimizer, fqn: str, state: dict[str, Any]
 ) -> None:
-    """Write what ``optim`` keeps for the parameter of that name, from full values.
+    """Write optimizer state of a parameter from full values.
 
-    Each rank passes the same and keeps its part; names that ``state`` leaves out stay
-    as they are. Sends nothing.
-    Raises: as ``get_full_optim_state``; CheckpointError, for a name that the optimizer
-    does not keep or another shape, and nothing is written; for a name only where the
-    rank keeps state.
+    Each rank passes the same values and writes its part. State names that ``state``
+    leaves out keep their values.
+
+    Args:
+        model: the sharded model.
+        optim: the optimizer that trains the parameter.
+        fqn: name of the parameter in the plain model.
+        state: ``{name: value}``; tensors in the parameter's full shape, or scalars.
+
+    Collective: none.
+    Raises: as ``get_full_optim_state``; CheckpointError, for another shape or for a
+    name that the optimizer does not keep, before anything is written. A rank without
+    any state cannot check names.
     """
     found, named = _find(model, optim, fqn, "set_full_optim_state")
     state_of = over_originals(optim).state
     own = known = state_of.get(named.parameter, {})
     if named.is_absent:
-        # Nothing is kept here: as of others, as far as this rank can tell.
+        # This rank keeps no state of the parameter, so check against the state names of
+        # the optimizer's other parameters.
         known = {key for values in optim.state.values() for key in values}
     for key, value in state.items():
         if known and key not in known:
@@ -95,6 +113,8 @@ def set_full_optim_state(
                 value = own_part(found, value)
             before = own.get(key)
             if isinstance(before, Tensor):
+                # Keep device and dtype of existing state: optimizers keep ``step`` on
+                # the CPU.
                 value = value.to(before.device, before.dtype)
             elif not is_scalar:
                 value = value.to(named.parameter.device)
@@ -105,6 +125,10 @@ def set_full_optim_state(
 def _find(
     model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str
 ) -> tuple[Held | nn.Parameter, Named]:
+    """Find the parameter by name and check that ``optim`` holds the parameter.
+
+    For ``get_full_optim_state``, an error is raised on all ranks of the shard group.
+    """
     found = find_parameter(model, fqn, what)
     if isinstance(found, Held):
         named = Named(fqn, found.leaf, found.handle, found.region, found.slot)

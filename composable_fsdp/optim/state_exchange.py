@@ -1,14 +1,12 @@
-"""What ranks tell each other of an optimizer's state before they put it together.
+"""Compare the optimizer state of all ranks before the state is gathered.
 
-An optimizer has no state for a parameter of which its rank holds no element: there is
-no gradient to step on. So the first rank that holds some says what the state is, and
-the others take that, whatever an earlier load or step has left with them::
+An optimizer keeps no state for a parameter without elements on its rank, because there
+is no gradient to step on. The first rank that holds elements describes the state, and
+ranks without elements take the description in the place of their own state::
 
     rank 0   bias [0, 2) of 3   exp_avg, step 7   says: exp_avg is float32, step is 7
     rank 1   bias [2, 3)        exp_avg, step 7   has to have the same names
     rank 2   no element         nothing           exp_avg (0,), step 7
-
-Which ranks hold what is the layout's to say, so all ranks ask and answer alike.
 """
 
 from __future__ import annotations
@@ -34,26 +32,26 @@ Values = dict[str, Any]
 
 
 class _Elements(NamedTuple):
-    """Stands for a state with an element for each of the parameter's."""
+    """Description of an element-wise state."""
 
     dtype: torch.dtype
 
 
 class _Number(NamedTuple):
-    """Stands for a 0-d tensor."""
+    """Description of a state that is a 0-d tensor."""
 
     value: Tensor
-    """On the CPU."""
+    """A copy on the CPU."""
     is_on_cpu: bool
 
 
 Entry = tuple[str, list[str], dict[str, Any]]
-"""A parameter's name, the names of its state tensors, and for ranks that hold nothing
-of it what its state is."""
+"""A parameter's name, the sorted names of its state tensors, and the description of its
+state for ranks without elements (empty if not needed)."""
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a state is one value on all ranks, and not cut as the parameter is."""
+    """Return whether a state is a single value, equal on all ranks and never sharded."""
     return not isinstance(value, Tensor) or value.ndim == 0
 
 
@@ -63,16 +61,24 @@ def require_same_state(
     by_handle: dict[int, list[int]],
     units: Sequence[_FSDPState] = (),
 ) -> None:
-    """Refuse on all ranks what one of them cannot put together.
+    """Check on all ranks that state can be gathered; complete ``states``.
 
-    First, because a rank that raises alone, or has nothing to send, hangs the others.
-    The groups of ``units`` take part, whether or not the optimizer has their parameters
-    here. Of parameters of which this rank holds no element, ``states`` are replaced by
-    what they are on the others, with empty tensors.
+    For parameters without elements on this rank, entries of ``states`` are replaced by
+    the state of the other ranks, with empty tensors.
 
-    Collective: one exchange of objects per shard group.
-    Raises: CheckpointError, DesyncError.
+    Args:
+        members: the named parameters of the optimizer.
+        states: the state of each parameter; changed in place.
+        by_handle: indices of the sharded parameters by ``id(handle)``.
+        units: units whose shard groups take part even if the optimizer of this rank
+            holds none of their parameters; default: no further groups.
+
+    Collective: one all-gather of objects per shard group; all its ranks must call.
+    Raises: CheckpointError, for state that is not element-wise on some rank;
+    DesyncError, if ranks have different state names. Both on all ranks of the group.
     """
+    # A rank that raised alone, or that has nothing to send, would leave the other ranks
+    # waiting. So find the problem first, send it with the entries, and raise later.
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
     problem = next(filter(None, misfits), "")
     cut: dict[dist.ProcessGroup, list[int]]
@@ -83,7 +89,8 @@ def require_same_state(
             assert handle is not None
             assert handle.groups.shard is not None
             cut.setdefault(handle.groups.shard, []).append(i)
-    # All exchanges before any error, so that nobody is missed in the next one.
+    # Complete all exchanges before any error is raised: a rank that raised after the
+    # first would be missing in the next.
     told = []
     for group, indices in cut.items():
         indices.sort(key=lambda i: members[i].fqn)
@@ -102,7 +109,7 @@ def require_same_state(
 
 
 def _misfit(named: Named, values: Values) -> str:
-    """Say which state is not element-wise; empty if all is, or nothing is cut."""
+    """Return which state is not element-wise; empty if all state can be gathered."""
     if not named.is_cut:
         return ""
     for key, value in values.items():
@@ -119,19 +126,21 @@ def _misfit(named: Named, values: Values) -> str:
 
 
 def _entry(named: Named, values: Values) -> Entry:
+    """Return the entry that this rank sends for a parameter."""
     keys = sorted(key for key, value in values.items() if not is_scalar(value))
     return named.fqn, keys, _described(values) if named.speaks_for_absent else {}
 
 
 def _described(values: Values) -> dict[str, Any]:
-    """The state ``values`` without elements, as other ranks can be told."""
+    """Describe the state ``values``, without elements, for ranks that hold none."""
     described: dict[str, Any] = {}
     for key, value in values.items():
         if not isinstance(value, Tensor):
             try:
                 pickle.dumps(value)
             except Exception:
-                continue  # nothing of it can be told
+                # A value that does not pickle cannot be sent; leave it out.
+                continue
             described[key] = value
         elif value.ndim:
             described[key] = _Elements(value.dtype)
@@ -141,7 +150,7 @@ def _described(values: Values) -> dict[str, Any]:
 
 
 def _made(told: Any, leaf: Tensor) -> Any:
-    """A state as it was told, for a leaf without elements."""
+    """Create the described state for ``leaf``, which has no elements."""
     if isinstance(told, _Elements):
         return torch.empty(leaf.shape, dtype=told.dtype, device=leaf.device)
     if isinstance(told, _Number):
@@ -155,7 +164,7 @@ def _take(
     indices: list[int],
     answers: list[list[Entry]],
 ) -> None:
-    """Compare what ranks of one group have said, and take what this one lacks.
+    """Compare the entries of a group's ranks; take over states that this rank lacks.
 
     Raises: DesyncError, on all ranks of the group.
     """
@@ -166,6 +175,8 @@ def _take(
             raise DesyncError(_other_names(own, entries, rank))
     for at, (named, i) in enumerate(zip(members, indices, strict=True)):
         assert named.region is not None
+        # The layout, which is equal on all ranks, says which ranks hold elements.
+        # Compare only these: state of other ranks may be stale.
         holders, own_rank = named.holders, named.region.rank
         keys = {rank: answers[rank][at][1] for rank in holders}
         first = holders[0]
@@ -175,6 +186,7 @@ def _take(
             there = next(rank for rank in holders if keys[rank] != keys[here])
             raise DesyncError(_other_state(named.fqn, keys, here, there, own_rank))
         if own_rank not in keys:
+            # Replace also state that an earlier load or step left on this rank.
             described = answers[first][at][2]
             states[i] = {k: _made(v, named.parameter) for k, v in described.items()}
 
@@ -185,6 +197,7 @@ _WAY_OUT = (
 
 
 def _other_names(mine: Sequence[Any], theirs: Sequence[Entry], rank: int) -> str:
+    """Return the message for ranks whose optimizers hold different parameters."""
     nothing: Any = ("nothing more", [])
     pairs = zip_longest(mine, theirs, fillvalue=nothing)
     here, there = next(pair for pair in pairs if pair[0][0] != pair[1][0])
@@ -197,6 +210,7 @@ def _other_names(mine: Sequence[Any], theirs: Sequence[Entry], rank: int) -> str
 def _other_state(
     fqn: str, keys: dict[int, list[str]], here: int, there: int, own_rank: int
 ) -> str:
+    """Return the message for ranks that have different state of a parameter."""
     where = "here" if here == own_rank else f"on rank {here} of the shard group"
     return (
         f"Optimizer state differs over ranks: {where} {quoted(fqn)} has {keys[here]}, "

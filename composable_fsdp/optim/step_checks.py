@@ -1,10 +1,9 @@
-"""Optimizers whose step on a shard is not their step on the whole parameter.
+"""Refuse optimizers whose step on a shard differs from their step on the parameter.
 
-An element-wise optimizer may step on any part of a parameter. One that looks at a whole
-matrix, at norms, or at all parameters at once may not, and would differ without a word.
-It is refused at its first step, before it changes anything, and where its state is
-asked for. Parameters that every rank holds whole (``NO_SHARD``, ``replicate``, ignored
-ones, one rank) are nobody's part, and any optimizer trains them.
+An element-wise optimizer may step on any part of a parameter. An optimizer that uses
+whole matrices, norms, or all parameters at once would silently compute something else.
+Parameters that every rank holds whole (``NO_SHARD``, ``replicate``, ignored parameters,
+a single rank) are not sharded, and any optimizer may train them.
 """
 
 from __future__ import annotations
@@ -37,24 +36,27 @@ _REASONS: Final = {
     "Shampoo": "preconditions whole matrices",
     "SOAP": "preconditions whole matrices",
 }
-"""By class name, because most of them are not torch's; subclasses count as well."""
+"""Reasons by class name, because most of these classes are not in torch. Subclasses of
+a named class are refused, too."""
 
 
 def needs_whole_params(optim: object) -> str:
-    """Why ``optim`` cannot step on parts; empty if nothing speaks against it.
+    """Return why ``optim`` cannot step on shards; empty if no reason is known.
 
-    A class that was made for shards says ``works_on_shards = True``.
+    A class with ``works_on_shards = True`` is accepted.
     """
     if getattr(optim, "works_on_shards", False):
         return ""
+    # The whole MRO, so that subclasses of a refused class are found.
     names = (kind.__name__ for kind in type(optim).__mro__)
     return next((_REASONS[name] for name in names if name in _REASONS), "")
 
 
 def require_elementwise(optim: object) -> None:
-    """Refuse an optimizer that needs whole parameters and holds parts of some.
+    """Refuse an optimizer that needs whole parameters and holds sharded parameters.
 
-    Sends nothing. Raises: CompositionError, on all ranks alike.
+    Collective: none.
+    Raises: CompositionError, on all ranks alike.
     """
     reason = needs_whole_params(optim)
     if not reason:
@@ -83,18 +85,18 @@ def require_elementwise(optim: object) -> None:
 
 
 def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
-    """The unit of a parameter that is cut over ranks, and its place; None if whole."""
+    """Return the unit of a sharded parameter and its number; None if held whole."""
     found = find_leaf(parameter)
     return found if found is not None and found[0].groups.shard is not None else None
 
 
 def leaf_name(handle: FlatParamHandle, index: int) -> str:
-    """How messages call a leaf of ``handle``."""
+    """Return the name of a parameter of ``handle`` for messages."""
     return quoted(join_name(handle.full_fqn, handle._fqns[index]))
 
 
 def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
-    """How messages call a flat parameter of ``handle``."""
+    """Return the name of a flat parameter of ``handle`` for messages."""
     slots = flat.layout.parameters
     names = ", ".join(quoted(join_name(handle.full_fqn, s.fqn)) for s in slots[:3])
     more = f" and {len(slots) - 3} more" if len(slots) > 3 else ""
@@ -102,13 +104,17 @@ def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
 
 
 def prepare_flats(optim: torch.optim.Optimizer) -> None:
-    """Give flat parameters all of their gradient; every step, one look-up for each.
+    """Move gradients of original parameters into the flat gradients.
 
-    Raises: CompositionError, for one that was retired.
+    Runs before every step; costs a look-up per parameter.
+
+    Raises: CompositionError, for a retired flat parameter.
     """
     flats = flats_in(optim.param_groups)
     for flat in flats:
         handle = flat()
+        # A flat parameter without a region is retired: the unit was laid out anew,
+        # after some of its parameters were frozen or unfrozen.
         if flat.region is None and handle is not None:
             raise CompositionError(
                 f"{type(optim).__name__} holds {flat_name(handle, flat)}, of which "
@@ -120,7 +126,7 @@ def prepare_flats(optim: torch.optim.Optimizer) -> None:
 
 
 def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
-    """Refuse originals whose gradients go to a flat parameter.
+    """Refuse original parameters whose gradients go to a flat parameter.
 
     Raises: CompositionError.
     """
@@ -137,7 +143,7 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
 
 
 def require_own_state(optim: torch.optim.Optimizer) -> None:
-    """Refuse state that is not of the shards, as far as shapes tell.
+    """Refuse state whose shapes do not fit this rank's shards.
 
     Raises: CompositionError.
     """
@@ -153,7 +159,8 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
             continue
         whole = place_of(*found)[1].shape
         for key, value in values.items():
-            # One element is a counter; for those it cannot be said.
+            # Skip tensors of a single element, which may be counters. Shapes cannot
+            # tell counters from element-wise state there.
             if (
                 not isinstance(value, Tensor)
                 or value.numel() == 1
@@ -183,6 +190,7 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
 def _require_flat_state(
     optim: torch.optim.Optimizer, parameter: Tensor, values: Group, name: str
 ) -> None:
+    """Refuse state whose shape is not that of the flat parameter's shard."""
     for key, value in values.items():
         if not isinstance(value, Tensor) or value.numel() == 1:
             continue

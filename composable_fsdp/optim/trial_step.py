@@ -1,17 +1,17 @@
-"""An unknown optimizer's step on parts of a parameter, tried beside that on the whole.
+"""Try an unknown optimizer's step on parts of a parameter against the whole.
 
-Nothing in a class says whether it steps on each element by itself. So before the first
-step of an optimizer that is neither torch's nor says ``works_on_shards``, a stand-in
-with the same options steps on a small parameter, and two others on its parts, with the
+A class does not say whether its step is element-wise. Before the first step of an
+optimizer that is neither torch's nor has ``works_on_shards``, a stand-in with the same
+options steps on a small parameter, and two more stand-ins step on its parts, with the
 same gradients::
 
     whole  (256, 160)   scales and gradients of both parts are far apart, so a norm, a
       rows 0-100        mean or a factor over the whole is none over a part; the cut is
       rows 101-255      at no multiple of a block in which state could be quantised
 
-The user's optimizer is only read. A stand-in lacks what cannot be copied (parameters,
-large tensors, another optimizer) and sends nothing; if its step needs that, nothing can
-be tried, and that is warned of.
+The user's optimizer is only read. A stand-in lacks attributes that cannot be copied
+(parameters, large tensors, another optimizer) and sends nothing. If its step needs such
+an attribute or a collective, the trial is given up with ``CannotTryError``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 STAND_IN = "_composable_fsdp_stand_in"
-"""Attribute of optimizers that are made here, for the hooks on steps."""
+"""Attribute that marks stand-ins, so that the step hooks skip them."""
 _STEPS = 3
 _SHAPES = {True: ((256, 160), 101), False: ((8192,), 2897)}
-"""Of a matrix and of all else: the whole, and the rows of its first part."""
+"""For a matrix (True) and other parameters: the whole shape, rows of the first part."""
 _NEAR = 1e-3
-"""Of the largest change: far above rounding, far below what a norm makes."""
+"""Accepted difference, relative to the largest change of the parameter: far above
+rounding errors, far below the effect of a norm."""
 _SMALL = 4096
-"""Elements of a tensor that an optimizer keeps for itself and a stand-in copies."""
+"""Maximum number of elements of a tensor attribute that is copied for a stand-in."""
 _AS_THEY_ARE = (
     type(None),
     bool,
@@ -60,26 +61,36 @@ _LOCK = threading.Lock()
 
 
 class Cut(NamedTuple):
-    """How a parameter is cut: a matrix by rows, or at any element."""
+    """How a parameter is cut: a matrix by rows, or any parameter at any element."""
 
     is_matrix: bool
     rows: bool
 
 
 class CannotTryError(Exception):
-    """Why a step of an optimizer cannot be tried beside the user's own."""
+    """Raised with the reason why an optimizer's step cannot be tried."""
 
 
+# Results by optimizer class and by the representation of cut, options and attributes.
 _known: weakref.WeakKeyDictionary[type, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def difference(optim: torch.optim.Optimizer, group: dict[str, Any], cut: Cut) -> str:
-    """How the step on parts differs from that on the whole; empty if it does not.
+    """Return how the step on parts differs from the step on the whole; empty if equal.
 
-    Sends nothing, draws nothing from the random generators, and is the same on all
-    ranks. Raises: CannotTryError.
+    Args:
+        optim: the user's optimizer; only read.
+        group: the parameter group whose options are tried.
+        cut: how the parameters are cut.
+
+    Returns: a text for the message, equal on all ranks.
+
+    Collective: none. Random generators are left unchanged.
+    Raises: CannotTryError.
     """
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    # A stand-in copies attributes; its ``__del__`` could free resources of the
+    # original.
     if hasattr(type(optim), "__del__"):
         raise CannotTryError("it frees something of its own when it goes")
     held = {id(p) for each in optim.param_groups for p in each["params"]}
@@ -89,27 +100,32 @@ def difference(optim: torch.optim.Optimizer, group: dict[str, Any], cut: Cut) ->
     key = repr((cut, options, kept))
     if key not in known:
         device = group["params"][0].device
+        # ``_undisturbed`` changes global state of the process, so a single thread at a
+        # time.
         with _LOCK, _undisturbed(device):
             known[key] = _compare(type(optim), kept, options, cut, device)
     return known[key]
 
 
 def _attributes(optim: torch.optim.Optimizer, held: set[int]) -> dict[str, Any]:
+    """Return copies of the optimizer's attributes that can be copied."""
     kept: dict[str, Any] = {}
     for key, value in vars(optim).items():
         if key in ("state", "param_groups"):
             continue
         if key.startswith("_optimizer_"):
-            kept[key] = OrderedDict()  # hooks, which are the user's
+            # The user's hooks must not run for a stand-in.
+            kept[key] = OrderedDict()
         elif getattr(value, "__self__", None) is not optim:
-            # What a scheduler puts around ``step`` would step the user's optimizer.
+            # Bound methods of the optimizer are left out above: a scheduler replaces
+            # ``step`` by a wrapper that would step the user's optimizer.
             with suppress(CannotTryError):
                 kept[key] = _copied(value, held)
     return kept
 
 
 def _copied(value: Any, held: set[int], seen: tuple[int, ...] = ()) -> Any:
-    """A copy that shares nothing which could change, or reach a parameter.
+    """Return a copy that shares no mutable object with ``value``, and no parameter.
 
     Raises: CannotTryError.
     """
@@ -121,6 +137,7 @@ def _copied(value: Any, held: set[int], seen: tuple[int, ...] = ()) -> Any:
     if kind is Tensor and id(value) not in held and value.numel() <= _SMALL:
         return value.detach().clone()
     copied = functools.partial(_copied, held=held, seen=(*seen, id(value)))
+    # ``seen`` ends cycles of containers: an object inside itself cannot be copied.
     if id(value) not in seen:
         if kind in (list, tuple, set, deque):
             return kind(map(copied, value))
@@ -139,7 +156,7 @@ def _copied(value: Any, held: set[int], seen: tuple[int, ...] = ()) -> Any:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether its attributes are all that there is to it."""
+    """Return whether ``__dict__`` has the whole state of ``value``."""
     kind: Any = type(value)
     return (
         not isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer))
@@ -152,11 +169,12 @@ def _is_plain_object(value: Any) -> bool:
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Refuses to send anything: the ranks of the step are not known here."""
+    """Raises CannotTryError if a step calls a collective."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # The trial does not know which ranks step, so a collective could wait for ever.
         if func.namespace in ("c10d", "_c10d_functional"):
             raise CannotTryError(f"its step sends something ({func})")
         return func(*args, **(kwargs or {}))
@@ -164,11 +182,12 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # unt
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random generators, warnings and compiled code as they are."""
+    """Run the block without effect on random generators, warnings and compilation."""
     python = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     numbers = None if numpy is None else numpy.random.get_state()
-    # Whoever has compiled nothing has not imported what compiles.
+    # ``set_stance`` imports dynamo, which is slow. If dynamo is not imported yet, the
+    # process has compiled nothing.
     compiles = "torch._dynamo" in sys.modules
     stance: Any = torch.compiler.set_stance("force_eager") if compiles else None
     devices = [device] if device.type == "cuda" else []
@@ -196,15 +215,30 @@ def _compare(
     cut: Cut,
     device: torch.device,
 ) -> str:
+    """Step on the whole and on two parts; return the difference as text.
+
+    Raises: CannotTryError.
+    """
     drawn = torch.Generator().manual_seed(1)
     shape, first = _SHAPES[cut.is_matrix]
     values = [torch.randn(shape, generator=drawn) for _ in range(_STEPS + 1)]
     for at, value in enumerate(values):
-        # Weights and gradients: what is large in the one is small in the other.
+        # The part with large weights has small gradients, and the other way round.
         value[:first] *= 0.2 if at else 5.0
     start, *gradients = [value.to(device) for value in values]
 
     def stepped(parts: slice, *, seed: int = 0, flat: bool = False) -> Tensor:
+        """Return the parameter's part after ``_STEPS`` steps of a new stand-in.
+
+        Args:
+            parts: the rows of the part.
+            seed: seed of the random generators; default: 0.
+            flat: step on the part as a vector; default: in its own shape.
+
+        Returns: the values, with rows as in the whole parameter.
+
+        Collective: none.
+        """
         chosen = [value[parts].clone() for value in (start, *gradients)]
         if flat:
             chosen = [value.flatten() for value in chosen]
@@ -221,6 +255,7 @@ def _compare(
     apart = (whole - torch.cat(halves)).abs().max().item()
     if apart <= _NEAR * change:
         return ""
+    # A step that depends on the seed differs between whole and parts for that reason.
     if not torch.equal(whole, stepped(slice(None), seed=1)):
         raise CannotTryError("its step draws random numbers")
     return (
@@ -232,7 +267,8 @@ def _compare(
 def _stand_in(
     kind: type[torch.optim.Optimizer], kept: dict[str, Any], options: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """An optimizer as ``__init__`` and its user have left theirs, over nothing."""
+    """Return an optimizer with copied attributes and options, without parameters."""
+    # Do not call ``__init__``: its arguments are not known.
     made = object.__new__(kind)
     vars(made).update({k: _copied(v, set()) for k, v in kept.items()})
     vars(made)[STAND_IN] = True
@@ -242,12 +278,16 @@ def _stand_in(
 
 
 def _trained(optim: torch.optim.Optimizer, values: list[Tensor], seed: int) -> Tensor:
-    """The parameter that starts at the first of ``values``, after steps on the rest."""
+    """Return the parameter after a step per gradient.
+
+    ``values`` are the start value of the parameter, then the gradients.
+    """
     parameter = nn.Parameter(values[0])
     optim.param_groups[0]["params"] = [parameter]
     step: Any = type(optim).step
     while getattr(step, "hooked", False):
-        step = step.__wrapped__  # what torch put around it to call the hooks
+        # Remove torch's wrapper, which would call the global step hooks.
+        step = step.__wrapped__
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if parameter.is_cuda:

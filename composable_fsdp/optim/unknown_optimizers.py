@@ -1,7 +1,8 @@
-"""Optimizers that nobody here knows, over parts of parameters: tried, then let or not.
+"""Try optimizers of unknown classes on sharded parameters before their first step.
 
-``guard`` refuses by class what is known to need whole parameters. Of the others, those
-of ``torch.optim`` are known to be element-wise; the rest is tried (``trial``).
+``step_checks`` refuses classes that are known to need whole parameters. Classes of
+``torch.optim`` that are not refused are known to be element-wise; all other classes are
+tried with ``trial_step``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def require_tried(optim: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of an unknown class whose step on parts is another one.
+    """Refuse an optimizer of an unknown class whose step on parts differs.
 
-    Warns once of a class that cannot be tried. Sends nothing; the user's optimizer and
-    the random generators stay as they are.
+    Warns once per class that cannot be tried. The user's optimizer and the random
+    generators are left unchanged.
 
-    Raises: CompositionError, on all ranks alike; nothing was stepped.
+    Collective: none.
+    Raises: CompositionError, on all ranks alike, before any parameter has changed.
     """
     kind = type(optim)
     if kind.__module__.startswith("torch.optim") or getattr(
@@ -53,17 +55,19 @@ def require_tried(optim: torch.optim.Optimizer) -> None:
 
 
 def _cuts(parameters: list[torch.nn.Parameter]) -> dict[Cut, str]:
-    """The ways in which ``parameters`` are cut, each with the name of one of them."""
+    """Return the ways in which ``parameters`` are cut, each with an example name."""
     found: dict[Cut, str] = {}
     for parameter in parameters:
         flat = find_flat(parameter)
         if flat is not None:
+            # The shard of a flat parameter may begin and end at any element.
             for slot in flat[1].layout.parameters:
                 found.setdefault(Cut(len(slot.shape) > 1, rows=False), flat_name(*flat))
             continue
         leaf = cut_leaf(parameter)
         if leaf is not None:
             is_matrix = len(place_of(*leaf)[1].shape) > 1
+            # A vector is cut at any element; that is a cut between rows of length 1.
             cut = Cut(is_matrix, rows=leaf[0].rows or not is_matrix)
             if cut not in found:
                 found[cut] = leaf_name(*leaf)
@@ -71,6 +75,7 @@ def _cuts(parameters: list[torch.nn.Parameter]) -> dict[Cut, str]:
 
 
 def _warn(kind: type, name: str, why: str) -> None:
+    """Warn, once per class, that an optimizer could not be tried."""
     if kind in _warned:
         return
     _warned.add(kind)

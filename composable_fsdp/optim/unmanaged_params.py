@@ -1,8 +1,9 @@
-"""Parameters of an optimizer that are not what its user takes them for.
+"""Find optimizer parameters that the model does not use or that no unit manages.
 
-Two mistakes train wrongly without a word: an optimizer made before the parameters were
-replaced steps on objects that nobody uses; and a part of the model that no unit holds,
-because the root was forgotten, is stepped by each rank on its own gradients.
+Two mistakes silently train wrongly: an optimizer that was made before its parameters
+were replaced steps on unused tensors; and parameters outside all units, for example
+because ``fully_shard`` was not called on the root, are stepped with unreduced
+gradients.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ _SHOWN = 3
 
 
 def mark_ignored(ignored: Iterable[nn.Parameter]) -> None:
-    """Leave what becomes of ``ignored`` parameters to the user, who named them."""
+    """Mark ignored parameters, so that no check warns of them."""
     for parameter in ignored:
         setattr(parameter, IGNORED, True)
 
 
 def check_unmanaged_params(optim: torch.optim.Optimizer) -> None:
-    """Refuse parameters that others replaced, warn of gradients nobody reduces.
+    """Refuse replaced parameters; warn of gradients that no collective reduces.
 
-    Two round trips to the key-value store, if no unit holds some of them; waits for
-    nobody, sends no tensor. Raises: CompositionError, on all ranks alike.
+    Collective: none. If no unit holds some of the parameters: two round trips to the
+    key-value store, which wait for no other rank.
+    Raises: CompositionError, on all ranks alike.
     """
     parameters = [p for group in optim.param_groups for p in group["params"]]
     _require_current(optim, parameters)
@@ -49,14 +51,17 @@ def check_unmanaged_params(optim: torch.optim.Optimizer) -> None:
 def _require_current(
     optim: torch.optim.Optimizer, parameters: list[nn.Parameter]
 ) -> None:
-    """Refuse parameters whose places others have taken, unless those are here too.
+    """Refuse parameters that were replaced in their module.
 
-    Raises: CompositionError, on all ranks alike; nothing was stepped.
+    A replaced parameter is accepted if the optimizer holds the new parameter, too.
+
+    Raises: CompositionError, on all ranks alike, before any parameter has changed.
     """
     held = set(map(id, parameters))
     gone = []
     for parameter in parameters:
         found = successor(parameter)
+        # ``found[1]`` is the parameter that is now in the place of the old parameter.
         if found is None or id(found[1]) in held or not found[1].requires_grad:
             continue
         known = find_leaf(found[1])
@@ -76,14 +81,12 @@ def _require_current(
 def _compare_unmanaged(
     optim: torch.optim.Optimizer, parameters: list[nn.Parameter]
 ) -> None:
-    """Warn if parameters beside those of units have other gradients on other ranks.
-
-    What something else reduces (DDP, a hook of the user's) is equal and stays unsaid.
-    """
+    """Warn if the gradients of parameters outside units differ between ranks."""
     owners = [find_leaf(p) or find_flat(p) for p in parameters]
     shards = (owner[0].groups.shard for owner in owners if owner)
     group = next((shard for shard in shards if shard is not None), None)
-    # Whether they have gradients may differ over ranks; who takes part may not.
+    # Select by ``requires_grad`` and not by ``.grad``: all ranks must select the same
+    # parameters, and the presence of gradients may differ between ranks.
     plain = [
         p
         for p, owner in zip(parameters, owners, strict=True)
@@ -91,8 +94,11 @@ def _compare_unmanaged(
     ]
     if group is None or not plain or not can_compare(group):
         return
+    # Gradients that something else reduces (DDP, a hook of the user) are equal on all
+    # ranks and give no warning.
     peers = Peers(group, "unheld")
     said = peers.say("step", _fingerprint(plain))
+    # The last rank to leave removes the keys.
     peers.leave("left", ["step"])
     if said is None:
         return
@@ -110,12 +116,13 @@ def _compare_unmanaged(
 
 @torch.no_grad()
 def _fingerprint(parameters: list[nn.Parameter]) -> str:
-    """A few characters that differ if a gradient does."""
+    """Return a short text that differs if a gradient differs."""
     digest = hashlib.sha256()
     for parameter in parameters:
         gradient = parameter.grad
         values = []
-        # A subclass may send something, and says itself who reduces it.
+        # Skip tensor subclasses: their operations may call collectives, and their own
+        # library reduces them.
         if type(gradient) is Tensor and gradient.layout is torch.strided:
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float64))
             values = [wide.sum().item(), wide.norm().item()]
