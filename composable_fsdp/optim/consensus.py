@@ -1,4 +1,4 @@
-"""Raise an exception of one rank on all ranks, so that no rank blocks in a collective.
+"""Raise an exception of a rank on all ranks, so that no rank blocks in a collective.
 
 Use ``raise_on_all_ranks`` before an exchange of objects that can carry the error text,
 and ``require_success_on_all_ranks`` before the first of several broadcasts.
@@ -27,6 +27,8 @@ def units_known(model: object, optim: object) -> list[_FSDPState]:
     """
     if isinstance(model, nn.Module):
         return _get_fsdp_states(model)
+    # ``model`` is wrong on this rank, and may be right on the other ranks. Find the
+    # units through the optimizer, so that the other ranks receive the error.
     optims = optim if isinstance(optim, (list, tuple)) else [optim]
     groups = [g for each in optims for g in getattr(each, "param_groups", ())]
     parameters = [p for group in groups for p in group["params"]]
@@ -75,6 +77,8 @@ def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterato
     except Exception as error:
         own = error
     said = "" if own is None else f"On rank {_rank()}: {text_of(own)}"
+    # The first group tells the text to all ranks of a shard group, the second tells the
+    # other replicas.
     for group in groups:
         said = next(filter(None, collectives.all_gather_object(said, group)), "")
     if own is not None:
@@ -94,5 +98,6 @@ def text_of(error: Exception) -> str:
     sent with their type.
     """
     if isinstance(error, (FSDPError, TypeError)) and error.args:
+        # ``str(error)`` would append this rank, and the receiver names the rank itself.
         return str(error.args[0])
     return f"{type(error).__name__}: {error}"

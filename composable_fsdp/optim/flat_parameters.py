@@ -72,6 +72,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     for name, parameter in module.named_parameters():
         found = find_leaf(parameter)
         if found is None:
+            # No unit holds this parameter, so there is no flat parameter for it.
             others.append(parameter)
         elif found[0] not in handles:
             raise CompositionError(
@@ -93,6 +94,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     ]
     # Optimizers that were checked before may hold the originals, so check them again.
     install_step_hooks()
+    # Users call ``zero_grad`` on the model or on a unit's module.
     for each in (module, *(m for state in states for m in state.modules)):
         _clear_flat_ones_too(each)
     return [*flats, *filter(attrgetter("requires_grad"), others)]
@@ -131,6 +133,7 @@ def _clear_flat_ones_too(module: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """Clear the gradients of ``module`` and the flat gradients of the units inside."""
     type(module).zero_grad(module, set_to_none)
     for handle in _get_fsdp_handles(module):
         clear_flat_gradients(handle, set_to_none=set_to_none)

@@ -105,6 +105,7 @@ def originals(param_groups: list[Group]) -> list[Group]:
 
 
 def _leaves(parameter: nn.Parameter) -> list[nn.Parameter]:
+    """Return the originals of a parameter in an optimizer."""
     found = find_flat(parameter)
     # A parameter that is not flat is its own and only original.
     return [parameter] if found is None else [p.leaf for p in parts_of(*found)]
@@ -234,6 +235,7 @@ def flatten_state(
                 state[number] = values
             number += 1
         kept = {key: value for key, value in saved.items() if key != "param_names"}
+        # The saved names count originals; the optimizer's own names count parameters.
         if "param_names" in own:
             kept["param_names"] = own["param_names"]
         groups.append({**kept, "params": list(range(first, number))})

@@ -69,7 +69,7 @@ def give_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def _shown(flat: FlatParamRecord, value: Any) -> Any:
-    """Return ``(shard_numel,)`` state as a ``ShardedValue``; other values unchanged."""
+    """Return ``(shard_numel,)`` state as a ``ShardedValue``, other values unchanged."""
     layout = flat.layout
     if not isinstance(value, Tensor) or value.shape != (layout.shard_numel,):
         return value
@@ -97,6 +97,8 @@ def _marks(group: dict[str, Any]) -> list[str]:
         if found is not None:
             layout = found[1].layout
             places = [(p.name, p.slot.offset, p.slot.shape) for p in parts_of(*found)]
+            # Only values that are equal on all ranks: a checkpoint of all ranks has a
+            # single copy of the groups.
             told = repr((layout.world_size, layout.padded_numel, places))
             mark = hashlib.sha256(told.encode()).hexdigest()[:16]
         marks.append(mark)
@@ -147,6 +149,8 @@ def take_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     refuse_torchs_functions()
     theirs = [len(group["params"]) for group in groups]
     ours = [len(group["params"]) for group in optim.param_groups]
+    # A state that counts originals has longer groups; its numbers cannot be assigned to
+    # flat parameters without the layout.
     if theirs != ours:
         raise CheckpointError(
             f"The {type(optim).__name__} has groups of {ours} flat parameters and got "

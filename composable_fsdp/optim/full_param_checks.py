@@ -37,7 +37,7 @@ def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
 
     Raises: PhaseError, on all ranks alike, before any parameter has changed.
     """
-    # At its end the block writes the full values into the shards, and so would undo the
+    # The end of the block writes the full values into the shards and would undo the
     # step.
     if not UNSHARDED:
         return
@@ -57,9 +57,9 @@ def require_outside_unshard_params(optim: torch.optim.Optimizer) -> None:
 def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
     """Return whether ``optim`` steps on full parameters that have gradients.
 
-    ``unshard_params(module, with_grads=True)`` shows such parameters, and its end keeps
-    their new values. Other full parameters are refused, because they never get a
-    gradient.
+    ``unshard_params(module, with_grads=True)`` shows such parameters, and the end of
+    the block keeps their new values. Other full parameters are refused, because they
+    never get a gradient.
 
     Raises: CompositionError, on the ranks that hold some, before any parameter has
     changed.
@@ -67,15 +67,16 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
     strangers = [p for p in parameters_of(optim) if not (find_leaf(p) or find_flat(p))]
     if not strangers:
         return False
-    # A full parameter shares its ``__dict__`` with the sharded parameter, for every
-    # dtype and for every block of ``unshard_params``; so find the owner by the identity
-    # of the ``__dict__``.
+    # Full and sharded parameter share a ``__dict__``, for every dtype and for every
+    # block of ``unshard_params``; so find the owner by the identity of the
+    # ``__dict__``.
     originals = _originals()
     found = [
         (p, *originals[key]) for p in strangers if (key := id(_vars(p))) in originals
     ]
     if not found:
         return False
+    # Only a block with ``with_grads=True`` gives gradients to full parameters.
     if all(handle.phase is Phase.SUMMON for _, handle, _ in found) and any(
         p.grad is not None for p, *_ in found
     ):
@@ -92,7 +93,9 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
 
 
 def _originals() -> dict[int, tuple[FlatParamHandle, int]]:
-    """Return every existing sharded parameter, by the identity of its ``__dict__``."""
+    """Return every existing sharded parameter, by the identity of the ``__dict__``."""
+    # All parameters of a unit share a weak reference to the handle; visit each handle
+    # once.
     links = {id(link): link for link in list(LEAVES.values())}
     handles = [handle for link in links.values() if (handle := link()) is not None]
     return {

@@ -55,6 +55,7 @@ def state_by_name(
         )
     named = {
         **saved,
+        # Unknown keys stay unchanged; ``_require_same_names`` reports them.
         "state": {table.get(key, key): v for key, v in saved["state"].items()},
         "param_groups": [
             {**group, "params": [table.get(key, key) for key in group["params"]]}
@@ -115,6 +116,8 @@ def _of_names(
     If a key is not a name in the model, try the names that the optimizer was made with.
     """
     members = [named for group_members in groups for named in group_members]
+    # Start with the names in use, so that no other name of a tied parameter replaces
+    # them.
     known: Table = {named.fqn: named.fqn for named in members}
     mine = {id(named.parameter): named.fqn for named in members}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -174,6 +177,8 @@ def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> Non
 
 def _may_be_cut(named: Named) -> bool:
     """Return whether a unit shards the parameter at some world size."""
+    # Not ``is_cut``, which depends on the world size: the same state has to be accepted
+    # or refused at every world size.
     if named.handle is None:
         return False
     return named.handle.plan.options.strategy is not ShardingStrategy.NO_SHARD
@@ -199,6 +204,7 @@ def require_same_options(
     Collective: none.
     Raises: CheckpointError.
     """
+    # Compare representations, because options may be unhashable (lists, dicts).
     if len({repr(_options(saved[origin])) for origin in origins}) > 1:
         raise CheckpointError(
             f"The optimizer's group {g} holds parameters of several saved groups "
@@ -235,6 +241,7 @@ def aligned_groups(
     for g, members in enumerate(groups):
         origins = {home[named.fqn] for named in members if named.fqn in home}
         require_same_options(g, origins, saved["param_groups"])
+        # All groups in ``origins`` have equal options.
         options = dict(saved["param_groups"][origins.pop()] if origins else own[g])
         # ``param_names`` must be in the order of the parameters. The order is the
         # optimizer's, so the names have to be the optimizer's, too.

@@ -98,6 +98,7 @@ def scatter_full_optim_state_dict(
     Raises: as ``optim_state_dict_to_load``, on all ranks alike.
     """
     what = "scatter_full_optim_state_dict"
+    # ``state_to_load`` calls ``groups`` inside the block that raises on all ranks.
     groups = partial(_groups, model, optim, optim_input, what)
     units = units_known(model, optim)
     (result,) = state_to_load(

@@ -120,6 +120,8 @@ def optim_state_dict_to_load(
     is_list = isinstance(optim, (list, tuple))
     optims: Any = optim if is_list else [optim]
 
+    # A function, because ``state_to_load`` has to run these checks inside the block
+    # that raises on all ranks.
     def param_groups() -> list[list[Group]]:
         require_pairs(model, optim, "optim_state_dict_to_load")
         for each in optims:
@@ -208,6 +210,7 @@ def state_to_load(
         else:
             for mine, each in zip(_split(groups, sizes), elementwise, strict=True):
                 _require_shapes(chain(*mine), saved, elementwise=each)
+            # Refuse here, before the loop below gathers or broadcasts the first tensor.
             require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
     state_of = {}
     # Sort by name: each tensor of the first rank is one broadcast, and the order of the
@@ -226,8 +229,10 @@ def state_to_load(
             # here, so the state would become stale.
             if not member.is_absent:
                 state_of[member.fqn] = {name: parts[name] for name in values}
+    # ``groups`` are the groups of all optimizers; return them to their optimizers.
     options = _split(aligned_groups(groups, saved, own), sizes)
     chosen = [_chosen(state_of, each, named=named) for each in options]
+    # A state keyed by names stays per original, because flat parameters have no names.
     return chosen if named else list(map(flatten_state, groups_of, chosen))
 
 
@@ -297,8 +302,10 @@ def _part(
         return value.clone()
     if not named.is_cut or named.region is None or named.slot is None:
         return value.clone()
+    # Clone, because a view would keep the full tensor alive.
     return part_of(named.region, named.slot, value, like=named.parameter).clone()
 
 
 def _device(named: Named) -> torch.device:
+    """Return the device on which this rank receives a tensor of the first rank."""
     return named.parameter.device if named.handle is None else named.handle.device

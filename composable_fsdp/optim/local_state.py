@@ -46,6 +46,7 @@ def local_state(
     Collective: none.
     Raises: CheckpointError, as ``state_by_name``; PhaseError, inside a step.
     """
+    # No error has to reach other ranks: no rank waits, because nothing is sent.
     for state in _get_fsdp_states(model):
         require_between_steps(state, "optim_state_dict")
     groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
@@ -69,7 +70,10 @@ def _shown(named: Named, value: Any, *, to_cpu: bool) -> Any:
     """Return a state value as a ``LocalValue`` if this rank holds only a part."""
     if not isinstance(value, Tensor):
         return value
+    # State of a parameter that every rank holds whole is no part.
     is_part = named.is_cut and value.shape == named.parameter.shape
+    # torch.distributed.checkpoint would take a plain tensor for a value that is equal
+    # on all ranks. A ``LocalValue`` makes that package raise.
     return as_local(named.handle if is_part else None, value, to_cpu=to_cpu)
 
 

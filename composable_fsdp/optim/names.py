@@ -25,8 +25,12 @@ class Named:
     """A parameter of an optimizer: name, and slot if a unit holds the parameter."""
 
     fqn: str
+    """Name in the plain model, or the name that the optimizer keeps."""
     parameter: torch.Tensor
+    """The sharded parameter, or the parameter itself if no unit holds the parameter."""
     handle: FlatParamHandle | None
+    """The unit; None if no unit holds the parameter (then ``region`` and ``slot``,
+    too)."""
     region: FlatParameter | None
     slot: ParameterSlot | None
 
@@ -143,7 +147,7 @@ def groups_of(
     """Return the parameter groups of ``optim``, or the groups in ``optim_input``.
 
     Args:
-        model: the model; all its parameters are the default for ``optim_input``.
+        model: the model whose parameters are the default for ``optim_input``.
         optim: the optimizer; default: use ``optim_input``.
         optim_input: parameters or groups, as an optimizer's constructor takes them.
             Default: a single group of all parameters, as in FSDP1.
@@ -205,9 +209,11 @@ def name_parameters(
     """
     members_of = originals(list(param_groups))
     names = names_of(model)
-    # While a unit is unsharded, its modules hold the full parameters, and the optimizer
-    # holds the sharded ones.
+    # While a unit is unsharded, the modules hold the full parameters, and the optimizer
+    # holds the sharded parameters.
     names |= _names_behind(names, members_of)
+    # A name in ``given`` must not be a name of the model: two parameters would share a
+    # key.
     taken = set(names.values())
     groups = []
     for g, group in enumerate(members_of):
@@ -231,12 +237,13 @@ def name_parameters(
 def _names_behind(names: Mapping[int, str], groups: Iterable[Group]) -> dict[int, str]:
     """Return names, by ``id``, of sharded parameters that modules do not show now.
 
-    An unsharded unit shows its full parameters in their places.
+    The modules of an unsharded unit hold the full parameters instead.
     """
     found = (find_leaf(each) for group in groups for each in group["params"])
     handles = {id(place[0]): place[0] for place in found if place is not None}
     behind: dict[int, str] = {}
     for handle in handles.values():
+        # Per place: the module's parameter table, the key, and both parameters.
         for table, key, sharded, _ in handle.swaps:
             name = names.get(id(table.get(key)))
             if name is not None and id(sharded) not in names:
@@ -259,7 +266,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
         places.setdefault(id(parameter), []).append(name)
     names: dict[int, str] = {}
     # A class may override ``named_parameters``, for example to show the parameters of a
-    # wrapped module as its own; the user's checkpoints then have these names.
+    # wrapped module under shorter names; the user's checkpoints then have these names.
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), strip_wrapper(name))
     moved = [key for key, name in names.items() if name not in places.get(key, [name])]
@@ -272,6 +279,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
             "keyed by the names that it gives.",
             stacklevel=2,
         )
+    # Names of ``named_parameters()`` replace the names of places.
     return {**{key: found[0] for key, found in places.items()}, **names}
 
 
@@ -286,12 +294,16 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield join_name(path, name), parameter
+        # Reversed, because the last item of the stack is visited first: names then come
+        # in the order of registration.
         for edge in reversed(list(edges(module))):
+            # Wrapper modules add no component to the plain model's names.
             inside = path if edge.name in TRANSPARENT else join_name(path, edge.name)
             stack.append((inside, edge.child))
 
 
 def _named(fqn: str, parameter: torch.Tensor) -> Named:
+    """Return the named parameter, with the slot if a unit holds the parameter."""
     found = find_leaf(parameter)
     if found is None:
         return Named(fqn, parameter, None, None, None)
@@ -310,7 +322,7 @@ def is_absent(parameter: object) -> bool:
     """Return whether only other ranks hold elements of a unit's parameter.
 
     The optimizer of this rank keeps no state for such a parameter. A parameter inside a
-    flat parameter does not count: its flat parameter has the state.
+    flat parameter does not count: the flat parameter has the state.
     """
     if not isinstance(parameter, torch.Tensor) or parameter.numel():
         return False

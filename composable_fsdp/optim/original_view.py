@@ -53,7 +53,7 @@ class OverOriginals:
         self._made: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     def new_state(self, leaf: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
-        """Return memory for a state of ``leaf`` that does not exist yet, in its shape.
+        """Return memory for a new state of ``leaf``, in the shape of ``leaf``.
 
         Args:
             leaf: the original parameter.
@@ -81,6 +81,8 @@ class OverOriginals:
         install_optimizer_hooks(self.optim)
         groups, present = self.optim.param_groups, dict(self.optim.state)
         for parameter, made in self._made.items():
+            # Include the tensors of ``new_state``, which the optimizer does not have
+            # yet.
             present[parameter] = {**present.get(parameter, {}), **made}
         self.optim.load_state_dict(flatten_state(groups, given, present))
 
@@ -133,6 +135,7 @@ class _PartState(Values):
     def __setitem__(self, name: str, value: Any) -> None:
         part, whole = self._part, self._whole
         if not is_elementwise(part, name, value):
+            # All originals of a flat parameter share this scalar.
             if name in whole and not same_scalar(whole[name], value):
                 raise CheckpointError(
                     f"Optimizer state {name!r} of {quoted(part.name)} is {whole[name]} "
@@ -142,6 +145,7 @@ class _PartState(Values):
                 )
             whole[name] = value
         else:
+            # The state of the whole flat parameter; zeros for the other originals.
             flat = whole.get(name)
             if flat is None:
                 flat = value.new_zeros(self._flat.layout.shard_numel)

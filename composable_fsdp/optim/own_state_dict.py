@@ -33,6 +33,7 @@ def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
 
     The state of parameters without elements on this rank is left out.
     """
+    # A context variable: only the call in this thread gets plain tensors.
     token = wants_parts.set(True)
     try:
         found = unflatten_state(optim.param_groups, _plain(optim, optim.state_dict()))
@@ -77,7 +78,7 @@ def plain_values(
 
     Raises: CheckpointError, for a wrapper tensor that cannot be converted.
     """
-    # A wrapper tensor has no memory of its own; to read its storage would crash.
+    # A wrapper tensor has no storage; reading the memory would crash.
     if not any(map(is_wrapper, values.values())):
         return values
     return {
@@ -96,6 +97,8 @@ def is_wrapper(value: Any) -> bool:
 
 def _dequantised(optim: torch.optim.Optimizer, name: str, value: Any) -> Tensor:
     """Return ``value.dequantize()``, or raise CheckpointError without that method."""
+    # ``Tensor.dequantize`` does not work on wrappers, so the class has to define the
+    # method.
     if type(value).dequantize is not Tensor.dequantize:
         plain: Tensor = value.dequantize()
         if type(plain) is Tensor and plain.shape == value.shape:
@@ -152,10 +155,12 @@ def joined_state(
     for optim, saved in zip(optims, given, strict=True):
         groups = originals(optim.param_groups)
         names = name_parameters(model, groups, given_names(optim))
+        # First of all, because flat parameters have no names.
         saved = per_original(optim, saved)
         saved = unwrapped(state_by_name(saved, model, names, groups, what))
         members += names
         own += groups
+        # No name occurs twice, because ``optimizers_of`` refuses shared parameters.
         state.update(saved["state"])
         options += saved["param_groups"]
     return members, {"state": state, "param_groups": options}, own

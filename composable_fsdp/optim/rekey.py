@@ -54,11 +54,13 @@ def rekey_optim_state_dict(
     keys = list(optim_state_dict["state"])
     for group in optim_state_dict["param_groups"]:
         keys.extend(group["params"])
+    # Also true for a state dict without keys, which has both forms.
     if all(isinstance(key, wanted) for key in keys):
         return optim_state_dict
     own = groups_of(model, optim, optim_input, "rekey_optim_state_dict")
     groups = name_parameters(model, own)
     names = [named.fqn for members in groups for named in members]
+    # ``optim.state_dict()`` numbers the parameters through all groups.
     table: dict[Any, Any] = dict(enumerate(names))
     if wanted is int:
         table = {name: number for number, name in table.items()}

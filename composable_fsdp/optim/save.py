@@ -72,6 +72,8 @@ def optim_state_dict(
     ``unshard_params``; TypeError, if ``model``, ``optim`` or the number of state dicts
     is wrong.
     """
+    # If ``model`` is no module on this rank, the units of ``optim`` are used: the error
+    # below must still reach the other ranks.
     units = units_known(model, optim)
     settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
@@ -135,6 +137,7 @@ def full_state(
     """
     units = _get_fsdp_states(model)
     members, options, states, by_handle = _agreed(model, optims, given)
+    # A rank that returns {} still takes part in all collectives.
     wanted = not (first_only and units and not units[0].handle.groups.is_first)
     result: dict[str, dict[str, Any]] = {}
     for named, values in zip(members, states, strict=True):
@@ -173,6 +176,7 @@ def sharded_state(
     members, options, states, _ = _agreed(model, optims, given)
     result = {
         named.fqn: {
+            # Copy, so that the next step does not change the returned values.
             key: as_sharded(named, _copy(value, to_cpu))
             for key, value in values.items()
         }
@@ -208,6 +212,8 @@ def _agreed(
     for i in sorted(range(len(members)), key=lambda i: members[i].fqn):
         if members[i].is_cut:
             by_handle.setdefault(id(members[i].handle), []).append(i)
+    # Also fills in the state of parameters without elements on this rank, so that every
+    # rank gathers the same state names.
     require_same_state(members, states, by_handle, units)
     options = aligned_groups(groups, joined, own)
     return members, options, states, by_handle
@@ -245,6 +251,8 @@ def _gather(
     if first_only and not handle.groups.in_first_replica:
         return
     for name in names:
+        # An optimizer keeps a tensor per parameter. Copy these into a flat buffer per
+        # region, so that a single collective gathers all of them.
         shards = [
             _empty_shard(handle, r, members, states, indices, name)
             for r in range(len(handle.regions))
@@ -258,8 +266,7 @@ def _gather(
             shard = shards[handle.regions.index(region)]
             shard[at : at + value.numel()].copy_(value.reshape(-1))
         fulls = gather_flat_values(handle, shards, first_only=first_only)
-        # ``first_only``: ranks other than the first take part in the gather and return
-        # {}.
+        # With ``first_only`` the other ranks have sent their shards and need no result.
         if not fulls or not result:
             continue
         for i in indices:
@@ -268,6 +275,7 @@ def _gather(
                 continue
             full = fulls[handle.regions.index(region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            # Copy, because the view ``part`` would keep the whole buffer alive.
             result[members[i].fqn][name] = _copy(part, to_cpu)
 
 
@@ -287,8 +295,10 @@ def _empty_shard(
     for i in indices:
         value = states[i].get(name)
         if members[i].region is region and isinstance(value, Tensor) and value.ndim:
+            # The dtype of the state may differ from the dtype of the parameters.
             buffer = memory.new_buffer(
                 region.layout.shard_numel, value.dtype, handle.device
             )
             return buffer.zero_()
+    # ``gather_flat_values`` skips buffers without elements.
     return memory.new_buffer(0, region.layout.dtype, handle.device)

@@ -30,8 +30,7 @@ def as_sharded(named: Named, value: Any) -> Any:
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
-    """Forbid pickling of sharded values, unless the unit's state dict type asks for
-    shards.
+    """Forbid pickling of sharded values if the unit's state dict type is full.
 
     Args:
         handle: the unit of the parameter.

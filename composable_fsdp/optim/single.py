@@ -1,4 +1,4 @@
-"""Read and write the full optimizer state of a single parameter by its name."""
+"""Read and write the full optimizer state of a parameter by name."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ def get_full_optim_state(
     require_same_state([named], states, cut)
     (values,) = states
     result: dict[str, Any] = {}
-    # Sorted, because each state is sent by its own broadcasts, in the same order on all
-    # ranks.
+    # Sorted, because each state needs broadcasts, in the same order on all ranks.
     for key in sorted(values):
         value = values[key]
-        # A 0-d value is a counter: a sharded leaf is never 0-d, even if its parameter
-        # is.
+        # A 0-d value is a counter: a sharded leaf is never 0-d, even for a 0-d
+        # parameter.
         if named.is_cut and isinstance(value, Tensor) and value.ndim:
             value = gather_slot(found.handle, found.region, found.slot, value)
         result[key] = _clone(value)

@@ -51,7 +51,7 @@ state for ranks without elements (empty if not needed)."""
 
 
 def is_scalar(value: Any) -> bool:
-    """Return whether a state is a single value, equal on all ranks and never sharded."""
+    """Return whether a state is a single value, which is equal on all ranks."""
     return not isinstance(value, Tensor) or value.ndim == 0
 
 
@@ -81,6 +81,8 @@ def require_same_state(
     # waiting. So find the problem first, send it with the entries, and raise later.
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
     problem = next(filter(None, misfits), "")
+    # The groups of ``units`` first: all ranks must use the groups in the same order,
+    # and must use a group even if this rank has no parameter to describe there.
     cut: dict[dist.ProcessGroup, list[int]]
     cut = {group: [] for group in shard_groups(units)}
     for indices in by_handle.values():

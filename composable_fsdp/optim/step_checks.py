@@ -63,6 +63,8 @@ def require_elementwise(optim: object) -> None:
         return
     groups: Iterable[dict[str, Any]] = getattr(optim, "param_groups", ())
     for parameter in (p for group in groups for p in group["params"]):
+        # Refused also on a single rank, because a flat parameter joins several
+        # parameters in a vector.
         joined = find_flat(parameter)
         if joined is not None:
             raise CompositionError(
@@ -86,6 +88,7 @@ def require_elementwise(optim: object) -> None:
 
 def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
     """Return the unit of a sharded parameter and its number; None if held whole."""
+    # A unit without a shard group keeps its parameters whole on every rank.
     found = find_leaf(parameter)
     return found if found is not None and found[0].groups.shard is not None else None
 
@@ -122,6 +125,7 @@ def prepare_flats(optim: torch.optim.Optimizer) -> None:
                 "common any more. Make a new optimizer of flat_parameters(module), "
                 "and bring the state along by optim_state_dict(module, optimizer)."
             )
+    # A user may have assigned ``.grad`` of an original since the last backward.
     move_own_gradients(flats)
 
 
@@ -168,6 +172,7 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
             ):
                 continue
             who = f"{type(optim).__name__}'s state {key!r} of {leaf_name(*found)}"
+            # State of a plain model can be converted; the message says how.
             if tuple(value.shape) == whole:
                 raise CompositionError(
                     f"{who} has the full shape {whole}; expected this rank's shard, "

@@ -6,8 +6,8 @@ options steps on a small parameter, and two more stand-ins step on its parts, wi
 same gradients::
 
     whole  (256, 160)   scales and gradients of both parts are far apart, so a norm, a
-      rows 0-100        mean or a factor over the whole is none over a part; the cut is
-      rows 101-255      at no multiple of a block in which state could be quantised
+      rows 0-100        mean or a factor over the whole differs over a part; the cut is
+      rows 101-255      at no multiple of a block in which state could be quantized
 
 The user's optimizer is only read. A stand-in lacks attributes that cannot be copied
 (parameters, large tensors, another optimizer) and sends nothing. If its step needs such
@@ -157,6 +157,7 @@ def _copied(value: Any, held: set[int], seen: tuple[int, ...] = ()) -> Any:
 
 def _is_plain_object(value: Any) -> bool:
     """Return whether ``__dict__`` has the whole state of ``value``."""
+    # Slots, ``__new__`` and ``__reduce_ex__`` of a class may keep state elsewhere.
     kind: Any = type(value)
     return (
         not isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer))
@@ -219,6 +220,7 @@ def _compare(
 
     Raises: CannotTryError.
     """
+    # A generator of a fixed seed on the CPU: all ranks draw the same values.
     drawn = torch.Generator().manual_seed(1)
     shape, first = _SHAPES[cut.is_matrix]
     values = [torch.randn(shape, generator=drawn) for _ in range(_STEPS + 1)]
@@ -250,12 +252,14 @@ def _compare(
     try:
         halves = [stepped(part, flat=not cut.rows) for part in parts]
     except CannotTryError as error:
+        # The step on the whole worked, so the optimizer depends on the shape.
         return f"on the whole it steps, and on a part {error}"
     change = (whole - start).abs().max().item()
     apart = (whole - torch.cat(halves)).abs().max().item()
     if apart <= _NEAR * change:
         return ""
-    # A step that depends on the seed differs between whole and parts for that reason.
+    # If the step depends on the seed, the difference between whole and parts may come
+    # from the random numbers alone.
     if not torch.equal(whole, stepped(slice(None), seed=1)):
         raise CannotTryError("its step draws random numbers")
     return (

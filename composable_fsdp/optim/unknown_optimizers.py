@@ -31,15 +31,19 @@ def require_tried(optim: torch.optim.Optimizer) -> None:
     Raises: CompositionError, on all ranks alike, before any parameter has changed.
     """
     kind = type(optim)
+    # ``require_elementwise`` has refused the classes of ``torch.optim`` that need whole
+    # parameters.
     if kind.__module__.startswith("torch.optim") or getattr(
         optim, "works_on_shards", False
     ):
         return
+    # Options may differ between groups, and the result depends on options and cut.
     for group in optim.param_groups:
         for cut, name in _cuts(group["params"]).items():
             try:
                 text = difference(optim, group, cut)
             except CannotTryError as why:
+                # Continue with the other groups, which may still show a difference.
                 _warn(kind, name, str(why))
                 continue
             if text:
@@ -69,6 +73,7 @@ def _cuts(parameters: list[torch.nn.Parameter]) -> dict[Cut, str]:
             is_matrix = len(place_of(*leaf)[1].shape) > 1
             # A vector is cut at any element; that is a cut between rows of length 1.
             cut = Cut(is_matrix, rows=leaf[0].rows or not is_matrix)
+            # The name only serves as an example in the message.
             if cut not in found:
                 found[cut] = leaf_name(*leaf)
     return found
