@@ -163,6 +163,8 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     if handle.task != task:
         _begin_unit_backward(context, state, task)
     mode = handle.plan.options.backward_prefetch
+    # A call with an alias ends by ``input_done``, which then reshards and reduces; a
+    # call without an alias ends with the graph task.
     if call.aliased:
         handle.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
@@ -180,6 +182,8 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
             log.position += 1
         else:
             enter_backward_use(context, log, handle, call.tape.mode)
+    # The graph holds the full parameters of the form that the forward used, so backward
+    # must use the same form.
     if handle.wide is not call.wide:
         select_full_form(context, state, wide=call.wide)
     if not handle.gathered or handle.retiring:

@@ -52,6 +52,8 @@ def build_units(
     engine.install()
     states = [root_state, *(_FSDPState() for _ in targets[1:])]
     application = next(_applications)
+    # Nested units first: each unit takes its modules, and outer units take only modules
+    # without an owner.
     for index in reversed(range(len(targets))):
         target, state = targets[index], states[index]
         if before is not None:

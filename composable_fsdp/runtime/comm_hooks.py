@@ -34,8 +34,10 @@ def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:
         # Pass detached tensors: a hook may give them other memory through ``.data``.
         gradient = region.reduce_buffer.detach()
         if region.partial is not None:
+            # Sums that waited for an all-reduce join this reduction.
             gradient.add_(region.partial)
             region.partial = None
+        # A shard group of a single rank needs no scatter: the hook reduces in place.
         if region.layout.world_size == 1:
             rule.hook(rule.hook_state, gradient)
             result = gradient
@@ -160,6 +162,7 @@ def _compressed(
     small = grad.to(dtype)
     if output is None:
         allreduce_hook(state, small)
+        # ``.data``: the result may have another dtype than the argument.
         grad.data = small.to(state.parameter_type)
     else:
         part = torch.empty_like(output, dtype=dtype)

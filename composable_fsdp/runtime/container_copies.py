@@ -56,6 +56,7 @@ def items_of(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, MutableMapping):
         return dict(value.items())
+    # Immutable, or not a container of arguments.
     if isinstance(value, (type, tuple, frozenset, nn.Module)):
         return None
     if is_dataclass(value) or type(value) in pytree.SUPPORTED_NODES:
@@ -119,6 +120,7 @@ def record_copies(
         for tensor, alias in pairs
         if tensor is not alias and isinstance(tensor, Tensor)
     }
+    # ``depth`` tells which call of a recursive forward gives back the copies.
     handle.lent.append(ContainerCopies(len(handle.calls), copies, aliases))
     return new
 
@@ -130,6 +132,7 @@ def apply_changes(lent: ContainerCopies, output: Any) -> Any:
     caller's containers in place of copies.
     """
     originals = {id(each.copy): each.original for each in lent.copies}
+    # Map each replaced object to the object of the caller.
     own: dict[int, Any] = {**lent.aliases, **originals}
     for each in lent.copies:
         for key, item in each.before.items():

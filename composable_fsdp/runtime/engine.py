@@ -77,6 +77,7 @@ def run_backward(
     Collective: as the backward; the reductions of the units of requested parameters.
     """
     try:
+        # ``args``: grad_outputs, retain_graph, create_graph, inputs.
         if len(args) > 3 and args[3]:
             if _holds_ours(args[3]):
                 return _for_parameters(run, outputs, *args, **kwargs)
@@ -97,7 +98,7 @@ def run_backward(
 
 
 def _holds_ours(inputs: Sequence[Any]) -> bool:
-    """Whether ``inputs`` include a sharded parameter or a flat parameter."""
+    """Return whether ``inputs`` include a sharded parameter or a flat parameter."""
     ids = set(map(id, inputs))
     return not (LEAVES.keys().isdisjoint(ids) and FLAT_PARAMS.keys().isdisjoint(ids))
 
@@ -134,6 +135,8 @@ def _for_parameters(
         allow_unreachable=True,
         **kwargs,
     )
+    # ``torch.autograd.backward(inputs=...)``: the hooks of the full parameters run and
+    # reduce as in a backward without ``inputs``.
     if accumulate_grad:
         return engine(accumulate_grad=True)
     _require_own_reduction(inputs)
@@ -144,6 +147,8 @@ def _for_parameters(
         _SetAside(inputs) as aside,
         _Reached(in_graph) as reached,
     ):
+        # Accumulate instead of capture, so that the hooks of the full parameters
+        # reduce.
         engine(accumulate_grad=True)
         found = aside.gradients()
     if not allow_unused:
@@ -322,7 +327,8 @@ def _first_name(inputs: Sequence[Any]) -> str:
 
 
 def _is_batched() -> bool:
-    """Whether this code runs inside the vmap of ``is_grads_batched=True``."""
+    """Return whether this code runs inside the vmap of ``is_grads_batched=True``."""
+    # ``_vmapmode_increment_nesting`` returns the new depth: 1 outside of vmap.
     depth: int = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return depth > 1
@@ -377,6 +383,7 @@ class _SetAside:
 
     def __enter__(self) -> _SetAside:
         self.before = [(_gradient(t), _hooks(t)) for t in self.tensors]
+        # Hooks of the user must not see gradients that are only returned.
         for tensor in self.tensors:
             tensor.grad = None
             if tensor.is_leaf:

@@ -1,4 +1,4 @@
-"""Warns if ranks initialized their shards in place and drew equal random numbers.
+"""Detection of equal random numbers on all ranks after initialization in place.
 
 ``reset_parameters()`` on shards draws numbers for this rank's rows only. With the same
 seed on all ranks the rows repeat, and the model differs from the plain model. Before
@@ -35,6 +35,8 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
     for handle in handles:
         group = handle.groups.shard
         is_cut = group is not None and can_compare(group)
+        # Only units whose shards were written to since construction can have been
+        # initialized in place.
         if group is not None and is_cut and written(handle) != handle.written_at_build:
             by_group.setdefault(group.group_name, []).append(handle)
     for chosen in by_group.values():

@@ -1,4 +1,4 @@
-"""Finds tensors that leave the forward of a unit other than by the output.
+"""Search for tensors that leave the forward of a unit other than by the output.
 
 Backward may enter the unit through any of these tensors, and must then find the unit
 unsharded:
@@ -98,7 +98,7 @@ def made_since(tensors: Iterable[Tensor], since: int) -> list[Tensor]:
 
 
 def _is_since(tensor: Tensor, since: int) -> bool:
-    """Whether the node of ``tensor`` was made at or after ``since``."""
+    """Return whether the node of ``tensor`` was made at or after ``since``."""
     return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since
 
 

@@ -105,5 +105,6 @@ def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
     # unit.
     if root.device != device and not root.handle.regions:
         root.device = device
+    # Streams exist only on CUDA: a tree that moved there from the CPU has none yet.
     if root.device == device and context.streams is None:
         context.streams = make_streams(device)

@@ -304,6 +304,8 @@ def post_forward(
         for unit in context.lists:
             if unit.remaining:
                 _reshard_late_modules(context, unit)
+    # An outer call of the unit, or another module of the unit, still needs the
+    # parameters.
     if handle.calls or state.remaining:
         return replaced
     handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
@@ -334,7 +336,7 @@ def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
 
 
 def _is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
-    """Whether ``tensor`` shares memory with the full parameters."""
+    """Return whether ``tensor`` shares memory with the full parameters."""
     try:
         memory = tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -385,6 +387,8 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
     call.aliased = bool(aliases)
     inputs, call.inputs = call.inputs, []
     state = call.state
+    # An input that the forward changed in place has a new grad_fn, through which
+    # backward may enter the unit.
     for tensor, version in inputs:
         if tensor._version != version:
             tensors = [*tensors, *written_in_place(inputs, _since(aliases))]

@@ -180,6 +180,7 @@ def _require_like(
 def _swap(waiting: MetaModule, key: str, tensor: Tensor, made: Tensor) -> None:
     """Give the object ``tensor`` the contents of ``made``, and keep old attributes."""
     trainable = tensor.requires_grad
+    # ``vars``: ``swap_tensors`` is untyped in torch.
     swap: Callable[[Tensor, Tensor], None] = vars(torch.utils)["swap_tensors"]
     # The original objects stay, so that tied weights and optimizers made earlier still
     # refer to the parameters.
@@ -192,5 +193,6 @@ def _swap(waiting: MetaModule, key: str, tensor: Tensor, made: Tensor) -> None:
             f"({error}): something else refers to it, as nn.LSTM does weakly. "
             "Initialise the model before fully_shard."
         ) from error
+    # ``swap_tensors`` also exchanges the attributes; exchange them back.
     tensor.__dict__, made.__dict__ = made.__dict__, tensor.__dict__
     tensor.requires_grad_(trainable)

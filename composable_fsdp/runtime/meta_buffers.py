@@ -1,4 +1,4 @@
-"""Finds buffers that were on meta and were not filled since.
+"""Detection of buffers that were on meta and were not filled since.
 
 ``to_empty`` gives a buffer memory and no values, and a checkpoint has no values for
 buffers that are not persistent (the frequencies of rotary embeddings). Until then the
@@ -79,7 +79,7 @@ def _mark(buffer: Tensor) -> None:
 
 
 def _is_marked(buffer: Tensor) -> bool:
-    """Whether the buffer holds only marks."""
+    """Return whether the buffer holds only marks."""
     if not buffer.numel() or buffer.is_meta or buffer.dtype is torch.bool:
         return False
     if buffer.is_floating_point() or buffer.is_complex():

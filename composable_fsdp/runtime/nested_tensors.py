@@ -62,6 +62,7 @@ def _inside(leaf: object) -> Iterable[object]:
         return leaf.values()
     if isinstance(leaf, (list, tuple, Set)):
         return leaf
+    # Read only stored attributes: a property may compute or raise.
     slots = [s for kind in type(leaf).__mro__ for s in getattr(kind, "__slots__", ())]
     held = [getattr(leaf, slot) for slot in slots if hasattr(leaf, slot)]
     return [*held, *getattr(leaf, "__dict__", {}).values()]
@@ -80,14 +81,15 @@ def map_tensors(
         copies: each copied mutable container is appended, and is copied only once;
             default None records no copies.
 
-    Returns: containers in which no tensor changes unchanged (the same object); copies
-        of the others.
+    Returns: ``value`` itself if no tensor changes, else a copy. Containers inside, in
+        which no tensor changes, stay the same objects.
     """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, _PLAIN):
         return value
     if copies:
+        # A container that occurs several times is copied only once.
         for each in copies:
             if each.original is value:
                 return each.copy
@@ -104,6 +106,7 @@ def map_tensors(
     if all(map(is_, before.values(), given.values())):
         # A type that only pytree knows may hold tensors outside the attributes.
         return value if _is_plain(value) else _map_node(value, change, copies)
+    # A shallow copy keeps the type and all other attributes of the container.
     made = copy.copy(value)
     for key, item in before.items():
         if item is not given[key]:
@@ -114,7 +117,7 @@ def map_tensors(
 
 
 def _is_plain(value: object) -> bool:
-    """Whether ``items_of`` sees all items of the container."""
+    """Return whether ``items_of`` sees all items of the container."""
     return isinstance(value, (MutableMapping, MutableSequence)) or is_dataclass(value)
 
 

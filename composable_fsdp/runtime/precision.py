@@ -88,6 +88,7 @@ def cast_buffers(state: _FSDPState) -> None:
             if buffer.dtype != dtype:
                 known[name] = buffer.dtype
         if buffer.dtype != dtype:
+            # ``.data``: the buffer object stays the same.
             buffer.data = buffer.to(dtype)
 
 

@@ -64,8 +64,10 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         the first forward, if a buffer was on meta and has no values; PhaseError, if
         ``requires_grad`` has changed while gradients wait, or if shards were written to
         while the unit was kept full.
-    Collective: none, except as ``recover`` after a forward or backward that raised.
+    Collective: none, except as ``finish_reduction`` if a reduction is in flight.
     """
+    # Outside backward a graph task that has not ended belongs to a backward that
+    # raised.
     if context.tasks:
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
@@ -75,6 +77,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         log.drop()
     context.prefetched.clear()
     for handle in context.handles:
+        # Free ``grad_shard`` if ``zero_grad`` has cleared ``.grad``.
         free_cleared(handle)
         if handle.rule.fill:
             schedule = schedule or BackwardSchedule()
@@ -103,6 +106,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     for unit in context.precisions:
         cast_buffers(unit)
     training = state.module.training
+    # The order log keeps a separate order of uses for each mode.
     mode = (state.fqn, training, torch.is_grad_enabled())
     context.tape = ForwardRecord(mode, schedule)
     streams = context.streams
@@ -123,6 +127,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
     Raises: PhaseError, if the shards were written to since.
     """
     shown = handle.is_full
+    # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
         views.use_sharded(handle)
     if handle.full_since != shard_versions(handle):
@@ -151,7 +156,7 @@ def _module_call() -> FrameType | None:
 
 
 def is_live(context: RuntimeContext) -> bool:
-    """Whether the forward that began the iteration is still on the call stack."""
+    """Return whether the forward that began the iteration is still on the call stack."""
     # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.
@@ -207,7 +212,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     so, because a query must not decide which unit is the root.
 
     Raises: PhaseError, inside a forward, a backward, or a block of ``unshard_params``.
-    Collective: none, except as ``recover`` after a forward that was interrupted.
+    Collective: none, except as ``finish_reduction`` after an interrupted forward.
     """
     context = state.context
     if context is None:
@@ -264,7 +269,7 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     the units again.
 
     Raises: as ``require_between_steps``; PlanError, as ``adopt_external_changes``.
-    Collective: none.
+    Collective: none, except as ``finish_reduction`` if a reduction is in flight.
     """
     require_between_steps(state, what)
     context = ensure_root(state)

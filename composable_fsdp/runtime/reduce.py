@@ -59,6 +59,7 @@ def copy_grads_to_reduce_buffers(
             copy_grads_to_reduce_buffers(context, handle)
         return
     if context.reducing is not None and context.reducing.handle is handle:
+        # The reduction in flight reads the reduce buffers, so finish before writing.
         finish_reduction(context)
     users = [] if context.streams is None else _users(context.streams, handle)
     for stream in users[1:]:
@@ -95,11 +96,13 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Raises: DesyncError, if another rank reduces another unit or other parameters.
     Collective: one reduce-scatter per reduce dtype (regions coalesced) over the shard
         group, then one all-reduce per region over the replicate group, unless
-        ``set_requires_all_reduce`` is off. No collective runs over a group of one rank.
+        ``set_requires_all_reduce`` is off. A group of one rank has no collective.
         With a communication hook: the collectives of the hook.
     """
     finish_reduction(context)
     copy_grads_to_reduce_buffers(context, handle)
+    # Missing gradients count as zeros. The padding is zeroed, too, because the buffer
+    # is uninitialized memory.
     views.zero_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
     arrived = views.arrived_flags(handle)
@@ -125,6 +128,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         return
     _choose_targets(handle, final=final)
     reduction.works = _issue(handle, final=final, async_op=True)
+    # No work to wait for: all groups have a single rank, or a hook has reduced already.
     if not reduction.works:
         finish_reduction(context)
 
@@ -310,6 +314,8 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
                     targets, buffers, groups.shard, average=average, async_op=async_op
                 )
             )
+            # On CPU the reduce-scatter is asynchronous; ``finish_reduction`` issues the
+            # all-reduce after the wait.
             if final and groups.replicas > 1 and not async_op:
                 _replicate(handle, regions)
             continue
@@ -368,6 +374,8 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
                 own_gradients(region, rows=handle.rows)
                 assert region.grad_shard is not None
                 region.grad_shard.add_(region.temporary)
+            # A single addition for the whole region, if that is correct for every
+            # parameter.
             elif not add_to_all(region, region.temporary, arrived):
                 add_to_each(region, region.temporary, arrived, rows=handle.rows)
                 hooked += hooked_leaves(region, arrived)

@@ -15,7 +15,7 @@ _other_requests = 0
 
 
 def parameters_not_requested() -> bool:
-    """Whether a backward runs whose ``inputs`` are no sharded parameters."""
+    """Return whether a backward runs whose ``inputs`` are no sharded parameters."""
     return _other_requests > 0
 
 

@@ -1,4 +1,4 @@
-"""Applies changes of ``requires_grad`` of sharded parameters at the root's forward."""
+"""Changes of ``requires_grad`` of sharded parameters, applied at the root's forward."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ def capture(handles: Sequence[FlatParamHandle], run: Callable[[], Any]) -> Any:
     """
     contexts = {id(c): c for c in map(_context, handles)}.values()
     for context in contexts:
+        # ``_begin_unit_backward`` then counts no gradients of the unit.
         context.captures = True
     try:
         return run()
@@ -129,6 +130,7 @@ class _Average(torch.autograd.Function):
         ctx.handle, ctx.region = handle, region
         groups = handle.groups
         before, after, average = region.division
+        # Not in place: ``full`` is an input of the function.
         full = full / before
         shard = full.new_empty(region.layout.shard_numel)
         if groups.shard is None:

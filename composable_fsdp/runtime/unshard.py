@@ -44,6 +44,8 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
             "full already. Ask handle.gathered first."
         )
     if handle.readable is not None and handle.needs_gather:
+        # A unit that was kept for a second backward is still readable, and the
+        # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
     if not handle.needs_gather:
         handle.gathered = True
@@ -155,6 +157,8 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.gathered or handle.retiring or handle.kept:
         return
     if handle.reduce_due and handle.needs_gather:
+        # A custom ``autograd.Function`` may return a saved parameter as a gradient;
+        # copy such a gradient before the memory is freed.
         views.add_waiting_to_reduce_buffers(handle)
     if not handle.needs_gather:
         handle.gathered = False
@@ -194,6 +198,8 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.is_full:
         views.use_sharded(handle)
     if handle.gathered and handle.full_since is None:
+        # The next forward compares these versions, to detect an optimizer step on the
+        # shards.
         handle.full_since = shard_versions(handle)
 
 

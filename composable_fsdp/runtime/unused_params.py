@@ -118,7 +118,7 @@ def finish_unused_params(context: RuntimeContext) -> None:
 
 
 def has_arrived(handle: FlatParamHandle) -> bool:
-    """Whether the unit has a gradient that waits to be reduced."""
+    """Return whether the unit has a gradient that waits to be reduced."""
     return handle.reduce_due and any(1 in r.arrived for r in handle.trainable)
 
 

@@ -52,6 +52,7 @@ def call_tensor_hooks(
         for hook in tuple(leaf._backward_hooks.values()):
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
+        # A hook has replaced the gradient: write the result back into the sums.
         if gradient is not given:
             view.copy_(gradient)
 
