@@ -156,7 +156,7 @@ def _module_call() -> FrameType | None:
 
 
 def is_live(context: RuntimeContext) -> bool:
-    """Return whether the forward that began the iteration is still on the call stack."""
+    """Return whether the forward that began the iteration is still running."""
     # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.

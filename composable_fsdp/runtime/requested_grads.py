@@ -1,4 +1,4 @@
-"""Whether the running backward was asked for gradients of other tensors only.
+"""Record of backwards that were asked for gradients of other tensors only.
 
 ``engine`` sees the arguments of a backward; ``unused_params`` needs the answer in
 hooks, which run in a thread of the engine on CUDA. The answer is therefore a counter of
