@@ -60,7 +60,7 @@ class _Watched:
         # optimizer.
         self.writes = self.alone = False
         self.said: list[tuple[Peers, str]] = []
-        """Keys that this rank wrote first in the store and must remove; oldest first.
+        """Keys that this rank wrote first and must remove from the store, oldest first.
         """
 
 
@@ -68,10 +68,12 @@ _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched | None] = (
     weakref.WeakKeyDictionary()
 )
 _wishing: weakref.WeakSet[_Watched] = weakref.WeakSet()
+"""Optimizers that need samples of the next backward."""
 _peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = (
     weakref.WeakKeyDictionary()
 )
 _met = 0
+"""Number of optimizers that were registered so far."""
 
 
 def expect_gradients() -> None:
@@ -113,6 +115,7 @@ def require_common_factor(optim: torch.optim.Optimizer) -> None:
 
 
 _UNKNOWN = _Watched(-1)
+"""Marks an optimizer that was never seen; None marks one that needs no check."""
 
 
 def _register_optimizer(optim: torch.optim.Optimizer) -> _Watched | None:
@@ -126,7 +129,7 @@ def _register_optimizer(optim: torch.optim.Optimizer) -> _Watched | None:
 
 
 class _Write(NamedTuple):
-    """A flat gradient that was written to after its reduction."""
+    """A flat gradient that was written to after the reduction."""
 
     handle: FlatParamHandle
     region: FlatParameter
@@ -326,6 +329,7 @@ class _RankStatement(NamedTuple):
     factor: float | None
     norm: float
     tolerance: float
+    """Relative rounding error of the factors."""
 
 
 def _statement(leaves: Sequence[_Leaf]) -> _RankStatement:

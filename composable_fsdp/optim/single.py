@@ -41,7 +41,7 @@ def get_full_optim_state(
     for an optimizer that needs whole parameters; CheckpointError, DesyncError,
     PhaseError and TypeError, as ``optim_state_dict``.
 
-    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]  # doctest: +SKIP
+    >>> get_full_optim_state(model, optim, "head.weight")["exp_avg"]
     """
     found, named = _find(model, optim, fqn, "get_full_optim_state")
     values = over_originals(optim).state.get(named.parameter, {})
