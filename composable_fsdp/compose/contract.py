@@ -89,7 +89,7 @@ def contract(
 
 
 class Contract(Generic[P, S]):
-    """A composable API: call the API on a module; read its state with ``state``."""
+    """A composable API: call the API on a module; ``state`` returns its state."""
 
     __name__: str
     __qualname__: str
@@ -193,7 +193,7 @@ class Contract(Generic[P, S]):
         after = _outline(module)
         if after == before:
             return
-        # Only a refusal needs names as strings; equal outlines never build them.
+        # Only a refusal needs names as strings; for equal outlines no name is built.
         kind, index, old, new = _names(before).first_difference(_names(after))
         raise CompositionError(
             f"contract violated by {self.__name__} on a {type(module).__name__}: "
@@ -267,7 +267,7 @@ def _names(outline: _Outline) -> _Names:
 
 
 def _spell(keys: Iterator[str | None], name: str, names: _Names) -> None:
-    """Append the names below the module ``name`` to ``names``; consume its keys."""
+    """Append the names below the module ``name`` to ``names``; consume ``keys``."""
     names.modules.append(name)
     for found in (names.parameters, names.buffers):
         while (key := next(keys)) is not None:

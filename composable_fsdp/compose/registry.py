@@ -75,9 +75,10 @@ def set_state(module: nn.Module, api: str, state: object) -> None:
 
 
 def remove_state(module: nn.Module, api: str) -> None:
-    """Remove the state of ``api`` from ``module``; do nothing if there is none.
+    """Remove the state of ``api`` from ``module``; do nothing if not applied.
 
-    The registry goes with its last entry, so that the module looks untouched.
+    Removing the last state also removes the registry, so that the module looks
+    untouched.
     """
     registry = dict(get_registry(module))
     registry.pop(api, None)
@@ -108,7 +109,8 @@ class _ModuleLink(weakref.ref[Any]):
 class OwnerMap(Generic[S]):
     """A map from modules to the nearest enclosing unit's state, weak on both sides.
 
-    An entry vanishes with its module or its state. States need a ``__weakref__`` slot.
+    An entry vanishes when the module or the state dies. States need a ``__weakref__``
+    slot.
     """
 
     __slots__ = ("_drop_module", "_drop_state", "_entries")
@@ -118,8 +120,8 @@ class OwnerMap(Generic[S]):
         entries: dict[int, _ModuleLink] = {}
 
         # Another weakref callback may already have set a new owner for the same key, so
-        # each callback deletes only entries of its own. An entry never outlives its
-        # module, so a reused id finds no old entry.
+        # each callback deletes only entries of its own link. No entry outlives the
+        # module of the entry, so a reused id finds no old entry.
         def drop_module(link: weakref.ref[Any]) -> None:
             key = getattr(link, "key", -1)
             if entries.get(key) is link:
@@ -147,12 +149,12 @@ class OwnerMap(Generic[S]):
         entry = self._entries.get(id(module))
         if entry is None:
             return None
-        # None also if the state is dead, and its callback has not run yet.
+        # Also None if the state is dead and the weakref callback has not run yet.
         state: S | None = entry.owner()
         return state
 
     def clear(self, module: nn.Module) -> None:
-        """Remove the owner of ``module``; do nothing if there is none."""
+        """Remove the owner of ``module``; do nothing if ``module`` has no owner."""
         self._entries.pop(id(module), None)
 
     def __len__(self) -> int:
@@ -164,7 +166,7 @@ class OwnerMap(Generic[S]):
 
 # This is the only place that knows torch's private names; checked on torch 2.13.
 # ``_torch_class`` finds torch's classes along the MRO by name. Torch draws the key of
-# its own registry anew in each process; while torch's contract module is not imported,
+# torch's registry anew in each process; while torch's contract module is not imported,
 # no module can carry that key.
 TORCH_DDP: Final = "torch's DistributedDataParallel"
 _TORCH_REPLICATES: Final = {
@@ -180,7 +182,7 @@ _TORCH_CONTRACT: Final = "torch.distributed._composable.contract"
 
 
 def incompatible_api(module: nn.Module) -> str | None:
-    """Return the name of the API on ``module`` that excludes its subtree from sharding.
+    """Return the name of the API on ``module`` that excludes the subtree from sharding.
 
     These APIs are ``replicate`` (this package's or torch's) and torch's DDP. Return
     None if neither was applied.

@@ -64,7 +64,7 @@ def _plain(label: str, total: int) -> Iterator[Advance]:
         # Writing to a terminal is slow, so limit the updates.
         if time.monotonic() - shown > _PAUSE:
             shown = time.monotonic()
-            # ``total`` may be an estimate, so ``done`` may exceed it.
+            # ``total`` may be an estimate, and smaller than ``done``.
             share = min(1.0, done / total) if total else 1.0
             sys.stderr.write(f"\r{label} {share:4.0%}")
             sys.stderr.flush()

@@ -1,7 +1,7 @@
 """Assigns every parameter of a tree to a unit, in a single walk from left to right.
 
-A parameter belongs to the nearest enclosing unit. A parameter below several units is
-refused, or promoted to the lowest unit above all its places.
+A parameter belongs to the nearest enclosing unit. A parameter with places in several
+units is refused, or promoted to the lowest unit above all these places.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PlanRequest(NamedTuple):
     """All inputs of a plan besides the tree.
 
     Args:
-        options: the options of the root; a policy overrides them per unit.
+        options: the options of the root; a policy overrides options per unit.
         world_size: number of ranks in all.
         sizes: a function from a strategy to (ranks per shard group, replicas). Default
             None: a single shard group of ``world_size`` ranks.
@@ -192,8 +192,8 @@ def _check_root(module: nn.Module, api: str) -> None:
         )
     if foreign := foreign_fsdp(module):
         raise CompositionError(_foreign_text("", foreign))
-    # A call of ``replicate`` sees its own state here: the contract registers the state
-    # before planning.
+    # ``replicate`` finds its own name here: the contract registers the state before
+    # planning.
     if (other := incompatible_api(module)) and other != api:
         raise CompositionError(
             f"{api} got a {type(module).__name__} that {other} already manages; "
@@ -224,8 +224,8 @@ def _evaluate(
             "Apply fully_shard with the policy to each module, or pass the list "
             "without a policy."
         )
-    # Modules that an earlier call or an incompatible API manages: the policy may not
-    # make a unit of them or of a module below.
+    # Modules that an earlier call or an incompatible API manages. The policy may not
+    # make units of these modules or of modules below.
     boundaries = frozenset(
         m for m in walk.modules(modules[0]) if m is not modules[0] and _is_boundary(m)
     )
@@ -300,8 +300,8 @@ def _walk(
             below = get_state(child, API)
             # The walk does not enter subtrees of earlier calls, of ignored modules and
             # of incompatible APIs. A module of this call also carries a state, because
-            # the contract registers the state before planning; ``index_of`` tells it
-            # apart.
+            # the contract registers the state before planning; ``index_of`` holds the
+            # modules of this call.
             if below is not None and id(child) not in index_of:
                 nearest.units_below.append(below)
             elif child not in request.ignored_modules and not incompatible:

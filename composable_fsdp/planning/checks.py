@@ -17,7 +17,7 @@ from composable_fsdp.planning.options import GroupBy
 
 
 def refuse_container(module: object) -> None:
-    """Raise if ``module`` has no forward of its own, because its hooks would never run.
+    """Raise if ``module`` has no forward, because hooks on the module would never run.
 
     Raises: TypeError, if ``module`` is no module; CompositionError, if ``module`` is a
     container; PlanError, as ``refuse_module``.
@@ -43,8 +43,7 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
     These are layers that write to a weight in forward, layers with sparse gradients,
     and compiled TorchScript modules.
     """
-    # TorchScript reads its parameters in C++, where full parameters cannot be swapped
-    # in.
+    # TorchScript reads parameters in C++, where full parameters cannot be swapped in.
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanError(
             f"{type(module).__name__} {quoted(fqn)} is compiled by TorchScript, which "
@@ -72,8 +71,8 @@ def refuse_module(module: nn.Module, fqn: str) -> None:
 
 def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
     """Raise PlanError for a parameter whose data a flat buffer cannot hold."""
-    # Nearly all parameters leave here: every kind that is refused for its class has a
-    # class other than nn.Parameter.
+    # Nearly all parameters return here. Lazy parameters and DTensors have classes other
+    # than nn.Parameter.
     if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
         return
     if is_lazy(parameter):
@@ -112,7 +111,7 @@ def share_storage(parameters: Sequence[nn.Parameter]) -> bool:
 def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise PlanError if distinct parameters share memory.
 
-    Sharding would separate them, and only one parameter would be trained.
+    Sharding would separate these parameters, and only one of them would be trained.
     """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for fqn, parameter in named:

@@ -26,7 +26,7 @@ AskedPolicy = Callable[..., object]
 
 @dataclass(slots=True)
 class _Visit:
-    """A module between its two questions.
+    """A module between the question on the way down and the question on the way up.
 
     Args:
         module: the module.
@@ -95,7 +95,7 @@ def choose_units(
                     taken[visit.module] = numel
             if stack:
                 stack[-1].taken += taken[visit.module]
-        # A shared child was visited under another parent: its answer stands.
+        # A shared child was visited under another parent, and is not asked again.
         elif child in taken:
             visit.taken += taken[child]
         else:
@@ -107,7 +107,7 @@ def choose_units(
 def _ask(policy: AskedPolicy, module: nn.Module, *, recurse: bool, numel: int) -> bool:
     """Return the answer of ``policy`` for ``module`` as a bool."""
     answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
-    # A non-empty dict is true: without this check its options would be lost silently.
+    # A non-empty dict is true: without this check the options would be lost silently.
     if isinstance(answer, dict):
         raise TypeError(
             "A policy called with (module, recurse, nonwrapped_numel) expects to "

@@ -156,10 +156,10 @@ class RegionLayout:
         return start, min(max(low + self.shard_numel, 0), slot.numel)
 
     def holders(self, slot: ParameterSlot) -> range:
-        """Return the ranks that hold elements of the parameter; all, if it has none."""
+        """Return the ranks that hold elements of the parameter; all ranks if empty."""
         if not slot.numel:
             return range(self.world_size)
-        # A parameter is contiguous, so its ranks are consecutive.
+        # A parameter is contiguous, so the ranks that hold elements are consecutive.
         last = (slot.offset + slot.numel - 1) // self.shard_numel
         return range(slot.offset // self.shard_numel, last + 1)
 
@@ -283,7 +283,7 @@ def sharded_shape(
         return (numel,)
     trailing = tuple(shape[1:])
     width = prod(trailing)
-    # Trailing dims with a size of 0 have no elements, so no rank holds a row of them.
+    # With a trailing dim of size 0 there are no elements, so every rank has 0 rows.
     return (numel // width if width else 0, *trailing)
 
 
@@ -317,7 +317,8 @@ def _plan_regions(
     specs: tuple[ParameterSpec, ...], world_size: int, launch_bytes: int
 ) -> tuple[RegionLayout, ...]:
     """Lay out the parameters of a unit; equal arguments return the same layouts."""
-    # A flat buffer has one dtype, and the whole buffer gets a gradient or not.
+    # All parameters of a flat buffer have the same dtype and the same
+    # ``requires_grad``.
     groups: dict[tuple[torch.dtype, bool, Hashable], list[int]] = {}
     for index, spec in enumerate(specs):
         kind = (spec.dtype, spec.trainable, spec.group)

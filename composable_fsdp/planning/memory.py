@@ -127,9 +127,9 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
     # in backward, memory also holds the prefetched unit, k's gradients as autograd made
     # them, and a single reduce buffer: first k+1's, then k's. Without prefetch, k+1's
     # buffer is freed before k is gathered.
-    # A unit with nested units counts as using parameters of its own both before and
-    # after them, as a root with an embedding and a head does. If the unit does not, the
-    # step needs less than the result.
+    # A unit with nested units counts as using own parameters both before and after the
+    # nested units, as a root with an embedding and a head does. If the unit does not,
+    # the step needs less than the result.
     step = _Step(units, streams=streams)
     events = _events(units)
     gathered = [index for index, unit in enumerate(units) if unit.gathers]
@@ -158,7 +158,7 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
 
 
 def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
-    """Return (unit, True) where forward enters, and (unit, False) where it leaves."""
+    """Return (unit, True) per entry of forward, and (unit, False) per exit."""
     events: list[tuple[int, bool]] = []
     inside: list[int] = []
     for index, unit in enumerate(units):
@@ -178,8 +178,8 @@ class _Step:
 
     def __init__(self, units: Sequence[UnitMemory], *, streams: bool) -> None:
         self.units, self.streams = units, streams
-        # Units with memory for full parameters; ``retiring`` holds the resharded units
-        # among them, oldest first.
+        # Units with memory for full parameters. ``retiring`` holds the resharded units
+        # that are not freed yet, oldest first.
         self.gathered: set[int] = set()
         self.retiring: deque[int] = deque()
         self.full = self.reduce = self.early = self.reduced = 0
@@ -188,7 +188,7 @@ class _Step:
         self.most = Moment()
 
     def _note(self, when: str, index: int, gradients: int = 0) -> None:
-        """Keep the present moment, if its bytes are the largest so far."""
+        """Keep the present moment, if no earlier moment had as many bytes."""
         now = (self.full, self.reduce, self.early + gradients, self.reduced)
         if sum(now) > sum(self.most[:4]):
             self.most = Moment(*now, f"{when} of {self.units[index].name}")
@@ -262,7 +262,7 @@ class _Step:
         self.early -= unit.early
         self._note("backward", index, unit.gradients)
         # The root stays unsharded until the end of backward. So does a unit whose
-        # inputs need no gradient: no hook tells when its backward is done.
+        # inputs need no gradient: no hook tells when the unit's backward is done.
         if unit.parent >= 0 and unit.fed:
             self.reshard(index)
             self._make_room(index)

@@ -38,7 +38,7 @@ Members = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def pack(members: Members, itemsize: int, world_size: int) -> Packing:
-    """Place the members one after the other in a buffer.
+    """Place the members in a buffer, without overlap and with few gaps.
 
     Args:
         members: (numel, block) of each parameter, in elements.
@@ -57,9 +57,9 @@ def pack(members: Members, itemsize: int, world_size: int) -> Packing:
     end, grid = 0, align
     for i in order:
         numel, block = members[i]
-        # A member starts at a multiple of its block, so that shard boundaries fall
-        # between blocks, and at a multiple of 16 bytes, because the full parameter is a
-        # view at this offset.
+        # A member starts at a multiple of the member's block, so that shard boundaries
+        # fall between blocks, and at a multiple of 16 bytes, because the full parameter
+        # is a view at this offset.
         offsets[i] = _round_up(end, _lcm(block, align))
         end = offsets[i] + numel
         # An empty parameter has no block that a boundary could cut.
@@ -126,7 +126,8 @@ def _exact(sets: list[list[int]], cost: _Cost, merged: _Merge) -> list[tuple[int
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for mask in range(1, full + 1):
         # Only parts that contain the lowest class of ``mask`` are tried: every
-        # partition has exactly one such part, so each partition is counted once.
+        # partition has exactly one such part, so each partition is counted a single
+        # time.
         low = mask & -mask
         part = mask
         options = []

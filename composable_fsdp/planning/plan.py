@@ -114,9 +114,8 @@ class ShardingPlan:
         )
         return PeakMemory(
             parameters=sum(unit.parameter_bytes for unit in kept),
-            # With CPU offload the gradients live in host memory permanently, so the
-            # walk through the step does not count them; on CPU that memory is the
-            # device's.
+            # Offloaded gradients live in host memory permanently, so the walk through
+            # the step does not count them. On CPU, host memory is the device's memory.
             gradients=moment.gradients
             + sum(unit.gradient_bytes for unit in kept if unit.is_offloaded),
             full=moment.full,
@@ -157,7 +156,7 @@ def _is_inside(fqn: str, outer: str) -> bool:
 
 
 def _table(units: tuple[UnitPlan, ...]) -> str:
-    """Return the table of the report: one line per unit, numbers right-aligned."""
+    """Return the table of the report: a line per unit, numbers right-aligned."""
     rows = [("unit", "class", "parameters", "per rank", "padding", "regions")]
     for unit in units:
         numel = sum(r.numel for r in unit.regions)

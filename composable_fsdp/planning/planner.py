@@ -70,7 +70,7 @@ def plan_modules(
 
     Several modules form a single unit. The function reads the tree and changes nothing.
 
-    Returns: the plan, and one ``Target`` per unit, both in ``.modules()`` order.
+    Returns: the plan, and a ``Target`` per unit, both in ``.modules()`` order.
     Raises: PlanError or CompositionError, naming the module, the parameter and the
     remedy.
     Collective: none.
@@ -87,7 +87,7 @@ def plan_modules(
 def group_sizes(
     strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
 ) -> tuple[int, int]:
-    """Return the size of a unit's shard group and the number of its replicas.
+    """Return the size of a unit's shard group and the number of replicas.
 
     Args:
         strategy: the unit's sharding strategy.
@@ -137,8 +137,8 @@ _Known = tuple[
 ]
 """The cache key of a parameter.
 
-Its entries: the parameter's names, its places as (name from the unit, key), its shape,
-its dtype, ``requires_grad``, and the answer of ``group_by``.
+The entries: the parameter's names, the places as (name from the unit, key), the shape,
+the dtype, ``requires_grad``, and the answer of ``group_by``.
 """
 
 
@@ -159,7 +159,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             found, unit.parameters, strict=True
         )
     ]
-    # The cache keeps its arguments alive. ``options`` would keep the user's
+    # The cache keeps all arguments alive. ``options`` would keep the user's
     # ``group_by``, and the model that this function may refer to, so such units bypass
     # the cache.
     build_unit = _build if unit.options.group_by is None else _build.__wrapped__

@@ -227,8 +227,8 @@ def evaluate_policy(
     Args:
         policy: a policy in any of the three forms. None selects no unit.
         root: the module whose tree is searched. ``root`` itself is never in the result:
-            its options are the caller's, as in FSDP1, and options that a policy gives
-            it are dropped.
+            as in FSDP1, the caller's options apply to the root, and options that a
+            policy returns for the root are dropped.
         ignored_modules: modules to leave out, with every module below them; their
             parameters count for no numel. Default: none.
         ignored_params: ids of parameters that count for no numel. Default: none.
@@ -269,9 +269,8 @@ def _answer(
             f"A policy expects one of the forms {_FORMS}, got {policy!r}. For units by "
             "class, pass ModuleWrapPolicy({TheClass})."
         )
-    # The policy gets copies, since a policy may change its arguments. A SizePolicy
-    # takes the branch below: ``choose_units`` leaves the ignored parameters out of the
-    # numel.
+    # Pass copies, since a policy may change the arguments. A SizePolicy takes the
+    # branch below: ``choose_units`` leaves the ignored parameters out of the numel.
     if isinstance(policy, Policy) and not isinstance(policy, SizePolicy):
         answer: object = policy._run_policy(root, set(left_out), dict(root_kwargs))
     elif isinstance(policy, SizePolicy) or _takes(
@@ -321,8 +320,8 @@ def _check_targets(
     """Refuse a target that cannot be a unit, before any module is changed."""
     tree = set(walk.modules(root))
     for module, options in answer.items():
-        # A policy is user code: its types are promises, so check the values as plain
-        # objects.
+        # A policy is user code, so the annotated types are not certain: check the
+        # values as plain objects.
         found: object = module
         if not isinstance(found, nn.Module):
             raise TypeError(

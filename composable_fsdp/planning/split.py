@@ -28,7 +28,7 @@ def split_region(
     parameter stays the same on every rank.
     """
     # An optimizer holds state for the elements that this rank has of a parameter, and
-    # no collective moves that state. So no element may change its rank.
+    # no collective moves that state. So every element stays on the same rank.
     parts = []
     for flag in (True, False):
         chosen = [
@@ -87,11 +87,12 @@ def _place(
         offset = end
         # An empty parameter needs no position of its own.
         if slot.numel:
-            # The first rank that holds the parameter, and the elements it holds.
+            # The first rank that holds the parameter, and the number of elements on
+            # that rank.
             first = slot.offset // layout.shard_numel
             part = min(layout.shard_numel * (first + 1) - slot.offset, slot.numel)
             if part < slot.numel:
-                # The parameter continues on the next rank. Its first part ends with the
+                # The parameter continues on the next rank. The first part ends with the
                 # shard of rank ``first``, so that the rest begins at the start of the
                 # next shard.
                 offset = (first + 1) * size - part

@@ -197,8 +197,8 @@ class UnitPlan:
             ),
             gradients=total,
             # Backward produces the gradient of the parameter that forward uses first as
-            # the last. A tied parameter's gradient is summed from its last use in
-            # forward, so its memory exists from the start of the unit's backward.
+            # the last. The gradient of a tied parameter is summed from the last use in
+            # forward on, so the memory exists from the start of the unit's backward.
             early=total - (0 if last in tied else gradients.get(last, 0)),
             # Offloaded gradients have host memory of their own permanently.
             reduced=0 if self.is_offloaded else self.gradient_bytes,

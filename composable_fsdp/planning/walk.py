@@ -134,8 +134,8 @@ def subtree_numels(
     for module in post_order(root):
         counted = {p for p in own_parameters(module) if id(p) not in left_out}
         below = children(module)
-        # Parameters that occur once can be summed upwards: no ancestor meets them
-        # twice.
+        # Parameters that occur a single time can be summed upwards: no ancestor meets
+        # such a parameter twice.
         once = sum(p.numel() for p in counted if p not in met_twice)
         plain[module] = once + sum(plain.get(child, 0) for child in below)
         carried = [repeated[child] for child in below if repeated.get(child)]

@@ -103,7 +103,7 @@ def enable_wrap(
     try:
         yield
     finally:
-        # reset() restores the outer block, where there is one.
+        # reset() restores the outer block, if any.
         _current.reset(token)
 
 
