@@ -108,7 +108,7 @@ class UnitOptions:
     def dtypes(self, dtype: torch.dtype) -> Dtypes:
         """Return the dtypes of a region whose parameters have ``dtype``."""
         mixed = self.mixed_precision
-        # Integer parameters are never cast.
+        # Integer and complex parameters keep the dtype.
         if mixed is None or not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype)
         # Each dtype defaults to the previous dtype.
