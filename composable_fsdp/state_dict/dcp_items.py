@@ -8,6 +8,7 @@ calls these, and importing it takes longer than importing this one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import Box
-from composable_fsdp.state_dict.dcp_caller import chunks_to_read, saving_ranks
+from composable_fsdp.state_dict.dcp_caller import CheckedChunks, saving_ranks
 
 
 def chunks(boxes: Sequence[Box]) -> list[Any]:
@@ -30,23 +31,24 @@ def chunks(boxes: Sequence[Box]) -> list[Any]:
 
 
 def chunks_to_load(boxes: Sequence[Box]) -> list[Any]:
-    """The same for a load, which torch would do of what is there and no more.
+    """Return a ``ChunkStorageMetadata`` per box, with a check for holes in the file.
 
-    Raises: CheckpointError, for a checkpoint that does not have all of a box.
+    The planner reads what a checkpoint has of a chunk and does not ask for the rest.
     """
-    reading = chunks_to_read()
-    if reading is not None:
-        fqn, saved = reading
-        for box in boxes:
-            found = sum(_overlap(box, chunk) for chunk in saved)
-            if found != box.numel:
-                raise CheckpointError(
-                    f"{fqn!r} is not whole in the checkpoint: of the box at "
-                    f"{box.offsets} of size {box.sizes} it has {found} of "
-                    f"{box.numel} elements. It was saved by too few ranks, or with "
-                    "parts missing; take one that all ranks saved."
-                )
-    return chunks(boxes)
+    return CheckedChunks(chunks(boxes), partial(_require_whole, boxes))
+
+
+def _require_whole(boxes: Sequence[Box], fqn: str, saved: Sequence[Any]) -> None:
+    """Raise CheckpointError unless chunks ``saved`` have all elements of the boxes."""
+    for box in boxes:
+        found = sum(_overlap(box, chunk) for chunk in saved)
+        if found != box.numel:
+            raise CheckpointError(
+                f"{fqn!r} is not whole in the checkpoint: of the box at "
+                f"{box.offsets} of size {box.sizes} it has {found} of "
+                f"{box.numel} elements. It was saved by too few ranks, or with "
+                "parts missing; take one that all ranks saved."
+            )
 
 
 def _overlap(box: Box, chunk: Any) -> int:

@@ -20,6 +20,7 @@ from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.naming import TRANSPARENT, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
+from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.barrier import barrier_before_gather
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import gather_unit
@@ -53,6 +54,7 @@ def install_state_dict_hooks(state: _FSDPState) -> None:
     passes the module on, which took longer than all else (checked on torch 2.13 and
     2.11).
     """
+    dcp_caller.install()
     for module in state.modules:
         for at, reach in hook_scopes(state, module):
             key = next(_keys)

@@ -29,7 +29,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.boxes import Box, interval_boxes
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.state_dict import dcp_items
+from composable_fsdp.state_dict import dcp_caller, dcp_items
 
 Op = Callable[..., Any]
 
@@ -99,6 +99,9 @@ class ShardedValue(Tensor):
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
         value.home = home
+        if home is None:
+            # Unpickled, perhaps in a process that saves and has made no unit.
+            dcp_caller.install()
         return value
 
     # No type is looked at before dispatch, which alone decides.
