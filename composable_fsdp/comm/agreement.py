@@ -1,15 +1,18 @@
-"""The other ranks of a group, as one meets them in the key-value store of c10d.
+"""Communication with the other ranks of a group through c10d's key-value store.
 
-The store is one-sided: a rank writes and reads keys whether or not its peers come by,
-so two ranks that are about to send different things can tell before they do::
+The store is one-sided: a rank writes and reads keys without any action of its peers, so
+two ranks that are about to send different collectives can detect the difference
+before::
 
-    say     first writer of a place wins; the others learn who it was and what it said
-    arrive  count this rank in at a place; ``missing`` waits, bounded, for the others
-    leave   the last rank to leave removes the keys
+    say      the first rank at a place writes; later ranks read who wrote and the text
+    arrive   count this rank at a place
+    missing  wait, for a limited time, until all ranks have arrived at a place
+    leave    the last rank to leave removes the keys
 
-No collective is sent. Private names, checked on torch 2.13 and 2.11:
-``distributed_c10d._get_default_store``, ``ProcessGroup._get_backend`` and
-``_device_types``, ``options._timeout`` of a backend.
+No function of this module sends a collective.
+
+Private names, checked on torch 2.13 and 2.11: ``distributed_c10d._get_default_store``,
+``ProcessGroup._get_backend`` and ``_device_types``, ``options._timeout`` of a backend.
 """
 
 from __future__ import annotations
@@ -26,29 +29,36 @@ from torch.distributed import distributed_c10d
 from composable_fsdp.comm.groups import GroupRef
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
-"""Seconds to wait for ranks that have to change their order too; 0 compares nothing.
+"""Environment variable: seconds to wait for other ranks in ``missing``; 0 switches all
+comparisons off.
 
-Default: nine tenths of the group's timeout, so that ranks which wait longer than a
-collective may are told before the backend gives up.
-"""
+Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
+backend aborts a collective that waits for a missing rank."""
 
 NOTICE_AFTER = 10.0
-"""Seconds in ``missing`` after which the caller may tell what it waits for."""
+"""Seconds in ``missing`` after which ``notice`` is called."""
 
 _SHARE = 0.9
+"""Default wait as a fraction of the group's timeout."""
 _NOTE = "\n"
+"""Separator between the text and the note in a stored value."""
 _roots: Counter[str] = Counter()
+"""Number of ``Peers`` objects per group and topic that have used the store."""
 
 
 def can_compare(group: dist.ProcessGroup) -> bool:
-    """Whether the ranks of ``group`` are real and share a store. Asks nobody."""
+    """Return whether the ranks of ``group`` are real and share a store.
+
+    Collective: none.
+    """
     if os.environ.get(TIMEOUT_VARIABLE) == "0":
         return False
+    # A fake group has no other ranks.
     return dist.get_backend(group) not in ("fake", "mpi")
 
 
 class PeerMessage(NamedTuple):
-    """What a rank said at a place, and the note that it left there."""
+    """The first message at a place: writing rank, text and note."""
 
     rank: int
     text: str
@@ -56,35 +66,44 @@ class PeerMessage(NamedTuple):
 
 
 class Peers:
-    """The ranks of one group; ``topic`` keeps what they say of one matter apart.
-
-    The name in the store is drawn at the first use: by then all ranks are on their way
-    to a collective, so the first, second .. user of a group is the same on each.
-    """
+    """The ranks of a group, for messages about one ``topic``."""
 
     __slots__ = ("_group", "_prefix", "_rank", "_topic")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self._group = GroupRef(group)
         self._topic = topic
+        # The prefix of the keys is chosen at the first use of the store: at that time
+        # all ranks are on the way to the same collective, so the n-th ``Peers`` object
+        # of a group and topic is the same on each rank.
         self._prefix, self._rank = "", dist.get_rank()
 
     def say(self, place: str, text: str, note: str = "") -> PeerMessage | None:
-        """Say ``text`` at ``place``; what a peer said first, if that is something else.
+        """Write ``text`` at ``place``, unless another rank has written there before.
 
-        ``note`` goes along and is not compared. One round trip to the store; waits for
-        nobody.
+        One round trip to the store; waits for no rank.
+
+        Args:
+            place: name of the place, equal on all ranks.
+            text: compared with the text of the first rank.
+            note: additional text, not compared. Default: "".
+
+        Returns: the message of the first rank if its text differs; else None.
+        Collective: none.
         """
         mine = f"{self._rank} {text}{_NOTE}{note}"
         key = self._key(place)
-        # An empty expected value means: only if nobody has written here.
+        # ``compare_set`` with an empty expected value writes only if the key does not
+        # exist, and returns the stored value.
         first = bytes(_store().compare_set(key, "", mine)).decode()
         rank, _, rest = first.partition(" ")
         said, _, noted = rest.partition(_NOTE)
         return None if said == text else PeerMessage(int(rank), said, noted)
 
     def heard(self, place: str) -> str | None:
-        """What was said at ``place`` first; ``None`` if nothing. Waits for nobody."""
+        """Return the first text at ``place``; ``None`` if no rank wrote. Waits for no
+        rank.
+        """
         store, key = _store(), self._key(place)
         if not store.check([key]):
             return None
@@ -92,19 +111,22 @@ class Peers:
         return rest.partition(_NOTE)[0]
 
     def arrive(self, place: str, expected: int | None = None) -> None:
-        """Count this rank in at ``place``; the last one opens it. Waits for nobody.
+        """Count this rank at ``place``; the last expected rank opens the place.
 
-        ``expected`` ranks come, all of the group if it is None.
+        Waits for no rank. ``expected`` is the number of ranks that will come; default:
+        None, all ranks of the group.
         """
         store, key = _store(), self._key(place)
+        # The names of the ranks are only for ``missing``; the counter decides.
         store.append(f"{key}/here", f"{self._rank} ")
         count = self._group.get().size() if expected is None else expected
         if store.add(f"{key}/count", 1) == count:
             store.set(f"{key}/open", "1")
 
     def all_arrived(self, place: str, within: float) -> bool:
-        """Wait until ``place`` is open, for so many seconds; whether it is."""
+        """Wait up to ``within`` seconds until ``place`` is open; return whether so."""
         store, key = _store(), f"{self._key(place)}/open"
+        # Poll with growing pauses, as in ``missing``.
         start, pause = time.monotonic(), 0.0005
         while not store.check([key]):
             if time.monotonic() - start > within:
@@ -114,13 +136,15 @@ class Peers:
         return True
 
     def missing(self, place: str, notice: Callable[[list[int]], None]) -> list[int]:
-        """Wait until all ranks have arrived at ``place``; ranks that did not, in time.
+        """Wait until all ranks have arrived at ``place``; return the ranks that did
+        not.
 
-        ``notice`` is called once with them when the wait gets long.
+        ``notice`` is called once with the missing ranks if the wait takes longer than
+        ``NOTICE_AFTER``. After ``timeout()`` seconds the missing ranks are returned.
         """
         store, key = _store(), self._key(place)
         start, pause, told = time.monotonic(), 0.0005, False
-        # Asked again and again, because a blocking wait would hold the connection that
+        # Polling, because a blocking wait would hold the connection to the store, which
         # other threads of this process share.
         while not store.check([f"{key}/open"]):
             waited = time.monotonic() - start
@@ -134,12 +158,15 @@ class Peers:
         return []
 
     def _absent(self, key: str) -> list[int]:
+        """Return the global ranks that have not arrived at the place of ``key``."""
         here = set(map(int, bytes(_store().get(f"{key}/here")).split()))
         everyone = dist.get_process_group_ranks(self._group.get())
         return [rank for rank in everyone if rank not in here]
 
     def leave(self, where: str, places: Iterable[str]) -> None:
-        """Say that this rank is through with ``places``; the last one removes them."""
+        """Declare that this rank has finished with ``places``; the last rank removes
+        the keys.
+        """
         store, key = _store(), self._key(where)
         if store.add(f"{key}/left", 1) < self._group.get().size():
             return
@@ -148,22 +175,25 @@ class Peers:
             self.remove(place)
 
     def remove(self, place: str) -> None:
-        """Remove the keys of ``place``, to which nobody will come any more."""
+        """Remove the keys of ``place``, to which no rank will come any more."""
         store, key = _store(), self._key(place)
-        store.delete_key(key)  # nothing is here, if ranks only arrived
+        # The key does not exist if ranks only arrived at the place.
+        store.delete_key(key)
         if store.check([f"{key}/count"]):
             for part in ("here", "count", "open"):
                 store.delete_key(f"{key}/{part}")
 
     def timeout(self) -> float:
-        """Seconds that ``missing`` waits."""
+        """Return the number of seconds that ``missing`` waits."""
         asked = os.environ.get(TIMEOUT_VARIABLE)
         return float(asked) if asked else _SHARE * _group_timeout(self._group.get())
 
     def _key(self, place: str) -> str:
+        """Return the key of ``place``; choose the prefix at the first call."""
         if not self._prefix:
             group = self._group.get()
-            # Groups of disjoint ranks may bear one name.
+            # Groups of disjoint ranks may have the same name, so the name alone is
+            # ambiguous.
             first = dist.get_global_rank(group, 0)
             name = f"{group.group_name}@{first}/{self._topic}"
             _roots[name] += 1
@@ -172,18 +202,18 @@ class Peers:
 
 
 def _store() -> Any:
-    """The store that the default group was made with.
-
-    Fetched each time: whoever kept it would keep its threads beyond
-    ``destroy_process_group``.
-    """
+    """Return the store that the default group was created with."""
+    # Never cached: a reference would keep the threads of the store alive after
+    # ``destroy_process_group``.
     return distributed_c10d._get_default_store()
 
 
 def _group_timeout(group: Any) -> float:
+    """Return the smallest timeout of the group's backends, in seconds."""
     limits = [distributed_c10d.default_pg_timeout]
     for device in group._device_types:
         options: Any = getattr(group._get_backend(device), "options", None)
         if hasattr(options, "_timeout"):
             limits.append(options._timeout)
+    # The default of torch.distributed only counts if no backend has a timeout.
     return min(limits[1:] or limits).total_seconds()

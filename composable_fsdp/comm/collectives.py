@@ -1,18 +1,12 @@
-"""The one seam to torch.distributed's collectives; every call can be recorded.
+"""The only module that calls collectives of torch.distributed; calls can be recorded.
 
-Each function sends exactly one collective (regions issued together count as one).
-Inside ``record`` the gathers and reduce-scatters of flat buffers check sizes and dtypes
-first; outside, the backend does. With ``async_op`` a function returns a ``Work`` whose
-``wait`` must be called before the result is read; otherwise the result is ordered on
-the current stream.
+Each function sends a single collective (regions that are issued together count as a
+single collective). With ``async_op=True`` a function returns a ``Work`` whose ``wait``
+must be called before the result is read; otherwise the current stream is ordered after
+the collective.
 
-The two calls that every unit makes in every step go to the group's own methods. The
-functions of torch.distributed around them check anew each time what a plan has settled
-(types, membership, options), which took longer than all of ours around a collective.
-Several regions go through the group's coalesced methods, because the coalescing
-context manager fails on gloo.
-
-Names checked on torch 2.11 and 2.13, which renamed these methods; chosen here, once.
+Names of ``ProcessGroup`` methods were checked on torch 2.11 and 2.13, which renamed the
+methods; this module chooses the names at import.
 """
 
 from __future__ import annotations
@@ -31,6 +25,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.errors import FSDPError
 
+# ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
+# these functions call methods of the process group directly. The public functions of
+# torch.distributed check types, membership and options in every call, although a plan
+# has settled all of this; the checks took longer than all code of this package around a
+# collective. Several regions use the coalesced methods of the group, because torch's
+# coalescing context manager fails on gloo.
 _SINGLE = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
 _ALL_GATHER = "all_gather_single" if _SINGLE else "_allgather_base"
 _ALL_GATHER_COALESCED = (
@@ -44,20 +44,22 @@ _REDUCE_SCATTER_COALESCED = (
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """One collective as this rank sent it: its kind, and elements and dtype per region.
-
-    ``numel`` is that of the whole buffer (``padded_numel``), ``world_size`` the
-    group's.
-    """
+    """A collective as this rank sent it."""
 
     op: str
+    """The kind: the name of the function of this module, without ``_flat``."""
     numel: tuple[int, ...]
+    """Elements per buffer: of the full buffer (``padded_numel``) for all_gather and
+    reduce_scatter, of the shard for gather and scatter, of the tensor for all_reduce
+    and broadcast; empty for objects."""
     dtype: tuple[torch.dtype, ...]
+    """Dtype per buffer; empty for objects."""
     world_size: int
+    """Number of ranks of the group."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole buffers."""
+        """Bytes of the buffers that ``numel`` counts."""
         return sum(n * d.itemsize for n, d in zip(self.numel, self.dtype, strict=True))
 
 
@@ -66,8 +68,14 @@ _recorder: list[CallRecord] | None = None
 
 @contextmanager
 def record() -> Iterator[list[CallRecord]]:
-    """Collect the collectives that this process sends inside the block, in order."""
+    """Collect the collectives that this process sends inside the block, in order.
+
+    Inside the block, all_gather_flat and reduce_scatter_flat also check sizes and
+    dtypes, and raise FSDPError. Outside, only the backend checks. A nested block hides
+    its collectives from the outer block.
+    """
     global _recorder
+    # A nested block replaces the recording, so the outer block misses its calls.
     outer, _recorder = _recorder, []
     try:
         yield _recorder
@@ -76,6 +84,7 @@ def record() -> Iterator[list[CallRecord]]:
 
 
 def _note(op: str, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Append a collective to the recording, if a recording is active."""
     if _recorder is not None:
         _recorder.append(
             CallRecord(
@@ -88,6 +97,7 @@ def _note(op: str, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _require(full: Sequence[Tensor], shard: Sequence[Tensor], size: int) -> None:
+    """Raise FSDPError unless ``full`` has ``size`` times the elements of ``shard``."""
     for whole, part in zip(full, shard, strict=True):
         if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
             raise FSDPError(
@@ -103,13 +113,22 @@ def all_gather_flat(
     *,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Fill each ``full`` ``(padded_numel,)`` with the shards of all ranks.
+    """Fill each full buffer with the shards of all ranks of ``group``, in rank order.
 
-    Rank *r* fills slice *r* with its ``shard`` ``(shard_numel,)``, which may be that
-    slice of ``full`` itself.
+    Args:
+        full: output buffers ``(padded_numel,)``, in region order.
+        shard: input buffers ``(shard_numel,)``, aligned with ``full``. A shard may be
+            this rank's slice of ``full`` itself.
+        group: the shard group.
+        async_op: return a ``Work`` instead of ordering the current stream. Default:
+            False.
 
-    Collective: one all-gather over ``group`` (several buffers are coalesced).
+    Returns: the ``Work`` if ``async_op``, else None.
+    Collective: an all-gather over ``group`` (several buffers are coalesced); all its
+    ranks must call.
     """
+    # The sizes are checked only while recording, as in tests; in training the backend
+    # checks.
     if _recorder is not None:
         _require(full, shard, group.size())
         _note("all_gather", full, group)
@@ -121,9 +140,10 @@ def all_gather_flat(
             whole, part = _as_real([whole, part])
         work = getattr(group, _ALL_GATHER)(whole, part, options)
         return _finish(work, async_op)
+    # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
+    # (seen on torch 2.13). An all-gather only moves bytes, so the buffers are passed as
+    # bytes.
     if len({tensor.dtype for tensor in full}) > 1 or full[0].dtype.is_complex:
-        # gloo's coalesced gather takes the first dtype for all (seen on torch 2.13); a
-        # gather moves bytes, so bytes are what it is given.
         full = [tensor.view(torch.uint8) for tensor in full]
         shard = [tensor.view(torch.uint8) for tensor in shard]
     return _finish(
@@ -139,17 +159,25 @@ def reduce_scatter_flat(
     average: bool = False,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Sum (or average) each ``full`` ``(padded_numel,)`` over the ranks.
+    """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*.
 
-    Rank *r* keeps slice *r* in ``shard`` ``(shard_numel,)``. All buffers must have one
-    dtype.
+    Args:
+        shard: output buffers ``(shard_numel,)``, in region order.
+        full: input buffers ``(padded_numel,)``, aligned with ``shard``. All buffers
+            must have the same dtype.
+        group: the shard group.
+        average: divide the sum by the number of ranks. Default: False.
+        async_op: return a ``Work`` instead of ordering the current stream. Default:
+            False.
 
-    Collective: one reduce-scatter over ``group`` (several buffers are coalesced).
+    Returns: the ``Work`` if ``async_op``, else None.
+    Collective: a reduce-scatter over ``group`` (several buffers are coalesced); all
+    its ranks must call.
     """
     if _recorder is not None:
         _require(full, shard, group.size())
         _note("reduce_scatter", full, group)
-    # The stubs of torch tell the constants from the class that has them.
+    # Torch's stubs give the constants another type than the class ``ReduceOp``.
     op: Any = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
@@ -175,9 +203,18 @@ def all_reduce(
     average: bool = False,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Sum (or take the maximum or average of) ``tensor`` over ranks, in place.
+    """Sum ``tensor`` over the ranks, in place; or take the maximum or the average.
 
-    Collective: one all-reduce over ``group``.
+    Args:
+        tensor: input and output.
+        group: the process group.
+        maximum: take the maximum, whatever ``average`` says. Default: False.
+        average: divide the sum by the number of ranks. Default: False.
+        async_op: return a ``Work`` instead of ordering the current stream. Default:
+            False.
+
+    Returns: the ``Work`` if ``async_op``, else None.
+    Collective: an all-reduce over ``group``; all its ranks must call.
     """
     _note("all_reduce", [tensor], group)
     total = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -191,11 +228,16 @@ def all_reduce(
 def gather_flat(
     full: Tensor | None, shard: Tensor, group: dist.ProcessGroup, *, rank: int = 0
 ) -> None:
-    """Fill ``full`` ``(padded_numel,)`` on group rank ``rank`` with all ``shard``.
+    """Fill ``full`` on a single rank with the shards of all ranks, in rank order.
 
-    The other ranks pass ``None`` and hold no more than their shard.
+    Args:
+        full: output buffer ``(padded_numel,)`` on ``rank``; None on the other ranks,
+            which hold no more than their shard.
+        shard: input buffer ``(shard_numel,)``.
+        group: the shard group.
+        rank: group rank that receives. Default: 0.
 
-    Collective: one gather over ``group``.
+    Collective: a gather over ``group``; all its ranks must call.
     """
     _note("gather", [shard], group)
     first = dist.get_global_rank(group, rank)
@@ -205,9 +247,15 @@ def gather_flat(
 def scatter_flat(
     shard: Tensor, full: Tensor | None, group: dist.ProcessGroup, *, rank: int = 0
 ) -> None:
-    """Give every rank its slice of group rank ``rank``'s ``full`` ``(padded_numel,)``.
+    """Give every rank its slice of the full buffer of a single rank.
 
-    Collective: one scatter over ``group``.
+    Args:
+        shard: output buffer ``(shard_numel,)``.
+        full: input buffer ``(padded_numel,)`` on ``rank``; None on the other ranks.
+        group: the shard group.
+        rank: group rank that sends. Default: 0.
+
+    Collective: a scatter over ``group``; all its ranks must call.
     """
     _note("scatter", [shard], group)
     first = dist.get_global_rank(group, rank)
@@ -215,24 +263,36 @@ def scatter_flat(
 
 
 def _parts(full: Tensor | None, group: dist.ProcessGroup) -> list[Tensor] | None:
-    # As bytes: gloo gathers and scatters no complex numbers.
+    """Split a full buffer into the ranks' slices, as bytes; None stays None."""
+    # Bytes, because gloo cannot gather or scatter complex numbers.
     return None if full is None else list(full.view(torch.uint8).chunk(group.size()))
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> None:
-    """Copy group rank ``rank``'s ``tensor`` to every rank, in place.
+    """Copy ``tensor`` of a single rank to every rank, in place.
 
-    Collective: one broadcast over ``group``.
+    Args:
+        tensor: input on ``rank``, output on the other ranks.
+        group: the process group.
+        rank: group rank that sends. Default: 0.
+
+    Collective: a broadcast over ``group``; all its ranks must call.
     """
     _note("broadcast", [tensor], group)
     dist.broadcast(tensor, src=dist.get_global_rank(group, rank), group=group)
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) -> Any:
-    """Return group rank ``rank``'s picklable ``value``; the others' is not looked at.
+    """Return the value of a single rank on every rank. Not for the steady state.
 
-    Collective: a broadcast of the size and one of bytes over ``group``; not for the
-    steady state.
+    Args:
+        value: a picklable object on ``rank``; ignored on the other ranks.
+        group: the process group.
+        rank: group rank that sends. Default: 0.
+
+    Returns: the value of ``rank``.
+    Collective: a broadcast of the size and a broadcast of the bytes over ``group``; all
+    its ranks must call.
     """
     if _recorder is not None:
         _recorder.append(CallRecord("broadcast_object", (), (), group.size()))
@@ -246,8 +306,10 @@ def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) 
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's picklable ``value``, in group rank order.
 
-    Collective: a gather of sizes and one of bytes over ``group``; not for the steady
-    state.
+    Not for the steady state.
+
+    Collective: an all-gather of the sizes and an all-gather of the bytes over
+    ``group``; all its ranks must call.
     """
     if _recorder is not None:
         _recorder.append(CallRecord("all_gather_object", (), (), group.size()))
@@ -259,10 +321,16 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
 def gather_object(
     value: object, group: dist.ProcessGroup, *, rank: int = 0
 ) -> list[Any] | None:
-    """Return every rank's picklable ``value`` on group rank ``rank``, None elsewhere.
+    """Return the values of all ranks on a single rank. Not for the steady state.
 
-    Collective: a gather of sizes and one of bytes over ``group``; not for the steady
-    state.
+    Args:
+        value: a picklable object.
+        group: the process group.
+        rank: group rank that receives. Default: 0.
+
+    Returns: the values in group rank order on ``rank``; None on the other ranks.
+    Collective: an all-gather of the sizes and a gather of the bytes over ``group``; all
+    its ranks must call.
     """
     if _recorder is not None:
         _recorder.append(CallRecord("gather_object", (), (), group.size()))
@@ -274,13 +342,17 @@ def gather_object(
 
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Complex numbers as pairs of real ones: backends have no complex numbers."""
+    """View complex tensors as pairs of real numbers."""
+    # The backends have no complex numbers. A sum of complex numbers is the sum of both
+    # components, so reductions are correct, too.
     return [torch.view_as_real(tensor) for tensor in tensors]
 
 
 def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:
+    """Return ``work`` to an asynchronous caller; wait for ``work`` otherwise."""
     if async_op:
         return work
+    # Some backends return no ``Work`` for a synchronous call.
     if work is not None:
         work.wait()
     return None

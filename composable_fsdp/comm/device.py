@@ -1,13 +1,14 @@
-"""Streams and events on CUDA; nothing at all on CPU.
+"""CUDA streams and events of a root; on CPU, ``None`` in their place.
 
-Overlap comes from two side streams of our own: one gathers, one reduces. On CPU there
-are no streams: collectives are issued with ``async_op=True`` and their ``Work`` is
-waited for where CUDA waits for an event. The CPU waits for the GPU only where shards
-are offloaded: once a step in ``synchronize``, and in front of an optimizer that comes
-when no backward has waited.
+Communication overlaps with compute on two side streams: all-gathers run on the gather
+stream, reductions on the reduce stream. On CPU, collectives are issued with
+``async_op=True`` and the CPU waits for the ``Work`` at the points where CUDA waits for
+an event. The CPU waits for the GPU only if shards are offloaded: at the end of backward
+(``synchronize``), and before an optimizer step that no backward precedes.
 
-Checked on torch 2.13 (CPU); the CUDA calls are the public ``torch.cuda`` ones. Private:
-``torch._C._functorch.peek_interpreter_stack`` and ``torch._C._DisableFuncTorch``.
+Checked on torch 2.13 (CPU); the CUDA calls are the public functions of ``torch.cuda``.
+Private: ``torch._C._functorch.peek_interpreter_stack`` and
+``torch._C._DisableFuncTorch``.
 """
 
 from __future__ import annotations
@@ -29,41 +30,40 @@ _Stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
 
 
 class Waitable(Protocol):
-    """What an issued collective leaves: call ``wait`` before reading its result."""
+    """The result of an issued collective; call ``wait`` before reading the output."""
 
     def wait(self) -> object:
-        """Order everything after this call behind the collective."""
+        """Order all later work behind the collective."""
 
 
 class StreamEvent:
-    """A CUDA event that is recorded on one stream and waited for by the current one.
-
-    Made once and recorded again each time: a wait refers to the latest record before
-    it.
-    """
+    """A CUDA event: recorded on a stream, waited for by the current stream."""
 
     __slots__ = ("device", "event")
 
     def __init__(self, device: torch.device) -> None:
+        # Created once and recorded again in every step: a wait refers to the latest
+        # record that precedes the wait.
         self.device = device
         self.event = _Event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Mark the work that ``stream`` has been given so far."""
+        """Mark the end of the work that ``stream`` has been given so far."""
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Make the current stream of the device wait; the CPU goes on."""
+        """Make the device's current stream wait for the mark; the CPU does not wait."""
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class Streams:
-    """The side streams of one root, shared by all units below it.
+    """The side streams of a root, shared by all units below the root.
 
-    ``gather`` owns the storage of full buffers and ``compute`` that of reduce buffers:
-    each is allocated and freed with that stream current, after it has waited for the
-    last reader on the other stream. So no ``record_stream`` is needed and memory does
-    not depend on timing.
+    ::
+
+        stream    owner of the storage of     allocates and frees after waiting for
+        gather    full buffers                the last reader on compute
+        compute   reduce buffers              the end of the reduction on reduce
     """
 
     __slots__ = (
@@ -78,21 +78,29 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Each storage is allocated and freed while its owner is the current stream,
+        # after that stream has waited for the last reader on the other stream. So
+        # ``record_stream`` is not needed, and memory use does not depend on timing.
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
+        """The stream that was current when the iteration began."""
         self.reads_host = False
-        """Whether gathers read shards on the host, for which optimizers then wait."""
+        """Whether all-gathers read shards in host memory, so that optimizers must wait
+        for the gather stream."""
         self.stepped: StreamEvent | None = None
-        """Where the last step of an optimizer ended, on the stream it ran on."""
+        """End of the last optimizer step, on the stream of the step; ``None`` before
+        the first step."""
         _watch_steps(self)
 
 
 _live: weakref.WeakSet[Streams] = weakref.WeakSet()
+"""All ``Streams`` of this process; the optimizer hooks are global to the process."""
 _watching = False
 
 
 def _watch_steps(streams: Streams) -> None:
+    """Register ``streams``; install the optimizer hooks at the first call."""
     global _watching
     _live.add(streams)
     if not _watching:
@@ -102,14 +110,18 @@ def _watch_steps(streams: Streams) -> None:
 
 
 def _wait_for_reads(optim: object, args: object, kwargs: object) -> None:
-    # After a backward there is nothing left to wait for.
+    """Optimizer step pre-hook: wait until no copy reads shards in host memory."""
+    # After a backward the wait returns at once: ``finish_d2h_grad_copies`` has waited
+    # already.
     for streams in _live:
         if streams.reads_host:
             streams.gather.synchronize()
 
 
 def _note_step(optim: object, args: object, kwargs: object) -> None:
-    # An event of a graph that is being captured cannot be waited for outside.
+    """Optimizer step post-hook: record where the step ended, for ``wait_for_step``."""
+    # Outside a CUDA graph, no stream can wait for an event that was recorded during
+    # capture of the graph.
     if (
         not _live
         or torch.compiler.is_compiling()
@@ -123,39 +135,41 @@ def _note_step(optim: object, args: object, kwargs: object) -> None:
 
 
 def wait_for_step(streams: Streams) -> None:
-    """Order gathers behind the last step of an optimizer, if there was one.
-
-    For a backward that does not follow its forward at once: one whose graph was kept,
-    or that of the first of two forwards. It waits for no compute since the step.
-    """
+    """Make the gather stream wait for the end of the last optimizer step, if any."""
+    # Needed if a backward does not follow its own forward at once: backward through a
+    # retained graph, or of the first of two forwards. Waiting for the compute stream
+    # instead would also wait for all compute since the step.
     if streams.stepped is not None:
         streams.gather.wait_event(streams.stepped.event)
 
 
 def copy_async(target: Tensor, source: Tensor) -> None:
-    """Issue a copy on the current stream; the CPU goes on.
+    """Issue a copy on the current stream; the CPU does not wait.
 
-    Between pinned host memory and a device it is done when the stream gets there, and
-    ``source`` must stay as it is until then. A change of dtype happens on the device.
+    Between pinned host memory and a device, ``source`` must not change until the
+    current stream has reached the copy. A change of dtype happens on the device.
     """
     try:
         target.copy_(source, non_blocking=True)
     except RuntimeError:
         if torch._C._functorch.peek_interpreter_stack() is None:
             raise
-        # A transform of torch.func refuses writes to tensors that it did not make. Ours
-        # are constants to it, as weights are that a gather alone writes to.
+        # A transform of torch.func refuses in-place writes to tensors from outside the
+        # transform. Buffers of this package are constants for the transform, as are
+        # weights that only an all-gather writes to.
         with torch._C._DisableFuncTorch():
             target.copy_(source, non_blocking=True)
 
 
 def synchronize(streams: Streams | None) -> None:
-    """Make the CPU wait for everything that the side streams were given."""
+    """Make the CPU wait for all work of the side streams."""
+    # Only offloaded units call this function in a step: at the end of backward, before
+    # the host reads gradients.
     if streams is not None:
         streams.gather.synchronize()
         streams.reduce.synchronize()
 
 
 def make_streams(device: torch.device) -> Streams | None:
-    """Return side streams for a CUDA device, ``None`` for any other."""
+    """Return side streams for a CUDA device, ``None`` for any other device."""
     return Streams(device) if device.type == "cuda" else None

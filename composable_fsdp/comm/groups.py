@@ -1,4 +1,4 @@
-"""Which ranks share a unit's parameters, and which hold copies of them."""
+"""Process groups of a unit: the ranks that shard, and the ranks that replicate."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+"""Strategies that shard within a group and replicate across groups."""
 
 
 class GroupRef:
-    """A process group, held weakly: torch.distributed keeps it until it is destroyed.
-
-    A model that outlived ``destroy_process_group`` would otherwise keep the group's
-    threads into the interpreter's exit, where they abort the process now and then.
-    """
+    """A weak reference to a process group, which torch.distributed keeps alive."""
 
     __slots__ = ("_ref",)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        # If a model held the group strongly and outlived ``destroy_process_group``, the
+        # threads of the group would run until interpreter exit, where they sometimes
+        # abort the process.
         self._ref = weakref.ref(group)
 
     def get(self) -> dist.ProcessGroup:
-        """Return the group. Raises: PhaseError, if it was destroyed."""
+        """Return the group. Raises: PhaseError, if the group was destroyed."""
         group = self._ref()
         if group is None:
             raise PhaseError(
@@ -42,16 +42,16 @@ class GroupRef:
         return group
 
     def __deepcopy__(self, memo: dict[int, object]) -> GroupRef:
-        """Process groups are shared by copies: they name ranks, not data."""
+        """Copies share the group: a process group names ranks and holds no data."""
         return self
 
 
 class Groups:
-    """The process groups of one unit; ``None`` where a group would have one rank.
+    """The process groups of a unit. A group of a single rank is ``None``.
 
-    ``shard``: ranks that cut the parameters between them; ``rank`` is this rank's
-    place.
-    ``replicate``: ranks with equal shards, whose gradients are averaged.
+    ``shard``: the ranks that divide the parameters; ``rank`` is this rank's index
+    there, ``shard_world_size`` the number of ranks. ``replicate``: the ranks with equal
+    shards, over which gradients are averaged; ``replicas`` is the number of ranks.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class Groups:
     def __init__(
         self, shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup | None
     ) -> None:
-        # A group of one rank has nobody to talk to: from here on it does not exist.
+        # A group of a single rank sends nothing, so the rest of the code sees no group.
         self.shard_world_size = shard.size() if shard is not None else 1
         self.replicas = replicate.size() if replicate is not None else 1
         self.rank = shard.rank() if shard is not None else 0
@@ -77,51 +77,55 @@ class Groups:
         self.can_average = all(
             _is_nccl(each.get()) for each in (self._shard, self._replicate) if each
         )
-        """Whether collectives of tensors on a GPU can average: gloo's only sum."""
+        """Whether collectives of GPU tensors can average; gloo can only sum."""
 
     @property
     def shard(self) -> dist.ProcessGroup | None:
-        """The ranks that share the parameters."""
+        """The ranks that divide the parameters."""
         return None if self._shard is None else self._shard.get()
 
     @property
     def replicate(self) -> dist.ProcessGroup | None:
-        """The ranks that hold copies of the shard."""
+        """The ranks that hold copies of this rank's shard."""
         return None if self._replicate is None else self._replicate.get()
 
     @property
     def in_first_replica(self) -> bool:
-        """Whether no other shard group comes before this rank's."""
+        """Whether this rank is in the first shard group of the replicas."""
         group = self.replicate
         return group is None or group.rank() == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank comes first of all: what ``rank0_only`` means by 0."""
+        """Whether this rank is "rank 0" in the sense of ``rank0_only``."""
         return self.rank == 0 and self.in_first_replica
 
     @property
     def world_size(self) -> int:
-        """Ranks over which gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         return self.shard_world_size * self.replicas
 
 
 def _is_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL sends what is on a GPU.
-
-    ``init_process_group()`` without a backend, and ``"cpu:gloo,cuda:nccl"``, make a
-    group that has one for each device, and whose name is neither.
-    """
+    """Return whether NCCL handles GPU tensors of ``group``."""
+    # ``init_process_group()`` without a backend, or with ``"cpu:gloo,cuda:nccl"``,
+    # creates a group with a backend per device. The name of such a group is neither
+    # "nccl" nor "gloo", so the backend of the device is looked up.
     return "cuda:nccl" in dist.get_backend_config(group)
 
 
 class RankLayout:
-    """What the caller said about ranks: one group, a (shard, replicate) pair, nothing.
+    """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy.
 
-    The ranks say who shares parameters, the strategy what is kept and when. With a pair
-    every strategy but NO_SHARD shards over the first and replicates over the second.
-    With one group FULL_SHARD and SHARD_GRAD_OP shard over it, and NO_SHARD replicates.
-    The hybrid strategies need a pair; if nothing was given they shard within a node.
+    ::
+
+        given             NO_SHARD         FULL_SHARD,         hybrid strategies
+                                           SHARD_GRAD_OP
+        nothing           replicate (all)  shard (all)         shard within a node,
+                                                               replicate across nodes
+        a group           replicate        shard               PlanError
+        (shard,           replicate (all)  shard within the first, replicate over
+         replicate)                        the second
     """
 
     __slots__ = (
@@ -146,37 +150,43 @@ class RankLayout:
         self._shard = GroupRef(shard)
         self._replicate = None if replicate is None else GroupRef(replicate)
         self.device_type = device_type
+        """Device type of the mesh, or ``None`` without a mesh."""
         self.by_node = by_node
+        """Whether the caller gave neither a group nor a mesh."""
         self.is_nccl = _is_nccl(shard)
         self.shard_world_size = shard.size()
         self.replicas = replicate.size() if replicate is not None else 1
         self._groups: dict[ShardingStrategy, Groups] = {}
+        """Groups by strategy, so that units with the same strategy share an object."""
 
     @property
     def shard(self) -> dist.ProcessGroup:
-        """The ranks that share parameters; all ranks, if there is one group only."""
+        """The shard group; the group of all ranks if the caller gave no pair."""
         return self._shard.get()
 
     @property
     def replicate(self) -> dist.ProcessGroup | None:
-        """The ranks that hold copies, if the caller gave two groups."""
+        """The replicate group, if the caller gave a pair of groups or a 2-D mesh."""
         return None if self._replicate is None else self._replicate.get()
 
     @property
     def world_size(self) -> int:
-        """Ranks in both groups together."""
+        """Number of ranks in both groups together."""
         return self.shard_world_size * self.replicas
 
     def sizes(self, strategy: ShardingStrategy) -> tuple[int, int]:
-        """Ranks that share a unit's parameters, and copies of them. Only reads.
+        """Return the sizes of the shard group and the replicate group for ``strategy``.
 
-        Raises: PlanError, if the strategy cannot be had on these ranks.
+        Collective: none.
+        Raises: PlanError, if the strategy is not possible on these ranks.
         """
         replicate = self.replicate
         if strategy is ShardingStrategy.NO_SHARD:
             self._require_everyone()
             return 1, self.world_size
         if replicate is not None:
+            # The caller gave two groups, which determine the sizes for all other
+            # strategies.
             return self.shard_world_size, self.replicas
         if strategy not in HYBRID:
             return self.world_size, 1
@@ -190,16 +200,18 @@ class RankLayout:
         return size, self.world_size // size
 
     def for_strategy(self, strategy: ShardingStrategy) -> Groups:
-        """The groups of a unit with this strategy; equal ones are one object.
+        """Return the groups of a unit with ``strategy``; units share equal groups.
 
-        Collective: makes the groups of the nodes the first time they are asked for;
-        else none.
+        Collective: creates the groups of the nodes at the first call for a hybrid
+        strategy without given groups; all ranks of the default group must call. Else
+        none.
         Raises: PlanError, as ``sizes``.
         """
         if strategy not in self._groups:
             self.sizes(strategy)
             if self.replicate is None and strategy in HYBRID:
-                # Not kept: the nodes' groups may be destroyed before this one.
+                # Not cached: the groups of the nodes may be destroyed before the
+                # default group.
                 return Groups(*node_groups(self.world_size))
             if strategy is ShardingStrategy.NO_SHARD:
                 self._groups[strategy] = Groups(None, self._everyone())
@@ -208,13 +220,14 @@ class RankLayout:
         return self._groups[strategy]
 
     def _everyone(self) -> dist.ProcessGroup | None:
-        """One group of all ranks."""
+        """Return a group of all ranks: shard, replicate, or the default group."""
         shard, replicate = self.shard, self.replicate
         if replicate is None or replicate.size() == 1:
             return shard
         return replicate if shard.size() == 1 else dist.group.WORLD
 
     def _require_everyone(self) -> None:
+        """Raise PlanError if no single group holds all ranks, which NO_SHARD needs."""
         group = self._everyone()
         if group is not None and group.size() != self.world_size:
             raise PlanError(
@@ -229,13 +242,14 @@ def resolve_ranks(
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
     device_mesh: DeviceMesh | None,
 ) -> RankLayout:
-    """Turn what the caller passed into groups.
+    """Turn the caller's ``process_group`` and ``device_mesh`` into a ``RankLayout``.
 
-    A 1-D mesh shards; a 2-D mesh replicates over dim 0 and shards over dim 1, unless
-    its dims are named the other way round. Makes no group and sends nothing.
+    A 1-D mesh shards. A 2-D mesh replicates over dim 0 and shards over dim 1; a mesh
+    whose dims are named in the other order is refused.
 
-    Raises: PlanError, for another mesh, both a mesh and a group, or a rank outside;
-    CompositionError, if torch.distributed was not initialised.
+    Collective: none; creates no group.
+    Raises: PlanError, for any other mesh, for both a mesh and a group, or if this rank
+    is not in the group; CompositionError, if torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise CompositionError(
@@ -260,22 +274,28 @@ def resolve_ranks(
         _refuse_overlap(shard, replicate)
         return RankLayout(shard, replicate, None)
     group = _member(process_group if process_group is not None else dist.group.WORLD)
+    # Only the default group may be divided by node: the caller's own group is used as
+    # given.
     by_node = process_group is None
+    # Units of the same group share a layout, so that they also share ``Groups``
+    # objects.
     layouts = _layouts.setdefault(group, {})
     if by_node not in layouts:
         layouts[by_node] = RankLayout(group, None, None, by_node=by_node)
     return layouts[by_node]
 
 
-# What units of one group share: it holds its group weakly, so it goes with the group.
+# Layouts by group; the key is whether the caller gave no group. A layout references its
+# group weakly (``GroupRef``), so that the entry is deleted together with the group.
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _refuse_overlap(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> None:
-    """Two groups form a grid only if this rank is all that they share."""
+    """Raise PlanError unless this rank is the only rank in both groups."""
     first, second = map(dist.get_process_group_ranks, (shard, replicate))
+    # The two groups must be a row and a column of a grid of ranks.
     if len(set(first) & set(second)) > 1:
         raise PlanError(
             "A tuple of process groups expects (shard group, replicate group) that "
@@ -285,6 +305,7 @@ def _refuse_overlap(shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> N
 
 
 def _member(group: object) -> dist.ProcessGroup:
+    """Return ``group``; raise if ``group`` is no process group of this rank."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise PlanError(
             f"Rank {dist.get_rank()} is not in the process group it was given. Call "
@@ -299,6 +320,7 @@ def _member(group: object) -> dist.ProcessGroup:
 
 
 def _from_mesh(mesh: DeviceMesh) -> RankLayout:
+    """Return the layout of a 1-D mesh, or of a 2-D mesh (replicate, shard)."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"device_mesh expects a DeviceMesh, got {type(mesh).__name__}. Make one "
@@ -308,6 +330,8 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
         return RankLayout(_member(mesh.get_group()), None, mesh.device_type)
     if mesh.ndim == 2:
         first, second = mesh.mesh_dim_names or ("", "")
+        # A mesh with the dims in the other order would silently shard over the
+        # replicas.
         if "shard" in first or "replicate" in second:
             raise PlanError(
                 "A 2-D device_mesh expects dimension 0 to replicate and dimension 1 to "
@@ -331,15 +355,27 @@ def resolve_device(
     parameters: Sequence[torch.Tensor],
     below: Sequence[torch.device] = (),
 ) -> torch.device:
-    """Return the compute device, the first of these that is known.
+    """Return the compute device of a unit.
 
-    ``device_id``, the mesh's, cuda under NCCL, the device of the parameters, that of
-    the units ``below``: a root may have no parameters of its own. The CPU, for
-    parameters on meta: they may still get values elsewhere.
+    The first rule that applies: ``device_id``; a device of the mesh's device type; a
+    CUDA device if the group uses NCCL; the device of the parameters; the device of the
+    units below; the CPU (for parameters on meta, which may get values on another device
+    later).
 
-    Which cuda: the one where parameters are, or the group was bound to, or the current
-    one; where no GPU was used yet that is the one of torchrun's local rank, from now
-    on.
+    Among CUDA devices: the device of the parameters or of the units below; the device
+    that the group is bound to; the current device. If no GPU was used yet, the current
+    device is first set to ``LOCAL_RANK`` of torchrun, for the rest of the process.
+
+    Args:
+        device_id: the user's choice: a device, or the index of a CUDA device; None for
+            no choice.
+        ranks: the rank layout, for the mesh's device type and the backend.
+        parameters: the unit's parameters; parameters on meta are ignored.
+        below: devices of the units below, because a root may have no parameters of its
+            own. Default: ().
+
+    Returns: the device, with an index if CUDA.
+    Collective: none.
     """
     if device_id is not None:
         if isinstance(device_id, int):
@@ -358,12 +394,14 @@ def resolve_device(
 
 
 def _indexed(device: torch.device) -> torch.device:
-    # Without an index it prints as its bare type, and means the current device.
+    """Return ``device`` with an index if the device is "cuda"."""
+    # "cuda" without an index means the current device, which may change later, and
+    # prints without the index.
     if str(device) == "cuda":
         local = os.environ.get("LOCAL_RANK", "")
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
         if not used and local.isdecimal() and int(local) < torch.cuda.device_count():
-            # Else all ranks of a node meet on its first GPU.
+            # Otherwise all ranks of a node would use the node's first GPU.
             torch.cuda.set_device(int(local))
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,15 +1,11 @@
-"""Groups that are made here: those of nodes, and private ones of host memory.
+"""Process groups that this package creates: groups of nodes, and private gloo groups.
 
-Hybrid units that were given no groups shard within a node and replicate across.
-
-::
+Hybrid units without given groups shard within a node and replicate across nodes::
 
     8 ranks, LOCAL_WORLD_SIZE=4      shard      0 1 2 3 | 4 5 6 7
                                      replicate  0 4 | 1 5 | 2 6 | 3 7
 
-Every process makes all of them, once, in this order. They are found again as long as
-torch.distributed knows them, so units that are sharded in calls of their own share
-them.
+Private groups serve exchanges of host memory beside training.
 """
 
 from __future__ import annotations
@@ -25,15 +21,17 @@ from torch.distributed import distributed_c10d
 from composable_fsdp.errors import PlanError
 
 VARIABLE = "LOCAL_WORLD_SIZE"
+"""Environment variable, set by torchrun: the number of ranks per node."""
 
 _made: dict[tuple[tuple[int, ...], str], weakref.ref[dist.ProcessGroup]] = {}
-"""Groups made here, by global ranks and purpose."""
+"""Groups created here, by global ranks and purpose ("" for the groups of nodes)."""
 
 
 def node_size(world_size: int) -> int:
-    """Ranks on one node, from ``LOCAL_WORLD_SIZE``. Only reads.
+    """Return the number of ranks per node, from ``LOCAL_WORLD_SIZE``.
 
-    Raises: PlanError, if it is not set, or does not divide ``world_size``.
+    Collective: none.
+    Raises: PlanError, if the variable is not set or does not divide ``world_size``.
     """
     if world_size == 1:
         return 1
@@ -58,11 +56,11 @@ def node_size(world_size: int) -> int:
 def node_groups(
     world_size: int,
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's (shard, replicate) groups; ``None`` for a group of one rank.
+    """Return this rank's (shard, replicate) groups; ``None`` for a single rank.
 
-    Ranks of a node are consecutive, as torchrun numbers them.
+    Ranks of a node are consecutive, as torchrun numbers the ranks.
 
-    Collective: makes the groups at the first call in a process; none later. All ranks
+    Collective: creates the groups at the first call in a process, none later; all ranks
     of the default group must call.
     Raises: PlanError, as ``node_size``.
     """
@@ -75,7 +73,7 @@ def node_groups(
 
 
 def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
-    """The group of the part that holds this rank; all parts have one size."""
+    """Return the group of the part that contains this rank; parts have equal sizes."""
     if len(parts) == 1:
         return dist.group.WORLD
     if len(parts[0]) == 1:
@@ -83,6 +81,9 @@ def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
     (mine,) = [tuple(part) for part in parts if dist.get_rank() in part]
     known = _known(mine, "")
     if known is None:
+        # Every process creates all groups, in the same order: ``new_group`` requires
+        # the call on all ranks of the default group, members or not. Units of later
+        # calls of ``fully_shard`` find the groups in ``_made``.
         made = {tuple(part): dist.new_group(list(part)) for part in parts}
         known = made[mine]
         _made[mine, ""] = weakref.ref(known)
@@ -90,13 +91,15 @@ def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:
 
 
 def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+    """Return a group created earlier, if torch.distributed still knows the group."""
     made = _made.get((ranks, purpose))
     group = made() if made is not None else None
     if group is None:
         return None
     try:
-        # Something else may keep a destroyed group alive on this rank and not on
-        # another; whether torch.distributed knows it is the same on all.
+        # The weak reference is not sufficient: another object may keep a destroyed
+        # group alive on this rank and not on another rank. Whether torch.distributed
+        # knows the group is equal on all ranks.
         dist.get_global_rank(group, 0)
     except ValueError:
         return None
@@ -104,19 +107,21 @@ def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
 
 
 def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
-    """A gloo group of these global ranks for one purpose; None for a single rank.
+    """Return a gloo group of the global ranks ``ranks`` for ``purpose``.
 
-    Nothing else is sent on it, so it may be used beside whatever training sends, and
-    by another thread if that has a purpose of its own.
+    ``None`` if ``ranks`` has a single rank. No other code sends on the group, so the
+    group can be used at the same time as collectives of training, and by another thread
+    if the thread has a purpose of its own.
 
-    Collective: makes the group at the first call; none later. All of ``ranks`` must
-    call, and nobody else has to.
+    Collective: creates the group at the first call, none later; all of ``ranks`` must
+    call, other ranks need not.
     """
     if len(ranks) == 1:
         return None
     group = _known(ranks, purpose)
     if group is None:
         described = f"composable_fsdp {purpose}"
+        # With all ranks, the public function is sufficient.
         if len(ranks) == dist.get_world_size():
             group = dist.new_group(backend="gloo", group_desc=described)
         else:
@@ -127,16 +132,18 @@ def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | N
 
 
 _count: Counter[str] = Counter()
+"""Number of groups created per name."""
 
 
 def _group_of_some(ranks: tuple[int, ...], described: str) -> dist.ProcessGroup:
-    """A gloo group that only its own ranks make.
+    """Create a gloo group by calls on its own ranks only.
 
-    ``new_group(use_local_synchronization=True)`` names it by how many groups a process
-    knows. Ranks that are in different groups count differently, and then wait for each
-    other under different names. So this gives the name, by what its ranks have in
-    common. Private names of torch, checked on 2.13.
+    Private names of torch, checked on 2.13.
     """
+    # ``new_group(use_local_synchronization=True)`` derives the name from the number of
+    # groups that a process knows. Ranks with different numbers of groups would wait for
+    # each other under different names. So the name is chosen here, from values that all
+    # ranks of the group share.
     name = f"{described} {' '.join(map(str, ranks))}"
     _count[name] += 1
     group: dist.ProcessGroup
@@ -150,6 +157,8 @@ def _group_of_some(ranks: tuple[int, ...], described: str) -> dist.ProcessGroup:
         timeout=distributed_c10d.default_pg_timeout,
         group_desc=described,
     )
+    # ``_new_process_group_helper`` does not register the ranks of the group;
+    # ``new_group`` does so after the helper.
     places = {rank: i for i, rank in enumerate(ranks)}
     distributed_c10d._world.pg_group_ranks[group] = places
     return group

@@ -1,23 +1,24 @@
-"""What this rank sends in one direction, use by use, against what it sent last time.
+"""The order of collectives on this rank, compared with the order on other ranks.
 
-A *round* is one forward, or one backward. Its uses are recorded once per mode (training
-or not, which unit came first, ..). Later rounds follow the record, and that is all the
-steady state does: a look at the next entry, by whoever is about to send::
+Ranks that issue collectives in different orders deadlock or exchange wrong data. An
+``OrderLog`` raises ``DesyncError`` before that happens. A *round* is a forward or a
+backward. The first round of a mode (training or evaluation, outermost unit, ...)
+records the uses of units. Later rounds are compared with the record. In the steady
+state, the comparison is a look at the next entry, inlined before each collective::
 
     if log.expected[log.position] is unit:
         log.position += 1
     else:
         log.depart(unit, mode)
 
-What happens where there is nothing to follow:
+Only a rank without a matching entry communicates, through the key-value store::
 
-* *recording* (the first round of a mode): each use is said aloud before it is sent, and
-  a rank that finds another one's word there raises. All ranks record, so nobody waits.
-* *departing* from the record: ranks that follow theirs say nothing, so this one waits,
-  for a bounded time, until all have departed to the same use, and records from there.
-
-Which mode comes next is predicted and compared in the same way, from how often the last
-one has run in a row: an evaluation after every 100 steps is expected the second time.
+    this rank              its next use    action
+    follows the record     as recorded     nothing is written, no wait
+    follows the record     another use     depart: write the use, and wait until all
+                                           ranks have departed to the same use
+    records                any             write the use, no wait; raise if another
+                                           rank wrote another use at the same place
 """
 
 from __future__ import annotations
@@ -29,26 +30,29 @@ from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.errors import DesyncError
 
 REDUCES = "reduces the gradients of "
+"""Text of a reduction, before the name of the unit."""
 NO_GRADIENT = ", with none for "
-"""The words of a reduction: before the unit, and before what had no gradient."""
+"""Text of a reduction, between the unit and the parameters without a gradient."""
 
 NOTHING: Sequence[object] = (None,)
-"""The record of a round that is unknown: no use is ever ``None``."""
+"""The record of a round without a record: ``None`` is no use, so no use matches."""
 
 WAY_OUT = (
     "Every rank must run the same units in the same order: take decisions in the model "
     "from what is equal on all ranks. If ranks use different parameters on purpose, "
     "set_reduce_scatter_unused_params(module, True) reduces zeros for the unused ones."
 )
+"""Last sentences of every ``DesyncError`` of this module."""
 
 
 class OrderLog:
-    """One direction (``what``: forward or backward) of one tree over some groups.
+    """The order of uses in a direction (forward or backward) over some process groups.
 
-    ``tell`` puts a use into words, ``None`` being the end of the round; ``tell_mode``
-    does so with a mode. ``note`` tells which units wait for gradients, a line ``unit:
-    parameters`` each: not compared, but what is wanted to know when a reduction is not
-    met. ``peers`` is empty where nobody can be compared with.
+    ``what`` is the direction. ``peers`` are the ranks to compare with, per group; empty
+    if a comparison is not possible. ``tell(use)`` describes a use in words, where
+    ``None`` is the end of the round; ``tell_mode(mode)`` describes a mode. ``note()``
+    describes units that still wait for gradients, a line ``unit: parameters`` each. The
+    note is never compared across ranks; the note is only added to error messages.
     """
 
     __slots__ = (
@@ -82,51 +86,67 @@ class OrderLog:
         self.what, self.peers, self.note = what, tuple(peers), note
         self.tell, self.tell_mode = tell, tell_mode
         self.round = 0
+        """Number of the current round, or of the last round."""
         self.expected: Sequence[object] = NOTHING
-        """Uses of this round by the record, ``None`` after the last."""
+        """The recorded uses of this round, then ``None``."""
         self.position = 0
+        """Index of the next use in ``expected``."""
         self._open = self._recording = False
         self._entries: list[object] = []
+        """Uses of this round, while this rank records."""
         self._known: dict[Hashable, list[object]] = {}
+        """The record of each mode."""
         self._recorded_in: dict[Hashable, int] = {}
+        """By mode: the round in which the record was made."""
         self._last: Hashable = None
+        """The mode of the current round, or of the last round."""
         self._run = 0
-        """Rounds in a row of mode ``_last``."""
+        """Number of consecutive rounds with mode ``_last``."""
         self._successors: dict[tuple[Hashable, int], Hashable] = {}
+        """By mode and length of its run: the mode that followed."""
         self._said: list[str] = []
+        """Places in the store at which this rank wrote in this round."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a round is under way."""
+        """Whether a round is in progress."""
         return self._open
 
     def depart(self, use: object, mode: Hashable) -> None:
-        """Take note of a use that is not the expected one; call it before it is sent.
+        """Record a use that is not the expected use; call before its collective.
 
-        The first use of a round always comes here, to begin the round; ``mode`` is
-        looked at then only.
+        The first use of a round always calls this method, which begins the round.
+        ``mode`` is read only then.
 
-        Collective: none; keys in the store, and a bounded wait if a record is left.
+        Collective: none. Writes keys to the store; if a record is left, waits for the
+        other ranks, for a limited time.
         Raises: DesyncError, if another rank does something else.
         """
+        # The first use of a round has no record to compare with until the mode is
+        # known.
         if not self._open:
             self._begin(mode)
             if self.expected[self.position] == use:
                 self.position += 1
                 return
         if not self._recording:
+            # From here on this rank records; the uses so far equal the old record.
             wanted = self.expected[self.position]
             self._entries = list(self.expected[: self.position])
             self.expected, self.position, self._recording = NOTHING, 0, True
             index = len(self._entries)
             self._leave_record(f"{self.round}/{index}", use, wanted)
         else:
+            # All ranks record this mode, so every rank writes and no rank has to wait.
             self._say(f"{self.round}/{len(self._entries)}", self.tell(use))
         self._entries.append(use)
 
     def end(self) -> None:
-        """End the round, if one is open: fewer uses than recorded are a departure too.
+        """End the round, if a round is in progress.
 
+        Fewer uses than recorded are a departure, too.
+
+        Collective: none, as ``depart``.
         Raises: DesyncError, as ``depart``.
         """
         if not self._open:
@@ -137,24 +157,33 @@ class OrderLog:
             self._recorded_in[self._last] = self.round
         said, self._said = self._said, []
         if said:
+            # Peers that wrote at the same places count here, and the last peer removes
+            # the keys.
             for peers in self.peers:
                 peers.leave(f"{self.round}", said)
         self.drop()
 
     def drop(self) -> None:
-        """Forget the round that is open, if any; the record stays as it was."""
+        """Abandon the round in progress, if any; the records stay as they were."""
         self._open = self._recording = False
         self._said = []
         self.expected, self.position = NOTHING, 0
 
     def _begin(self, mode: Hashable) -> None:
+        """Begin a round: compare the predicted mode with ``mode``, find the record."""
         self.round += 1
         self._open = True
+        # The mode of a round is predicted from the mode before, and from how many
+        # rounds in a row had that mode: an evaluation after every 100 steps is
+        # predicted from the second time on. Without experience, a mode that ran twice
+        # is expected again.
         usual = self._last if self._run > 1 else None
         predicted = self._successors.get((self._last, self._run), usual)
         if predicted != mode:
             place, text = f"{self.round}/mode", self.tell_mode(mode)
             self._say(place, text)
+            # Ranks whose prediction comes true write nothing, so this rank must wait
+            # for all ranks to write the same mode.
             if predicted is not None:
                 self._meet(place, text, self.tell_mode(predicted), self.round - 1)
             self._successors[self._last, self._run] = mode
@@ -166,13 +195,20 @@ class OrderLog:
         self.position = 0
 
     def _leave_record(self, place: str, use: object, wanted: object) -> None:
+        """Write the use that differs from the record, and wait for the other ranks."""
         text = self.tell(use)
         self._say(place, text)
         since = self._recorded_in[self._last]
         self._meet(place, text, self.tell(wanted), since)
 
     def _say(self, place: str, text: str) -> None:
+        """Write ``text`` at ``place``.
+
+        Raises: DesyncError, if another rank wrote another text there.
+        """
         self._said.append(place)
+        # The first rank at the place writes. Later ranks compare their text with the
+        # first.
         note = self.note()
         for peers in self.peers:
             other = peers.say(place, text, note)
@@ -185,16 +221,22 @@ class OrderLog:
                 )
 
     def _meet(self, place: str, text: str, wanted: str, since: int) -> None:
-        """Wait until every rank has left the record for this use, too."""
+        """Wait until every rank has left its record at ``place``, too.
+
+        Raises: DesyncError, if a rank does not arrive in time.
+        """
         text, wanted = contrast(text, wanted)
         story = (
             f"In {self.what} {self.round}, at {_at(place)}, this rank {text}"
             f"{waiting(self.note(), wanted)}, where the order recorded in {self.what} "
             f"{since} has: {wanted}."
         )
+        # All arrivals before the first wait: ranks of another group may wait for this
+        # rank.
         for peers in self.peers:
             peers.arrive(place)
 
+        # A warning names the absent ranks while this rank still waits.
         def notice(absent: list[int]) -> None:
             warnings.warn(f"{story} Waiting for ranks {absent}.", stacklevel=2)
 
@@ -208,30 +250,33 @@ class OrderLog:
 
 
 def contrast(mine: str, theirs: str) -> tuple[str, str]:
-    """Leave out parameters that both texts name: the others are what it is about.
+    """Remove parameters that both texts name, so that the texts show the difference.
 
     >>> contrast("reduces a, with none for x, y", "reduces a, with none for y")
     ('reduces a, with none for x', 'reduces a')
     """
     head, _, here = mine.partition(NO_GRADIENT)
     other_head, _, there = theirs.partition(NO_GRADIENT)
+    # Different units or actions: the texts differ before the parameters.
     if head != other_head:
         return mine, theirs
     return _less(head, here, there), _less(head, there, here)
 
 
 def _less(head: str, names: str, others: str) -> str:
+    """Return the text of a reduction without the parameters named in ``others``."""
     known = others.split(", ")
     left = [name for name in names.split(", ") if name not in known]
     return f"{head}{NO_GRADIENT}{', '.join(left)}" if any(left) else head
 
 
 def waiting(note: str, reduced: str) -> str:
-    """Say why a rank does not reduce what another does: the gradients it waits for.
+    """Return why a rank does not send the reduction ``reduced``: missing gradients.
 
     >>> waiting("'a': 'a.x'", "reduces the gradients of 'a'")
     " and has no gradient yet for 'a.x'"
     """
+    # A line of the note names a unit and the parameters for which the unit waits.
     for line in note.splitlines():
         unit, _, names = line.partition(": ")
         if reduced.partition(NO_GRADIENT)[0] == REDUCES + unit:
@@ -240,5 +285,6 @@ def waiting(note: str, reduced: str) -> str:
 
 
 def _at(place: str) -> str:
+    """Return the position inside the round that ``place`` names, in words."""
     position = place.rpartition("/")[2]
     return "its beginning" if position == "mode" else f"use {position}"

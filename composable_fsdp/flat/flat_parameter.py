@@ -5,11 +5,11 @@
     flat   nn.Parameter (shard_numel,)   data: ``shard``; ``.grad``: ``grad_shard``;
                                          ``.grad`` of the region's leaves stays None
 
-A flat parameter outlives its region: when the unit is rebuilt, the flat parameter is
+A flat parameter outlives the region: when the unit is rebuilt, the flat parameter is
 bound to the new region with the same parameters. If no such region exists, because
-parameters were frozen or unfrozen, the flat parameter is *retired*: it has no elements,
-but the record in ``FLAT_PARAMS`` still knows which elements of the optimizer state
-belong to which parameter.
+parameters were frozen or unfrozen, the flat parameter is *retired*: a retired flat
+parameter has no elements, but the record in ``FLAT_PARAMS`` still knows which elements
+of the optimizer state belong to which parameter.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def rebind_flat_parameters(
         if region is not None:
             rebind_flat_parameter(handle, region, flat)
             continue
-        # The optimizer must not step on this parameter again: its gradients go back to
-        # the leaves, and its data becomes empty below.
+        # The optimizer must not step on this parameter again: the gradients go back to
+        # the leaves, and the data becomes empty below.
         retired = True
         for leaf, gradient in zip(old.leaves, leaf_gradients(old, handle), strict=True):
             leaf.grad = gradient
@@ -249,7 +249,7 @@ def _add(handle: FlatParamHandle, region: FlatParameter) -> None:
 
 
 def flats_in(param_groups: Iterable[dict[str, Any]]) -> list[FlatParamRecord]:
-    """Return the records of the flat parameters of an optimizer, in its order."""
+    """Return the records of an optimizer's flat parameters, in group order."""
     if not FLAT_PARAMS:
         return []
     return [

@@ -1,9 +1,9 @@
 """Copying a forward's writes to the unit's weights into the shards.
 
-A forward that normalises or clamps its weights writes to the full leaves, whose memory
-is freed afterwards. Two kinds of write are detected: an in-place write increments the
+A forward that normalises or clamps weights writes to the full leaves, whose memory is
+freed afterwards. Two kinds of write are detected. An in-place write increments the
 version counter of the leaf, which every forward compares. A write through ``.data``
-does not: the first forwards compare checksums, and if they find such a write, every
+does not: the first forwards compare checksums, and if such a write is found, every
 later forward copies all parameters.
 """
 

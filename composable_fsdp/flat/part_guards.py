@@ -184,7 +184,7 @@ def _unit(handle: FlatParamHandle) -> str:
 
 # Dynamo must not trace the pre-hook, which reads Python registries.
 refuse_part: Any = vars(torch)["_disable_dynamo"](_refuse_part)
-# A pickled module stores its hooks by name, so the wrapped function needs one.
+# A pickled module stores hooks by name, so the wrapped function needs a name.
 refuse_part.__module__, refuse_part.__qualname__ = __name__, "refuse_part"
 
 

@@ -16,9 +16,9 @@ from composable_fsdp.flat.part_guards import REFUSE, refuse_part
 
 
 def use_full(handle: FlatParamHandle) -> None:
-    """Register the full leaves in the modules. Their data must be there.
+    """Register the full leaves in the modules. The data of the leaves must be there.
 
-    A place that shows another tensor than its sharded leaf keeps the other tensor until
+    A place that shows another tensor than the sharded leaf keeps the other tensor until
     ``use_sharded``: ``torch.func.functional_call`` has put the tensor there.
 
     Collective: none.

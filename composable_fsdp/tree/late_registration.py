@@ -1,10 +1,10 @@
-"""Modules and parameters that were registered in a unit after it was made.
+"""Warnings about modules and parameters that were registered in a unit after build.
 
-No unit holds them: nothing reduces their gradients, and each rank trains them on its
-own. torch calls a hook wherever a module or parameter is registered, in constructors
-and assignments, so what joins a unit is noted there, and the next forward or optimizer
-step tells of it by name. Steps in between look whether anything was noted. Who writes
-into ``_modules`` or ``_parameters`` (``ModuleList.insert`` does) passes by.
+No unit holds such parameters: no collective reduces their gradients, and each rank
+trains the parameters on its own. torch calls a hook for every registration of a module
+or parameter, in constructors and assignments. This module records registrations inside
+units, and the next forward or optimizer step warns with the names. Code that writes
+into ``_modules`` or ``_parameters`` directly (``ModuleList.insert``) is not noticed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,29 @@ from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 
+# An attribute and no weak set: ``torch.utils.swap_tensors`` refuses parameters that
+# have weak references.
 IGNORED = "_composable_fsdp_left_alone"
-"""Attribute of ignored parameters: a weak reference would forbid to swap them."""
+"""Attribute that marks parameters as ignored."""
 _SHOWN = 3
+"""Largest number of parameter names in a warning."""
 
 
 class _Place(NamedTuple):
-    """Where something was registered: in which module, and as what."""
+    """The module and the name of a registration."""
 
     module: weakref.ref[nn.Module]
     name: str
 
 
 PENDING: dict[tuple[int, str], _Place] = {}
-"""What was registered in units since the last forward of each."""
+"""Registrations in units since the last forward of each tree, by id of the module and
+name. Empty in the steady state, so a step pays only for the look at an empty dict."""
 _watches = False
 
 
 def watch_registrations() -> None:
-    """Note from now on what is registered in units."""
+    """Record registrations in units from now on; for the rest of the process."""
     global _watches
     if not _watches:
         register_module_module_registration_hook(_note)
@@ -53,18 +57,23 @@ def watch_registrations() -> None:
 
 
 def _note(module: nn.Module, name: str, value: object) -> None:
+    """Registration hook: record the registration if a unit holds ``module``."""
     if value is not None and OWNERS.get(module) is not None:
         PENDING[id(module), name] = _Place(weakref.ref(module), name)
 
 
 def warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> None:
-    """Warn of what was noted, is ``chosen``, and no unit holds. Sends nothing.
+    """Warn of recorded registrations whose parameters no unit holds.
 
-    ``chosen`` is asked with the unit and the parameters in question.
+    ``chosen(state, parameters)`` selects the registrations, given the unit and the
+    parameters in question; other registrations stay recorded.
+
+    Collective: none.
     """
     for key, place in list(PENDING.items()):
         module = place.module()
         state = None if module is None else OWNERS.get(module)
+        # The module was deleted, or has left its unit.
         if module is None or state is None:
             PENDING.pop(key, None)
             continue
@@ -76,17 +85,18 @@ def warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> N
 
 
 def warn_of_added_in_forward(context: RuntimeContext) -> None:
-    """The same for the tree whose forward begins."""
+    """Call ``warn_of_added`` for the tree whose forward begins."""
     warn_of_added(lambda state, _: state.context is context)
 
 
 def _unmanaged_below(
     module: nn.Module, name: str, state: _FSDPState
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters at that place which nobody looks after, by name."""
+    """Yield trainable parameters of the registration that no unit holds, with names."""
     table = module._parameters
     if name in table:
-        # A place of the unit is taken up, or refused by name.
+        # A new parameter at a place of the unit is adopted, or refused by name, by
+        # ``flat.external_changes``.
         if not any(
             each is table and key == name
             for each, key in zip(state.handle.tables, state.handle.keys, strict=True)
@@ -99,8 +109,9 @@ def _unmanaged_below(
 
 
 def _below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    # What a unit owns was there when it was made, or is noted on its own; other APIs
-    # look after all that is below them.
+    """Yield the parameters of ``module`` and its submodules that no unit holds."""
+    # A module with an owner existed when its unit was built, or has a record of its
+    # own. Other APIs (DDP, ``replicate``) manage the whole subtree of their module.
     if OWNERS.get(module) is not None or any(other_apis(module)):
         return
     for key, parameter in module._parameters.items():
@@ -111,6 +122,7 @@ def _below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _own(name: str, parameter: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield ``parameter`` if it is trainable, not ignored, and no leaf of any unit."""
     if (
         parameter is not None
         and parameter.requires_grad
@@ -124,6 +136,9 @@ def _own(name: str, parameter: Any) -> Iterator[tuple[str, nn.Parameter]]:
 def _warn(
     state: _FSDPState, module: nn.Module, name: str, parameters: list[str]
 ) -> None:
+    """Warn that no unit holds ``parameters`` of a registration."""
+    # The FQN of the module from the root: the unit's FQN, then the path inside the
+    # unit.
     paths = (
         join_name(state.fqn, path)
         for top in state.modules

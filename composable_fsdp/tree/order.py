@@ -1,8 +1,7 @@
-"""The order in which units were used in one forward; a pure record.
+"""The order in which units are used in a forward.
 
-Each use is one entry, so a unit that runs twice stands there twice, and index 0 is an
-index like any other. Backward walks the record from its end, whatever the shape of the
-tree.
+Each use is an entry, so a unit that runs twice has two entries. Backward walks the
+record from the end, independently of the shape of the module tree.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ H = TypeVar("H")
 
 
 class ExecutionOrder(Generic[H]):
-    """Uses of units, first to last, of the forward of one root call.
+    """Uses of units in a forward of the root, first to last.
 
     >>> order = ExecutionOrder[str]()
     >>> [order.record(unit) for unit in ("embed", "block", "block")]
@@ -25,15 +24,18 @@ class ExecutionOrder(Generic[H]):
     __slots__ = ("uses",)
 
     def __init__(self) -> None:
+        # Backward refers to a use by its index here.
         self.uses: list[H] = []
 
     def record(self, unit: H) -> int:
-        """Add a use and return its index."""
+        """Append a use and return its index."""
         self.uses.append(unit)
         return len(self.uses) - 1
 
     def before(self, index: int) -> H | None:
-        """The nearest earlier use of another unit; ``None`` if there is none."""
+        """Return the nearest earlier use of another unit; ``None`` if there is none."""
+        # Consecutive uses of the same unit are skipped: a prefetch of the current unit
+        # would have no effect.
         unit = self.uses[index]
         for i in range(index - 1, -1, -1):
             if self.uses[i] is not unit:

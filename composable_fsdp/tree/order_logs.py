@@ -1,9 +1,14 @@
-"""The order logs of a tree: which units share one, and how their uses are worded.
+"""The order logs of a tree: which units share a log, and how errors describe a use.
 
-Units that send over the same groups share a log, since order matters within a group. A
-forward gathers over the shard group; a backward also reduces over the replicate group.
-Units that send nothing in a direction are in no log of it: where forward sends nothing,
-a rank may evaluate alone.
+Units that send over the same process groups share a log, because the order of
+collectives matters within a group::
+
+    log        collectives                             groups
+    forward    all-gathers                             shard
+    backward   all-gathers, reductions                 shard, replicate
+
+A unit that sends nothing in a direction has no log for the direction. So if forward
+sends nothing, a rank may run an evaluation alone.
 """
 
 from __future__ import annotations
@@ -22,29 +27,33 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import RuntimeContext
 
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
-"""A reduction in a log: the unit, which of its sets of regions, and, by region, which
-parameters had a gradient."""
+"""A reduction in a log: the unit, the unit's ``epoch``, and, per trainable region,
+which parameters had a gradient."""
 
 
 def assign_order_logs(context: RuntimeContext) -> None:
-    """Give each handle of a tree its two logs, and the context all of them.
+    """Assign the order logs of each unit of a tree; collect all logs in ``context``.
 
-    Sends nothing.
+    Collective: none.
     """
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = _WaitingNote(context)
     known: dict[Groups, tuple[OrderLog | None, ...]] = {}
     for handle in context.handles:
+        # A unit without elements sends no collective.
         if not any(region.layout.padded_numel for region in handle.regions):
             handle.forward_log = handle.backward_log = handle.reduce_log = None
             continue
+        # Units with the same ``Groups`` object share the logs without another lookup.
         if handle.groups not in known:
             shard, replicate = handle.groups.shard, handle.groups.replicate
             gathers = [] if shard is None else [shard]
             reduces = gathers if replicate is None else [*gathers, replicate]
             in_forward = _log(forward, "forward", gathers, str)
             in_backward = _log(backward, "backward", reduces, waiting)
+            # Without a shard group there is no all-gather, but gradients are reduced
+            # over the replicate group.
             gathered = in_backward if gathers else None
             known[handle.groups] = in_forward, gathered, in_backward
         handle.forward_log, handle.backward_log, handle.reduce_log = known[
@@ -60,8 +69,10 @@ def _log(
     groups: Sequence[dist.ProcessGroup],
     note: Callable[[], str],
 ) -> OrderLog | None:
+    """Return the log for ``groups``, created at the first call; None without groups."""
     if not groups:
         return None
+    # Units may have equal groups in different ``Groups`` objects.
     key = tuple(group.group_name for group in groups)
     if key not in logs:
         peers = [Peers(group, what) for group in groups if can_compare(group)]
@@ -77,16 +88,25 @@ def enter_backward_use(
     use: FlatParamHandle | Reduced,
     forward: Hashable = (),
 ) -> None:
-    """``OrderLog.depart``, for a backward of the forward ``forward``.
+    """Call ``log.depart`` for a use in backward.
 
-    Which units reduce is part of the mode: rounds under ``no_sync`` have an order of
-    their own. So is how their parameters are laid out, which freezing changes.
+    Args:
+        context: the runtime context of the tree.
+        log: the backward log of the unit.
+        use: the unit, if the unit's backward begins; or the reduction.
+        forward: mode of the forward to which this backward belongs. Default: (),
+            unknown. Read only at the first use of a round.
+
+    Collective: none, as ``OrderLog.depart``.
+    Raises: DesyncError, as ``OrderLog.depart``.
     """
     if log.is_open:
-        # The mode is that of the round. All units have a say in it, so it is put
-        # together once a round, not once a use.
+        # The mode belongs to the round. Computing the mode reads all units, so the mode
+        # is computed once per round and not once per use.
         log.depart(use, ())
         return
+    # The mode contains, per unit, whether reductions are on (rounds under ``no_sync``
+    # have an order of their own), and the ``epoch`` (freezing changes the regions).
     root = context.root()
     states = root._root_states if root is not None else ()
     syncs = tuple([state.sync_gradients for state in states])
@@ -94,19 +114,18 @@ def enter_backward_use(
 
 
 def _describe_forward_use(use: object) -> str:
+    """Describe a use in forward, in words."""
     if isinstance(use, FlatParamHandle):
-        # With the size, so that models of other shapes are told apart before they send.
+        # The size lets ranks with models of different shapes raise before a collective.
         numel = sum(region.layout.padded_numel for region in use.regions)
         return f"runs {use.name} of {numel:,} elements{_grouping(use)}"
     return "has no further unit to run"
 
 
 def _grouping(handle: FlatParamHandle) -> str:
-    """How several regions divide the parameters, as a few characters.
-
-    Answers of ``group_by`` may differ over ranks (``hash`` of a string does), and then
-    all sizes may be equal.
-    """
+    """Describe how several regions divide the parameters, in a few characters."""
+    # ``group_by`` may return different groups on different ranks (for example ``hash``
+    # of a string); the sizes may be equal in spite of that.
     if len(handle.regions) < 2:
         return ""
     members = [[s.fqns for s in r.layout.parameters] for r in handle.regions]
@@ -115,10 +134,12 @@ def _grouping(handle: FlatParamHandle) -> str:
 
 
 def _describe_backward_use(use: object) -> str:
+    """Describe a use in backward, in words."""
     if isinstance(use, FlatParamHandle):
         return f"runs the backward of {use.name}"
     if isinstance(use, tuple):
         handle, epoch, arrived = use
+        # The unit was rebuilt since, so the flags no longer match its regions.
         if epoch != handle.epoch:
             return f"reduces the gradients of {handle.name}, grouped as they were"
         missing = [quoted(fqn) for fqn in without_gradient(handle, arrived)]
@@ -128,21 +149,23 @@ def _describe_backward_use(use: object) -> str:
 
 
 class _WaitingNote:
-    """Tells which units are in backward and wait for gradients, and for which.
+    """Describes the units that are in backward and wait for gradients.
 
-    It is asked at each use of a round that is recorded, so it does not look through the
-    tree: units join a graph task in turn, and most are through with it soon.
+    Called for each use of a recorded round.
     """
 
     def __init__(self, context: RuntimeContext) -> None:
+        # Walking the whole tree at each use would be quadratic. Units join a graph task
+        # one after another, and most have all gradients soon, so each call examines
+        # only new units and those that waited before.
         self._context = weakref.ref(context)
         self._seen: dict[int, int] = {}
-        """Per graph task, how many of its units were looked at."""
+        """Per graph task: the number of units examined so far."""
         self._open: dict[int, list[FlatParamHandle]] = {}
-        """Those of them that waited."""
+        """Per graph task: the examined units that waited for gradients."""
 
     def __call__(self) -> str:
-        """A line ``unit: parameters`` each."""
+        """Return a line ``unit: parameters`` for each waiting unit."""
         context = self._context()
         tasks = context.tasks if context is not None else {}
         (before, self._open), (seen, self._seen) = (self._open, {}), (self._seen, {})
@@ -152,6 +175,7 @@ class _WaitingNote:
             opened = self._open[task] = []
             self._seen[task] = len(states)
             for handle in known + [s.handle for s in states[seen.get(task, 0) :]]:
+                # The unit may have joined another graph task since.
                 if handle.task == task and (missing := _missing(handle)):
                     opened.append(handle)
                     lines.append(f"{handle.name}: {missing}")
@@ -159,7 +183,7 @@ class _WaitingNote:
 
 
 def _missing(handle: FlatParamHandle) -> str:
-    """The parameters whose gradients the unit waits for; empty if for none."""
+    """Return the parameters whose gradients the unit waits for; "" if none."""
     if not handle.reduce_due:
         return ""
     arrived = [region.arrived for region in handle.trainable]
@@ -169,11 +193,12 @@ def _missing(handle: FlatParamHandle) -> str:
 def without_gradient(
     handle: FlatParamHandle, arrived: Sequence[bytes | bytearray]
 ) -> list[str]:
-    """Names, from the root, of the parameters that had no gradient on this rank."""
+    """Return the FQNs from the root of parameters without a gradient on this rank."""
     prefix = f"{handle.full_fqn}." if handle.full_fqn else ""
     return [
         prefix + slot.fqns[0]
         for region, hits in zip(handle.trainable, arrived, strict=True)
+        # Usually every gradient has arrived; then the parameters are not visited.
         if 0 in hits
         for slot, hit in zip(region.layout.parameters, hits, strict=True)
         if not hit
@@ -181,6 +206,7 @@ def without_gradient(
 
 
 def _mode_of_forward(mode: Hashable) -> str:
+    """Describe the mode of a forward, in words."""
     assert isinstance(mode, tuple)
     fqn, training, grads = mode
     return (
@@ -190,6 +216,7 @@ def _mode_of_forward(mode: Hashable) -> str:
 
 
 def _mode_of_backward(mode: Hashable) -> str:
+    """Describe the mode of a backward, in words."""
     assert isinstance(mode, tuple)
     forward, syncs, epochs = mode
     of = _mode_of_forward(forward).removeprefix("begins ") if forward else "no forward"

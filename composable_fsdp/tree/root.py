@@ -1,7 +1,7 @@
-"""Lazy initialization: the outermost unit becomes the root and fills the caches.
+"""Lazy initialization: the outermost unit becomes the root and gets the caches.
 
-It runs at the first forward through any unit (or the first call that needs a root), so
-that units can be applied one by one in any number of calls before.
+Runs at the first forward of any unit (or the first call that needs a root), so that
+users can call ``fully_shard`` on the modules in any number of calls before.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState, _RootFSDPStat
 from composable_fsdp.tree.traversal import walk_states
 
 _EQUAL_IN_A_TREE = ("limit_all_gathers", "use_orig_params")
+"""Options that must be equal in all units of a tree."""
 
 
 def ensure_root(state: _FSDPState) -> RuntimeContext:
-    """Return the context of the tree that ``state`` belongs to, made now if needed.
+    """Return the context of the tree of ``state``; initialize the tree if needed.
 
-    Starts at the outermost unit that holds ``state``'s module; sends nothing.
+    Starts at the outermost unit that contains the module of ``state``.
 
-    Raises: CompositionError, if settings that must be equal in one tree differ, or the
-    outermost unit is a list of modules.
+    Collective: none.
+    Raises: CompositionError, if options that must be equal in a tree differ, or if the
+    outermost unit consists of several modules.
     """
     if state.context is None:
         _initialise(outermost(state))
@@ -33,20 +35,23 @@ def ensure_root(state: _FSDPState) -> RuntimeContext:
 
 
 def outermost(state: _FSDPState) -> _FSDPState:
-    """The unit without a unit above it that holds ``state``'s module."""
+    """Return the outermost unit that contains the module of ``state``."""
     while (parent := state.parent) is not None:
         state = parent
     return state
 
 
 def root_of(context: RuntimeContext) -> _RootFSDPState:
-    """The root of a context. It is alive while any module of its tree can run."""
+    """Return the root state of ``context``."""
     root = context.root()
+    # The context holds the root weakly. The root is alive while any module of its tree
+    # can run.
     assert root is not None
     return root
 
 
 def _initialise(top: _FSDPState) -> None:
+    """Make ``top`` the root of its tree; fill the caches and the units' context."""
     if len(top.modules) > 1:
         raise CompositionError(
             f"The outermost unit is a list of {len(top.modules)} modules, and a list "
@@ -64,12 +69,14 @@ def _initialise(top: _FSDPState) -> None:
         state._is_root = state is root
         state.fqn = state.handle.full_fqn = fqn
         state.context = context
+        # The default reshards after forward, except for the root, which backward would
+        # gather again at once.
         if state.reshard_after_forward is None:
-            # Backward would gather the root again at once.
             state.reshard_after_forward = state is not root
     root._root_states = tuple(state for _, _, state in found)
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles
+    # Subsets of the units that need rare work, so that a step does not visit all units.
     context.lists = tuple(s for s in root._root_states if len(s.modules) > 1)
     context.offload = any(handle.offload for handle in context.handles)
     context.precisions = tuple(
@@ -77,6 +84,7 @@ def _initialise(top: _FSDPState) -> None:
     )
     context.streams = make_streams(root.device)
     if context.streams is not None:
+        # Shards in host memory are read by copies that an optimizer must not overtake.
         context.streams.reads_host = context.offload
     assign_order_logs(context)
 
@@ -84,7 +92,7 @@ def _initialise(top: _FSDPState) -> None:
 def forget_root(context: RuntimeContext) -> None:
     """Undo lazy initialization of a tree that is between steps, so units can be added.
 
-    The next forward, or question that needs a root, initialises it again.
+    The next forward, or the next call that needs a root, initializes the tree again.
     """
     root = root_of(context)
     for state in root._root_states:
@@ -94,6 +102,7 @@ def forget_root(context: RuntimeContext) -> None:
 
 
 def _check_equal(found: list[tuple[str, _FSDPState]]) -> None:
+    """Raise CompositionError if options that must be equal in a tree differ."""
     first_fqn, first = found[0]
     for fqn, state in found[1:]:
         for name in _EQUAL_IN_A_TREE:

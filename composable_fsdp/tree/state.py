@@ -1,8 +1,8 @@
-"""The state of one fully sharded module, the root's extra data, and what a tree shares.
+"""The state of a unit, the state of a root, and the objects that a tree shares.
 
-``fully_shard`` makes an ``_FSDPState`` per unit. Lazy initialization, at the first
-forward or the first question that needs it, turns the outermost one into a
-``_RootFSDPState`` and gives every state below the same ``RuntimeContext``.
+``fully_shard`` creates an ``_FSDPState`` per unit. Lazy initialization, at the first
+forward or the first call that needs a root, turns the outermost state into a
+``_RootFSDPState`` and gives every state of the tree the same ``RuntimeContext``.
 """
 
 from __future__ import annotations
@@ -32,55 +32,64 @@ _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
 class BackwardSchedule:
-    """What every rank does in the backward of one forward; see
-    ``runtime.write_unit_values``.
+    """The common order of backward on all ranks, for units that reduce unused
+    parameters.
 
-    ``uses``: the unit of each use. ``begins``: per unit, how many uses had been
-    recorded when its first forward began. ``next``: the use that backward reached last.
-    ``waiting``: of ``begins``, the units not reduced yet. ``accumulates``: whether this
-    backward gives any parameter a gradient.
+    Recorded in the forward; read by ``runtime.unused_params``.
     """
 
     __slots__ = ("accumulates", "begins", "next", "uses", "waiting")
 
     def __init__(self) -> None:
         self.uses: list[_FSDPState] = []
+        """The unit of each use, in the order in which forwards ended."""
         self.begins: dict[_FSDPState, int] = {}
+        """Per unit: the number of uses that were recorded when the unit's first forward
+        began."""
+        # Progress of backward; set when backward reaches the forward of this schedule.
         self.next = 0
+        """Index of the use that backward has reached last; uses are walked from the
+        end."""
         self.accumulates = False
+        """Whether this backward accumulates gradients of parameters; not so for
+        ``autograd.grad`` of inputs."""
         self.waiting: dict[_FSDPState, int] = {}
+        """The entries of ``begins`` whose unit is not reduced yet."""
 
     def record(self, state: _FSDPState, begin: int) -> None:
-        """Note a use whose forward began after ``begin`` others had ended."""
+        """Append a use whose forward began after ``begin`` other uses had ended."""
         self.uses.append(state)
+        # A unit that runs several times is reduced only before its earliest forward.
         self.begins[state] = min(begin, self.begins.get(state, begin))
 
 
 class ForwardRecord:
-    """What one forward through the root leaves for its backward.
+    """The record of a forward through the root, read by the backward of the forward."""
 
-    ``order``: uses of units that will see a backward. ``open_calls``: per unit,
-    forwards whose inputs still wait for their gradient. Kept alive by the autograd
-    graph alone, so a forward without a backward leaves nothing behind.
-    """
-
+    # Only hooks in the autograd graph keep a record alive (and ``RuntimeContext.tape``,
+    # for the latest record), so a forward without a backward leaves nothing behind.
     __slots__ = ("mode", "open_calls", "order", "reached", "schedule", "task")
 
     def __init__(
         self, mode: Hashable = (), schedule: BackwardSchedule | None = None
     ) -> None:
         self.mode = mode
-        """Which forward this was: first unit, training or not, gradients or not."""
+        """Mode of the forward: FQN of the outermost unit, training or evaluation,
+        gradients enabled or not."""
+        # ``task``: the last graph task that reached this forward. ``reached``: index of
+        # the earliest use that the graph task has reached, for prefetching.
         self.task = self.reached = -1
-        """The last graph task that met this forward, and the earliest use it has
-        reached."""
         self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
+        """Uses of the units that will see a backward."""
         self.schedule = schedule
+        """The common order of backward, if any unit reduces unused parameters; else
+        None."""
         self.open_calls: dict[FlatParamHandle, int] = {}
+        """Per unit: number of forwards whose inputs have not got their gradient yet."""
 
 
 class RuntimeContext:
-    """What all units below one root share while they run."""
+    """The runtime objects that all units below a root share."""
 
     __slots__ = (
         "__weakref__",
@@ -108,50 +117,74 @@ class RuntimeContext:
     )
 
     def __init__(self, root: _RootFSDPState, device: torch.device) -> None:
+        # Weak: the root state references this context, and the garbage collector should
+        # not be needed to free a model.
         self.root = weakref.ref(root)
+        """Weak reference to the root state, which references this context."""
+        # Filled by lazy initialization.
         self.handles: tuple[FlatParamHandle, ...] = ()
+        """Handles of all units, in ``.modules()`` order."""
         self.lists: tuple[_FSDPState, ...] = ()
-        """Units of several modules."""
+        """Units that consist of several modules."""
         self.forward_logs: tuple[OrderLog, ...] = ()
+        """Order logs of all-gathers in forward."""
         self.backward_logs: tuple[OrderLog, ...] = ()
+        """Order logs of all-gathers and reductions in backward."""
+        # State of the running forward and of running backwards.
         self.prefetched: list[FlatParamHandle] = []
-        """Units gathered ahead of their use in this forward."""
+        """Units prefetched in the current forward, to be resharded at its end if
+        unused."""
         self.captures = False
-        """Whether the backward that runs captures gradients, so that none arrives."""
+        """Whether the running backward captures gradients of full leaves
+        (``autograd.grad``), so that no AccumulateGrad node runs and no gradient
+        arrives."""
         self.offload = False
-        """Whether any unit keeps its shards on the host."""
+        """Whether any unit keeps its shards in host memory."""
         self.precisions: tuple[_FSDPState, ...] = ()
         """Units whose buffers are cast."""
         self.streams: Streams | None = None
+        """The side streams; ``None`` on CPU."""
+        # Replaced, and not cleared, when an iteration begins: hooks in the autograd
+        # graph still refer to the record of their own forward.
         self.tape = ForwardRecord()
+        """Record of the current forward, or of the latest forward."""
         self.outermost: _FSDPState | None = None
-        """The unit whose forward began the iteration, while it runs."""
+        """The unit whose forward began the iteration, while that forward runs; else
+        None."""
+        # A KeyboardInterrupt runs no forward hook and leaves ``outermost`` set. If the
+        # frame is no longer on the stack, the forward was interrupted
+        # (``recover.is_live``).
         self.frame: FrameType | None = None
-        """The call that began the iteration, to tell a forward that was interrupted."""
+        """Stack frame of the module call that began the iteration, while that forward
+        runs."""
         self.dead: set[int] = set()
         """Graph tasks that raised and are still in ``tasks``."""
         self.tasks: dict[int, list[_FSDPState]] = {}
-        """Per live graph task, the units whose backward it runs, first come first."""
+        """Per live graph task: the units whose backward runs in the task, in order of
+        arrival."""
+        # The end of backward, or the backward of an earlier forward, sends the
+        # reductions of these forwards that no gradient has triggered.
         self.filling: list[ForwardRecord] = []
-        """Forwards whose backward runs and in which all ranks send the same."""
+        """Forwards with a ``BackwardSchedule`` whose backward is running."""
+        # CUDA only. The gather stream frees the units in this order, each after its
+        # last reader.
         self.retiring: deque[FlatParamHandle] = deque()
-        """Units resharded on the CPU that the GPU may still read; oldest first."""
+        """Units that are resharded on the CPU while the GPU may still read ``full``;
+        oldest first."""
         self.reducing: Reduction | None = None
-        """The reduction that was issued last and not finished."""
+        """The reduction that was issued last and is not finished; at most a single
+        reduction is in flight."""
         self.summoned: _FSDPState | None = None
-        """The unit on which ``unshard_params`` was called, while its block runs."""
+        """The unit on which ``unshard_params`` was called, while the block runs; else
+        None."""
         self.rank0_only = False
+        """Whether the block of ``summoned`` shows full parameters on rank 0 only."""
         self.is_new = True
-        """Whether no forward has begun."""
-        """Whether that block shows full parameters on the first rank alone."""
+        """Whether no forward has begun yet. The first forward makes extra checks."""
 
 
 class Reduction:
-    """A reduction on its way: whose, what to wait for, and which gradients it carries.
-
-    ``arrived`` is per trainable region and parameter; see ``FlatParameter.arrived``.
-    One that is not ``final`` leaves its sums in ``FlatParameter.partial``.
-    """
+    """A reduction in flight."""
 
     __slots__ = ("arrived", "final", "handle", "works")
 
@@ -163,16 +196,19 @@ class Reduction:
         *,
         final: bool,
     ) -> None:
+        # ``works``: the collectives to wait for; empty on CUDA, where an event is
+        # waited for.
+        # ``arrived``: per trainable region, the flags of ``FlatParameter.arrived``.
+        # ``final``: False if the reduction omits the all-reduce over the replicate
+        # group, so that the sums go to ``FlatParameter.partial``.
         self.handle, self.works, self.arrived = handle, works, arrived
         self.final = final
 
 
 class _FSDPState:
-    """The state of one fully sharded module. Attached by ``fully_shard``.
+    """The state of a unit. Attached to the unit's modules by ``fully_shard``.
 
-    ``_is_root`` is ``None`` until lazy initialization. Root-only data asked of another
-    state raises ``NotRootError``, which is an ``AttributeError``: ``hasattr`` says
-    False.
+    ``_is_root`` is ``None`` until lazy initialization.
     """
 
     __slots__ = (
@@ -209,79 +245,112 @@ class _FSDPState:
     )
 
     handle: FlatParamHandle
+    """The unit's flat buffers."""
     options: UnitOptions
+    """The unit's options, resolved from ``fully_shard``."""
     ranks: RankLayout
+    """The ranks that the caller of ``fully_shard`` chose."""
     device: torch.device
+    """The compute device."""
+    # Set at build and not imported, because the implementation is in a higher layer.
     copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
-    """What ``copy.deepcopy`` does; set at build, because it needs the layers above."""
+    """Implementation of ``copy.deepcopy``."""
     precision: Precision | None
-    """Casts of inputs, outputs and buffers; ``None`` if there are none."""
+    """Casts of inputs, outputs and buffers; ``None`` without casts."""
 
     def __init__(self) -> None:
         self.fqn = ""
+        """FQN of the unit's module; from the root after lazy initialization."""
         self.modules: tuple[nn.Module, ...] = ()
+        """The unit's modules: a single module, or the list given to ``fully_shard``."""
         self._is_root: bool | None = None
+        # A unit must not keep the modules above alive.
         self._parent: weakref.ref[_FSDPState] | None = None
+        """Weak reference to the nearest unit above."""
         self._root_states: tuple[_FSDPState, ...] = ()
+        """Cache of all states of the tree; filled on the root only."""
         self._root_handles: tuple[FlatParamHandle, ...] = ()
+        """Cache of all handles of the tree; filled on the root only."""
         self.context: RuntimeContext | None = None
+        """The objects that the tree shares; ``None`` until lazy initialization."""
         self.awaits_buffers = False
-        """Whether buffers of the unit were on meta and are not known to be filled."""
+        """Whether buffers of the unit were on meta and may still have no values."""
+        # Settings that the user can change between steps (``access.settings``,
+        # ``access.schedule``, ``no_sync``).
         self.sync_gradients = True
+        """Whether a backward reduces gradients; False under ``no_sync``."""
         self.is_last_backward = True
-        """Of the outermost unit: whether the end of backward waits for reductions."""
+        """Read from the root only: whether the end of backward waits for the last
+        reduction."""
         self.reshard_after_forward: bool | None = None
-        """``None`` until lazy initialization: yes, except for the root."""
+        """``None``, the default, until lazy initialization chooses: True except for the
+        root."""
         self.reshard_after_backward = True
+        """Whether the unit is resharded after its backward. Default: True."""
         self.prefetches_forward = False
+        """Whether the unit's forward prefetches another unit."""
         self.ahead_in_forward: tuple[_FSDPState, ...] = ()
+        """Units to prefetch in forward. Empty, the default: the next unit by the
+        forward log."""
         self.ahead_in_backward: tuple[_FSDPState, ...] = ()
-        """Units to gather ahead instead of the next one by the record; empty: that."""
+        """Units to prefetch in backward. Empty, the default: the unit used before this
+        unit in forward."""
         self.remaining: frozenset[int] = frozenset()
-        """Of a list unit: modules that have not run in this forward."""
+        """Unit of several modules: ids of the modules that have not run in this
+        forward."""
         self.application = 0
-        """Which call made the unit: a policy makes several."""
+        """Number of the call of ``fully_shard`` that created the unit. A policy creates
+        several units in a call."""
+        # Searches take too long for every step, so only the first forwards search.
         self.scans = 2
-        """How many more forwards look for tensors on attributes (``escapes``)."""
+        """Number of further forwards that search modules for tensors on attributes
+        (``runtime.escaped_tensors``)."""
         self.kept_at: tuple[tuple[dict[str, Any], str], ...] = ()
-        """The attributes on which modules of the unit have kept such tensors."""
+        """The attributes (table, key) on which the searches found tensors."""
         self.looks = 2
-        """How many more forwards look for writes to weights through ``.data``."""
+        """Number of further forwards that check for writes to weights through
+        ``.data``."""
         self.sums: list[Tensor] | None = None
-        """Checksums of the full parameters as such a forward began."""
+        """Checksums of the full parameters when such a forward began."""
         self.writes_data = False
-        """Whether one was found."""
+        """Whether such a write was found. Every later forward then copies its weights
+        to the shards."""
         self.state_dict_settings = FULL_BY_DEFAULT
+        """Settings of ``set_state_dict_type``."""
 
     @property
     def parent(self) -> _FSDPState | None:
-        """The nearest unit above, ``None`` for an outermost one."""
+        """The nearest unit above; ``None`` for an outermost unit."""
         return self._parent() if self._parent is not None else None
 
     @property
     def module(self) -> nn.Module:
-        """The fully sharded module (of a list, the first)."""
+        """The unit's module; the first module of a list."""
         return self.modules[0]
 
     @property
     def name(self) -> str:
-        """How messages call the unit.
-
-        Until lazy initialization a name is from where ``fully_shard`` was called, and
-        there it is a class.
-        """
+        """The unit's name as error messages print it."""
+        # Until lazy initialization the FQN starts at the module that ``fully_shard``
+        # was called on, for which the FQN is empty: use the class name.
         if not self.fqn and self._is_root is None and self.modules:
             return f"({type(self.module).__name__})"
         return quoted(self.fqn)
 
     @property
     def title(self) -> str:
-        """The class of the unit's module, and its name once that says something."""
+        """The class of the unit's module, followed by the name if the name is
+        informative.
+        """
         kind = type(self.module).__name__
         return f"{kind} {self.name}" if self.fqn or self._is_root is not None else kind
 
     def __getattr__(self, name: str) -> object:
-        # Only reached for what is not there.
+        """Raise ``NotRootError`` for data of the root, else ``AttributeError``.
+
+        ``NotRootError`` is an ``AttributeError``, so ``hasattr`` returns False.
+        """
+        # Python calls ``__getattr__`` only for attributes that do not exist.
         if name in _ROOT_ONLY:
             raise NotRootError(
                 f"{name} is kept on the root only; unit {self.name} is "
@@ -299,6 +368,7 @@ class _FSDPState:
         return self.copier(self, memo)
 
     def __reduce__(self) -> str:
+        # Process groups exist only in this run, so an unpickled state could not work.
         raise TypeError(
             f"The state of fully sharded module {self.name} cannot be pickled: it "
             "names process groups of this run. Save module.state_dict() instead."
@@ -306,7 +376,7 @@ class _FSDPState:
 
 
 class _RootFSDPState(_FSDPState):
-    """The state of a root: it alone has the caches, in ``.modules()`` order."""
+    """The state of a root, with the caches of all units in ``.modules()`` order."""
 
     __slots__ = ()
 
@@ -320,21 +390,21 @@ class _RootFSDPState(_FSDPState):
 
 
 OWNERS: OwnerMap[_FSDPState] = OwnerMap()
-"""Every submodule's nearest owner, weak on both sides."""
+"""The unit of every module below a unit; weak references to modules and to states."""
 
 
 def _get_module_fsdp_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the unit that ``module`` belongs to; ``None`` if to none.
+    """Return the state of the unit that holds ``module``; ``None`` outside any unit.
 
-    Works for any submodule, not only the fully sharded one. Only reads.
+    ``module`` may be any submodule of a unit. Collective: none.
     """
     return OWNERS.get(module)
 
 
 def _get_module_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the composable API that ``module`` belongs to.
+    """Return the state of the composable API that manages ``module``.
 
-    ``fully_shard`` and ``replicate`` keep one kind of state, so this is what
-    ``_get_module_fsdp_state`` returns. Only reads.
+    Equal to ``_get_module_fsdp_state``, because ``fully_shard`` and ``replicate`` use
+    the same class of state. Collective: none.
     """
     return OWNERS.get(module)

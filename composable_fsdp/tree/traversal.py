@@ -1,9 +1,9 @@
-"""Finding states and handles in a module tree: pure functions, in ``.modules()`` order.
+"""Finding states and handles in a module tree.
 
-Left to right, depth first, iterative, each module once. Subtrees of incompatible APIs
-(``replicate``, DDP) are not entered from above; asked of a module that our
-``replicate`` manages, or of a DDP itself, its tree is walked. Nothing here initialises,
-changes or sends anything.
+Functions without side effects. The order is the order of ``.modules()``: depth first,
+left to right, each module once. Subtrees of incompatible APIs (``replicate``, DDP) are
+not entered from above. If the given module itself is managed by this package's
+``replicate``, or is a DDP, its tree is walked.
 
 Idioms, for any ``module``:
 
@@ -31,7 +31,7 @@ from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 
 
 def require_module(module: object, what: str) -> None:
-    """Raise TypeError in the name of ``what`` unless ``module`` is one module."""
+    """Raise TypeError, naming the function ``what``, unless ``module`` is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"{what} expects a module, got a {type(module).__name__}. Pass the model, "
@@ -40,7 +40,16 @@ def require_module(module: object, what: str) -> None:
 
 
 def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
-    """The error of ``what``, which found no unit; it says where the nearest one is."""
+    """Return the error for a function that found no unit.
+
+    Args:
+        module: the module that the function was called on.
+        what: the name of the function, for the message.
+        recurse: the function searches below ``module``, too.
+
+    Returns: the error, which names the nearest unit.
+    Collective: none.
+    """
     owner = _get_module_fsdp_state(module)
     if owner is not None:
         where = (
@@ -51,6 +60,7 @@ def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
         where = "there are such modules below it. Pass one of those"
     else:
         where = "nor is it in one. Apply fully_shard first"
+    # A function that does not search below needs ``module`` itself to be a unit.
     kind = "holds no" if recurse else "is no"
     return CompositionError(
         f"{what} was called on a {type(module).__name__} that {kind} fully sharded "
@@ -59,9 +69,11 @@ def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
 
 
 def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]]:
-    """Yield each state once, after the name of its first module and that module."""
+    """Yield each state once: FQN of its first module, the module, the state."""
     seen_modules: set[int] = set()
     seen_states: set[int] = set()
+    # Iterative, so that the depth of the tree is not limited by Python's recursion
+    # limit.
     stack = [("", module)]
     while stack:
         fqn, current = stack.pop()
@@ -70,17 +82,22 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
         seen_modules.add(id(current))
         state = get_state(current, API)
         api = incompatible_api(current)
+        # The subtree belongs to ``replicate`` or DDP.
         if api is not None:
             state = get_state(current, REPLICATE)
             if not isinstance(state, _FSDPState):
+                # A DDP given by the caller is walked; a DDP below is skipped.
                 if current is not module or api != TORCH_DDP:
                     continue
             elif current is not module and state.parent is None:
-                continue  # the top of another tree
+                # The top of another tree, made by ``replicate``.
+                continue
         if isinstance(state, _FSDPState) and id(state) not in seen_states:
             seen_states.add(id(state))
             yield fqn, current, state
         if current._modules:
+            # Reversed, because the stack returns the last child first. Wrapper names
+            # are left out of the FQN.
             for name, child in reversed(current._modules.items()):
                 if child is not None:
                     path = fqn if name in TRANSPARENT else join_name(fqn, name)
@@ -88,16 +105,16 @@ def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]
 
 
 def _get_unit_state(module: nn.Module) -> _FSDPState | None:
-    """Return the state of the unit that ``module`` itself is, of either API."""
+    """Return the state of the unit that ``module`` itself is, for either API."""
     state = get_state(module, API) or get_state(module, REPLICATE)
     return state if isinstance(state, _FSDPState) else None
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Return the unit that ``module`` is, or that wrappers put around one hold.
+    """Return the unit at or inside ``module``, looking through wrappers.
 
-    ``module`` may be ``FullyShardedDataParallel``, a wrapper of activations, or one
-    around the other. Without a unit inside it is what the innermost wrapper holds.
+    A wrapper is ``FullyShardedDataParallel`` or an activation checkpointing wrapper, in
+    any nesting. Without a unit inside, return the module in the innermost wrapper.
     """
     while _get_unit_state(module) is None:
         inner = wrapped_in(module)
@@ -108,8 +125,9 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
 
 
 def wrapped_in(module: nn.Module) -> nn.Module | None:
-    """Return what ``module`` holds under a name that wrappers use, if it is one."""
-    # Not by truth: a module may have a length, even one it cannot tell.
+    """Return the module that the wrapper ``module`` holds; ``None`` if no wrapper."""
+    # Compared with ``is not None`` and not by truth value: a module may define
+    # ``__len__``, even a ``__len__`` that raises.
     return next(
         (
             module._modules[name]
@@ -123,18 +141,18 @@ def wrapped_in(module: nn.Module) -> nn.Module | None:
 def _get_fsdp_states_with_modules(
     module: nn.Module,
 ) -> tuple[list[_FSDPState], list[nn.Module]]:
-    """Return the states below ``module`` and, aligned, their fully sharded modules."""
+    """Return the states in the tree of ``module`` and, aligned, their modules."""
     found = [(state, owner) for _, owner, state in walk_states(module)]
     return [state for state, _ in found], [owner for _, owner in found]
 
 
 def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
-    """Return the states in the tree of ``module``, itself included, each once."""
+    """Return the states in the tree of ``module``, including ``module``, each once."""
     return _get_fsdp_states_with_modules(module)[0]
 
 
 def _get_fsdp_root_states(module: nn.Module) -> list[_FSDPState]:
-    """Return the states in the tree of ``module`` that no other unit holds."""
+    """Return the states in the tree of ``module`` that have no unit above."""
     return [state for state in _get_fsdp_states(module) if state.parent is None]
 
 
