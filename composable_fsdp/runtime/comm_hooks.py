@@ -57,8 +57,7 @@ def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:
 class DefaultState:
     """State of the default hooks: the process group and the two factors of the average.
 
-    ``gradient_predivide_factor * gradient_postdivide_factor == world_size``. The
-    division in two steps avoids overflow and underflow in low precision.
+    ``gradient_predivide_factor * gradient_postdivide_factor == world_size``.
 
     Raises: ValueError, without a process group.
     """
@@ -78,6 +77,8 @@ class DefaultState:
             )
         self.process_group = process_group
         self.world_size = process_group.size()
+        # Division before and after the sum avoids overflow and underflow in low
+        # precision.
         before, after = split_factor(self.world_size)
         self.gradient_predivide_factor = before
         self.gradient_postdivide_factor = after
@@ -171,5 +172,6 @@ def _compressed(
 
 
 def _divide(tensor: Tensor, factor: float) -> None:
+    # A factor of 1 launches no kernel.
     if factor > 1:
         tensor.div_(factor)

@@ -89,9 +89,8 @@ def set_item(container: Any, key: Any, item: Any) -> None:
     if isinstance(container, (MutableSequence, MutableMapping)):
         container[key] = item
     else:
-        object.__setattr__(
-            container, key, item
-        )  # also sets attributes of a frozen dataclass
+        # ``object.__setattr__`` also sets attributes of a frozen dataclass.
+        object.__setattr__(container, key, item)
 
 
 def record_copies(
@@ -106,7 +105,7 @@ def record_copies(
         handle: the handle of the unit.
         copies: the containers that were copied.
         old: the arguments before the inputs were aliased.
-        new: the arguments of the forward, in which some tensors are aliases.
+        new: the arguments of the forward, in which aliases replace tensors.
 
     Returns: ``new``.
     """
@@ -166,6 +165,8 @@ def _apply_change(copied: ContainerCopy, own: dict[int, Any]) -> None:
         new = items[len(earlier) :] if kept else items
         original.extend([_own(item, own) for item in new])
         return
+    # Mappings and objects: only items that the forward removed, added or replaced
+    # change.
     for key in before:
         if key not in now:
             _delete(original, key)
@@ -196,6 +197,8 @@ def _restored(value: Any, originals: dict[int, Any]) -> Any:
         items = [_restored(item, originals) for item in value]
         if all(map(is_, items, value)):
             return value
+        # A named tuple is rebuilt by ``_make``, which takes the items as a single
+        # argument.
         make: Any = getattr(value, "_make", tuple)
         return make(items)
     return value

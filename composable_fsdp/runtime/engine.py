@@ -392,6 +392,8 @@ class _SetAside:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return copies of the gradients of this backward."""
+        # Copies, because the gradients are views of ``grad_shard``, which a later
+        # reduction may overwrite.
         return tuple(None if g is None else g.clone() for g in map(_came, self.asked))
 
     def __exit__(self, *_: object) -> None:
@@ -429,6 +431,7 @@ class _Reached:
         return self
 
     def _note(self, index: int, _: Tensor) -> None:
+        """Tensor hook: record that a gradient reached the group."""
         self.indices.add(index)
 
     def __exit__(self, *_: object) -> None:
@@ -438,12 +441,15 @@ class _Reached:
 
 def _gradient(tensor: Tensor) -> Tensor | None:
     # Torch warns if ``.grad`` of a non-leaf tensor without ``retain_grad`` is read.
+    """Return ``.grad``, or None for a tensor that keeps no gradient."""
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def _hooks(tensor: Tensor) -> Any:
+    """Return the post-accumulate-grad hooks of a leaf tensor."""
     return tensor._post_accumulate_grad_hooks if tensor.is_leaf else None
 
 
 def _set_hooks(tensor: Tensor, hooks: Any) -> None:
+    """Replace the post-accumulate-grad hooks of a leaf tensor."""
     tensor._post_accumulate_grad_hooks = hooks

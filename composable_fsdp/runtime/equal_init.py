@@ -78,6 +78,8 @@ def _samples(handle: FlatParamHandle) -> Iterator[tuple[str, str]]:
         if start is not None:
             digest = hashlib.blake2b(str(start).encode(), digest_size=8).hexdigest()
             yield digest, join_name(handle.full_fqn, name)
+            # A few parameters per unit are enough, and the text in the store stays
+            # short.
             found += 1
             if found == _PER_UNIT:
                 return

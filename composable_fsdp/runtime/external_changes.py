@@ -84,6 +84,7 @@ def _place_buffers(state: _FSDPState) -> None:
     for name, buffer in own_buffers(state):
         if buffer.is_meta:
             meta.append(quoted(join_name(state.fqn, name)))
+        # Buffers move in place, so that modules that share a buffer keep sharing.
         elif buffer.device != state.handle.device:
             buffer.data = buffer.to(state.handle.device)
     if meta:

@@ -87,6 +87,7 @@ def find_meta_modules(
     for top in targets[0].modules:
         for module in top.modules():
             for table, key, tensor in _on_meta(module, kept):
+                # The first module in ``.modules()`` order initializes a shared tensor.
                 first.setdefault(id(tensor), (id(table), key))
     return [
         [

@@ -39,6 +39,7 @@ class UnfilledBuffer(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Results are plain tensors: only the buffer on meta itself needs the mark.
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
             # ``to_empty`` allocates by ``torch.empty_like``.
@@ -80,6 +81,7 @@ def _mark(buffer: Tensor) -> None:
 
 def _is_marked(buffer: Tensor) -> bool:
     """Return whether the buffer holds only marks."""
+    # An empty buffer has no values to fill, and bool has no mark.
     if not buffer.numel() or buffer.is_meta or buffer.dtype is torch.bool:
         return False
     if buffer.is_floating_point() or buffer.is_complex():

@@ -97,12 +97,16 @@ def map_tensors(
         items = [map_tensors(item, change, copies) for item in value]
         if all(map(is_, items, value)):
             return value
+        # A named tuple is rebuilt by ``_make``, which takes the items as a single
+        # argument.
         make: Any = getattr(value, "_make", tuple)
         return make(items)
     given = items_of(value)
     if given is None:
         return _map_node(value, change, copies)
     before = {key: map_tensors(i, change, copies) for key, i in given.items()}
+    # Return the same object if no tensor changed, so that the identity of the container
+    # is kept.
     if all(map(is_, before.values(), given.values())):
         # A type that only pytree knows may hold tensors outside the attributes.
         return value if _is_plain(value) else _map_node(value, change, copies)
@@ -125,6 +129,8 @@ def _map_node(
     value: Any, change: Callable[[Tensor], Tensor], copies: list[ContainerCopy] | None
 ) -> Any:
     """Apply ``map_tensors`` to a container of pytree; return any other object as is."""
+    # ``is_leaf`` stops the traversal below the first level; ``map_tensors`` goes on
+    # from there.
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if spec.is_leaf():
         return value
@@ -156,6 +162,7 @@ def to_device(
 
     moved = tuple([map_tensors(value, move, copies) for value in args])
     named = {key: map_tensors(value, move, copies) for key, value in kwargs.items()}
+    # None tells the hook to pass the caller's own arguments.
     if all(map(is_, moved, args)) and all(map(is_, named.values(), kwargs.values())):
         return None
     return moved, named

@@ -76,6 +76,8 @@ def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
         return held
     held = bytearray(leaf.grad is not None for leaf in region.leaves)
     if any(held):
+        # Tensors that the user assigned to ``.grad`` stay the gradients: ``_show``
+        # copies the result into these tensors.
         region.owned = {
             i: leaf.grad
             for i, (leaf, view) in enumerate(

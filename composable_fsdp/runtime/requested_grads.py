@@ -22,6 +22,7 @@ def parameters_not_requested() -> bool:
 @contextmanager
 def requesting_other_tensors() -> Iterator[None]:
     """Count such a backward as running inside the block."""
+    # A counter and not a flag: several threads may run backwards at once.
     global _other_requests
     _other_requests += 1
     try:

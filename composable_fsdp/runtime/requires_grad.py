@@ -28,7 +28,9 @@ def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> No
             "set_requires_all_reduce). Freeze and unfreeze after the backward that "
             "reduces."
         )
+    # Free the full buffers first: the regions are rebuilt below.
     release(context, handle)
     rebuild_for_requires_grad(handle)
     state = next(s for s in root_of(context)._all_fsdp_states if s.handle is handle)
+    # The new regions have new full parameters without hooks.
     install_grad_hooks(state)

@@ -91,6 +91,8 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
             indices, own, cuts.parameters, shapes, strict=True
         ):
             if gradient is not None:
+                # ``grad_dtype`` is the dtype of ``.grad``; the cast is part of the
+                # graph.
                 found[index] = pieces[at].reshape(shape).to(region.grad_dtype)
     return found
 
