@@ -301,8 +301,8 @@ def _factor(
     mean = sum(ratios) / len(ratios)
     if mean != mean or mean == 0:
         return None, False, []
-    # Two tests: the ratios agree with each other, and every element, also a small one,
-    # agrees with ``mean`` relative to the largest element.
+    # Require that the ratios agree with each other, and that every element, also a
+    # small one, agrees with ``mean`` relative to the largest element.
     spread = max(ratios) - min(ratios)
     off = max(abs(now - mean * then) for then, now in pairs) / largest
     # A factor above 1 is no clipping of gradients and counts as another kind of write.
@@ -343,7 +343,8 @@ def _statement(leaves: Sequence[_Leaf]) -> _RankStatement:
     clear = [factor for factor in factors if factor is not None]
     hints = [hint for leaf in leaves for hint in leaf.hints]
     if not clear and len(hints) > 1:
-        # All leaves are small. Together they show a factor if all were scaled alike.
+        # If all leaves are small, their elements together show a factor if all were
+        # scaled alike.
         clear = hints
     if any(leaf.is_changed_otherwise for leaf in leaves) or not clear:
         return _RankStatement(told, None, 0.0, tolerance)

@@ -58,7 +58,8 @@ def raise_on_all_ranks(units: Sequence[_FSDPState]) -> Iterator[None]:
         yield
     except Exception as error:
         for group in shard_groups(units):
-            # The same form as in ``require_same_state``: entries, then the error text.
+            # The object has the form of ``require_same_state``: entries, then the error
+            # text.
             collectives.all_gather_object(([], text_of(error)), group)
         raise
 

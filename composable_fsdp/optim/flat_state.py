@@ -132,7 +132,8 @@ def unflatten_state(param_groups: list[Group], given: dict[str, Any]) -> dict[st
             if found is None:
                 each: list[Any] = [values]
             elif values is None:
-                # No state yet, but the originals still need their numbers.
+                # The flat parameter has no state yet, but the originals still need
+                # their numbers.
                 each = [None] * len(found[1].layout.parameters)
             else:
                 handle, flat = found
@@ -257,16 +258,16 @@ def _joined(
             if name in values
         ]
         whole, first = there.get(name), found[0][1]
-        # Equal in all parts, as ``require_flattenable`` has checked.
+        # The scalar is equal in all parts, as ``require_flattenable`` has checked.
         if not is_elementwise(found[0][0], name, first):
             yield name, first
-        # All parts are views of the optimizer's own tensor already: take it without a
-        # copy.
+        # The parts are views of the optimizer's own tensor already: take that tensor
+        # without a copy.
         elif isinstance(whole, Tensor) and all(_is_in(p, v, whole) for p, v in found):
             yield name, whole
         else:
-            # Zeros for the padding and for parts without this state, see
-            # ``_ZERO_AT_FIRST``.
+            # Zeros fill the padding, and parts without this state (see
+            # ``_ZERO_AT_FIRST``).
             made = first.new_zeros(flat.layout.shard_numel)
             for part, value in found:
                 part.view(made).copy_(value.view(part.leaf.shape))

@@ -97,8 +97,8 @@ def _marks(group: dict[str, Any]) -> list[str]:
         if found is not None:
             layout = found[1].layout
             places = [(p.name, p.slot.offset, p.slot.shape) for p in parts_of(*found)]
-            # Only values that are equal on all ranks: a checkpoint of all ranks has a
-            # single copy of the groups.
+            # Use only values that are equal on all ranks: a checkpoint of all ranks has
+            # a single copy of the groups.
             told = repr((layout.world_size, layout.padded_numel, places))
             mark = hashlib.sha256(told.encode()).hexdigest()[:16]
         marks.append(mark)

@@ -177,8 +177,8 @@ def _require_same_names(groups: list[list[Named]], saved: dict[str, Any]) -> Non
 
 def _may_be_cut(named: Named) -> bool:
     """Return whether a unit shards the parameter at some world size."""
-    # Not ``is_cut``, which depends on the world size: the same state has to be accepted
-    # or refused at every world size.
+    # Do not ask ``is_cut``, which depends on the world size: the same state has to be
+    # accepted or refused at every world size.
     if named.handle is None:
         return False
     return named.handle.plan.options.strategy is not ShardingStrategy.NO_SHARD

@@ -120,14 +120,15 @@ def optim_state_dict_to_load(
     is_list = isinstance(optim, (list, tuple))
     optims: Any = optim if is_list else [optim]
 
-    # A function, because ``state_to_load`` has to run these checks inside the block
-    # that raises on all ranks.
+    # ``param_groups`` is a function, because ``state_to_load`` has to run these checks
+    # inside the block that raises on all ranks.
     def param_groups() -> list[list[Group]]:
         require_pairs(model, optim, "optim_state_dict_to_load")
         for each in optims:
             require_elementwise(each)
         if units:
-            # Called for the check alone: raises if units differ in their settings.
+            # This call is only a check: the function raises if units differ in their
+            # settings.
             get_state_dict_type(model)
         # The optimizer may get state here before its first step, and ``state_dict()``
         # must show that state as sharded values, too.
@@ -290,7 +291,8 @@ def _part(
     dimensions.
     """
     if isinstance(value, ShardedValue):
-        # Clone: the optimizer would otherwise write into the memory of the state dict.
+        # Clone the part: the optimizer would otherwise write into the memory of the
+        # state dict.
         return own_part(named, value).clone()
     if not isinstance(value, (Tensor, Described)):
         return value
@@ -302,7 +304,7 @@ def _part(
         return value.clone()
     if not named.is_cut or named.region is None or named.slot is None:
         return value.clone()
-    # Clone, because a view would keep the full tensor alive.
+    # Clone the part: a view would keep the full tensor alive.
     return part_of(named.region, named.slot, value, like=named.parameter).clone()
 
 

@@ -46,7 +46,7 @@ def local_state(
     Collective: none.
     Raises: CheckpointError, as ``state_by_name``; PhaseError, inside a step.
     """
-    # No error has to reach other ranks: no rank waits, because nothing is sent.
+    # Raise on this rank alone: no collective follows, so no other rank waits.
     for state in _get_fsdp_states(model):
         require_between_steps(state, "optim_state_dict")
     groups, joined, own = joined_state(model, optims, given, "optim_state_dict")
@@ -102,7 +102,7 @@ def local_part(named: Named, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.ndim == 0 or value.shape == named.parameter.shape:
-        # Clone: the value may be memory of the optimizer that was saved.
+        # Clone the value, which may be memory of the optimizer that was saved.
         return value.clone()
     raise CheckpointError(
         f"Optimizer state {name!r} of {quoted(named.fqn)} has shape "

@@ -294,8 +294,8 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield join_name(path, name), parameter
-        # Reversed, because the last item of the stack is visited first: names then come
-        # in the order of registration.
+        # Reverse the order, because the last item of the stack is visited first: names
+        # then come in the order of registration.
         for edge in reversed(list(edges(module))):
             # Wrapper modules add no component to the plain model's names.
             inside = path if edge.name in TRANSPARENT else join_name(path, edge.name)

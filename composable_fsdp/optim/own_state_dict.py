@@ -33,7 +33,8 @@ def local_state_dict(optim: torch.optim.Optimizer) -> dict[str, Any]:
 
     The state of parameters without elements on this rank is left out.
     """
-    # A context variable: only the call in this thread gets plain tensors.
+    # ``wants_parts`` is a context variable, so that only the call in this thread gets
+    # plain tensors.
     token = wants_parts.set(True)
     try:
         found = unflatten_state(optim.param_groups, _plain(optim, optim.state_dict()))
@@ -155,7 +156,7 @@ def joined_state(
     for optim, saved in zip(optims, given, strict=True):
         groups = originals(optim.param_groups)
         names = name_parameters(model, groups, given_names(optim))
-        # First of all, because flat parameters have no names.
+        # Convert flat parameters first, because they have no names.
         saved = per_original(optim, saved)
         saved = unwrapped(state_by_name(saved, model, names, groups, what))
         members += names

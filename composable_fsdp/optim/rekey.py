@@ -54,7 +54,7 @@ def rekey_optim_state_dict(
     keys = list(optim_state_dict["state"])
     for group in optim_state_dict["param_groups"]:
         keys.extend(group["params"])
-    # Also true for a state dict without keys, which has both forms.
+    # The condition also holds for a state dict without keys, which is in both forms.
     if all(isinstance(key, wanted) for key in keys):
         return optim_state_dict
     own = groups_of(model, optim, optim_input, "rekey_optim_state_dict")
@@ -74,7 +74,7 @@ def rekey_optim_state_dict(
     return {
         "state": {table[k]: v for k, v in optim_state_dict["state"].items()},
         "param_groups": [
-            # Sorted, because an optimizer takes its numbers by position.
+            # Sort the numbers, because an optimizer assigns numbers by position.
             {**group, "params": sorted(table[key] for key in group["params"])}
             for group in optim_state_dict["param_groups"]
         ],

@@ -62,9 +62,9 @@ def optim_state_dict(
     Returns: the state dict, or ``{}`` on the other ranks with ``rank0_only``.
 
     Collective: one all-gather of state names (objects) per shard group; then, for full
-    state, one all-gather per unit and state name over the shard group, or one gather
-    per region with ``rank0_only``. All ranks must call. Sharded state needs only the
-    exchange of names; local state needs no collective.
+    state, per unit and state name one all-gather over the shard group, or with
+    ``rank0_only`` one gather per region. All ranks must call. Sharded state needs only
+    the exchange of names; local state needs no collective.
     Raises: CompositionError, if the optimizer needs whole parameters, or if units
     differ in their state dict settings; CheckpointError, for state that is not
     element-wise or for a parameter that is not in ``model``; DesyncError, if ranks have
@@ -83,7 +83,8 @@ def optim_state_dict(
         for each in optims:
             require_elementwise(each)
         if units:
-            # Called for the check alone: raises if units differ in their settings.
+            # This call is only a check: the function raises if units differ in their
+            # settings.
             get_state_dict_type(model)
         given = _given(optims, optim_state_dict)
     config = settings.optim_state_dict_config
@@ -176,7 +177,7 @@ def sharded_state(
     members, options, states, _ = _agreed(model, optims, given)
     result = {
         named.fqn: {
-            # Copy, so that the next step does not change the returned values.
+            # Copy the value, so that the next step does not change the returned state.
             key: as_sharded(named, _copy(value, to_cpu))
             for key, value in values.items()
         }
@@ -212,8 +213,8 @@ def _agreed(
     for i in sorted(range(len(members)), key=lambda i: members[i].fqn):
         if members[i].is_cut:
             by_handle.setdefault(id(members[i].handle), []).append(i)
-    # Also fills in the state of parameters without elements on this rank, so that every
-    # rank gathers the same state names.
+    # This call also fills in the state of parameters without elements on this rank, so
+    # that every rank gathers the same state names.
     require_same_state(members, states, by_handle, units)
     options = aligned_groups(groups, joined, own)
     return members, options, states, by_handle
@@ -243,11 +244,11 @@ def _gather(
     """
     handle = members[indices[0]].handle
     assert handle is not None
-    # Sorted, because every rank must gather the names in the same order.
+    # Sort the names, because every rank must gather the names in the same order.
     names = sorted(
         {k for i in indices for k, v in states[i].items() if not is_scalar(v)}
     )
-    # The first rank is in the first replica; gathers in other replicas are not needed.
+    # The first rank is in the first replica; the other replicas need not gather.
     if first_only and not handle.groups.in_first_replica:
         return
     for name in names:
@@ -275,7 +276,7 @@ def _gather(
                 continue
             full = fulls[handle.regions.index(region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            # Copy, because the view ``part`` would keep the whole buffer alive.
+            # Copy the part: a view would keep the whole buffer alive.
             result[members[i].fqn][name] = _copy(part, to_cpu)
 
 

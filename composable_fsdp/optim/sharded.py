@@ -101,7 +101,7 @@ def own_part(named: Named, value: ShardedValue) -> Tensor:
     """
     if not _mismatch(named, value):
         return value.local
-    # All ranks come here or none does, because the plan of a value is equal on all
+    # All ranks gather here or no rank does, because the plan of a value is equal on all
     # ranks.
     whole = value.full_tensor()
     if named.region is None or named.slot is None:

@@ -52,7 +52,8 @@ def get_full_optim_state(
     require_same_state([named], states, cut)
     (values,) = states
     result: dict[str, Any] = {}
-    # Sorted, because each state needs broadcasts, in the same order on all ranks.
+    # Sort the names, because each state needs broadcasts, in the same order on all
+    # ranks.
     for key in sorted(values):
         value = values[key]
         # A 0-d value is a counter: a sharded leaf is never 0-d, even for a 0-d

@@ -81,8 +81,8 @@ def require_same_state(
     # waiting. So find the problem first, send it with the entries, and raise later.
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
     problem = next(filter(None, misfits), "")
-    # The groups of ``units`` first: all ranks must use the groups in the same order,
-    # and must use a group even if this rank has no parameter to describe there.
+    # Insert the groups of ``units`` first: all ranks must use the groups in the same
+    # order, and must use a group even if this rank has no parameter to describe there.
     cut: dict[dist.ProcessGroup, list[int]]
     cut = {group: [] for group in shard_groups(units)}
     for indices in by_handle.values():
@@ -188,7 +188,8 @@ def _take(
             there = next(rank for rank in holders if keys[rank] != keys[here])
             raise DesyncError(_other_state(named.fqn, keys, here, there, own_rank))
         if own_rank not in keys:
-            # Replace also state that an earlier load or step left on this rank.
+            # The description also replaces state that an earlier load or step left on
+            # this rank.
             described = answers[first][at][2]
             states[i] = {k: _made(v, named.parameter) for k, v in described.items()}
 

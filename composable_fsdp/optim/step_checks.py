@@ -47,7 +47,7 @@ def needs_whole_params(optim: object) -> str:
     """
     if getattr(optim, "works_on_shards", False):
         return ""
-    # The whole MRO, so that subclasses of a refused class are found.
+    # Search the whole MRO, so that subclasses of a refused class are found.
     names = (kind.__name__ for kind in type(optim).__mro__)
     return next((_REASONS[name] for name in names if name in _REASONS), "")
 
@@ -63,8 +63,8 @@ def require_elementwise(optim: object) -> None:
         return
     groups: Iterable[dict[str, Any]] = getattr(optim, "param_groups", ())
     for parameter in (p for group in groups for p in group["params"]):
-        # Refused also on a single rank, because a flat parameter joins several
-        # parameters in a vector.
+        # Refuse a flat parameter also on a single rank, because a flat parameter joins
+        # several parameters in a vector.
         joined = find_flat(parameter)
         if joined is not None:
             raise CompositionError(

@@ -132,11 +132,11 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if STAND_IN in vars(optim):
             return
         if steps_on_full_params(optim):
-            # Valid while ``unshard_params`` shows the full parameters. The optimizer is
-            # not remembered, so that each of its steps is checked again.
+            # The step is valid while ``unshard_params`` shows the full parameters. The
+            # optimizer is not remembered, so that each of its steps is checked again.
             return
-        # First, because the hooks cut state that was loaded earlier into this rank's
-        # parts, and the checks below expect parts.
+        # Install the hooks before the checks below: the hooks cut state that was loaded
+        # earlier into this rank's parts, and the checks expect parts.
         install_optimizer_hooks(optim)
         met = _KnownOptimizer(at, handles_of(optim), _empty_leaves(optim))
     elif met.looks == _LOOKED_AT:
@@ -145,7 +145,8 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     require_no_flat_originals(optim)
     require_own_state(optim)
     require_common_decision(optim)
-    # The expensive checks, a trial step and an exchange through the store, only once.
+    # Run the expensive checks, a trial step and an exchange through the store, only in
+    # the first step.
     if not met.looks:
         require_tried(optim)
         check_unmanaged_params(optim)
@@ -256,7 +257,7 @@ def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -
         return
     mine = [p for p in parameters_of(optim) if p.numel()]
     # If this rank's own gradients were cleared before the step, the gradients on other
-    # ranks were cleared, too, and no rank has stepped. Empty ``mine``: this rank holds
-    # no elements at all and cannot tell, so count the write.
+    # ranks were cleared, too, and no rank has stepped. If ``mine`` is empty, this rank
+    # holds no elements at all and cannot tell; count the write then.
     if not mine or any(p.grad is not None for p in mine):
         increment_version(passed)

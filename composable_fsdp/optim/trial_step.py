@@ -220,7 +220,7 @@ def _compare(
 
     Raises: CannotTryError.
     """
-    # A generator of a fixed seed on the CPU: all ranks draw the same values.
+    # Draw on the CPU with a fixed seed, so that all ranks draw the same values.
     drawn = torch.Generator().manual_seed(1)
     shape, first = _SHAPES[cut.is_matrix]
     values = [torch.randn(shape, generator=drawn) for _ in range(_STEPS + 1)]
