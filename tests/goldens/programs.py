@@ -6,10 +6,12 @@ Each program shards `Net` through one door, trains it for a few steps and return
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,6 +41,8 @@ from composable_fsdp import (
     set_modules_to_forward_prefetch,
     set_reduce_scatter_unused_params,
     set_requires_all_reduce,
+    set_reshard_after_backward,
+    set_reshard_after_forward,
     state_dict_type,
     unshard,
     unshard_params,
@@ -317,6 +321,113 @@ def scaled(run: Run) -> None:
         note("after the scaler")
 
 
+class _Broken(Exception):
+    """What a program raises on purpose."""
+
+
+def _break(*_: object) -> None:
+    raise _Broken
+
+
+def recovered(run: Run) -> None:
+    """A forward and a backward raise on all ranks; steps before and after."""
+    run.shard()
+    run.train(1)
+    # Inside the unit: on the unit itself a hook runs before or after ours by the door.
+    norm = run.block(1).get_submodule("norm")
+    hook = norm.register_forward_pre_hook(_break)
+    with pytest.raises(_Broken):
+        run.forward()
+    note("after a forward that raised")
+    hook.remove()
+    loss = run.forward()
+    backward_hook = norm.register_full_backward_pre_hook(_break)
+    with pytest.raises(_Broken):
+        run.backward(run.forward())
+    note("after a backward that raised")
+    backward_hook.remove()
+    del loss
+    run.model.zero_grad()
+    run.train(2)
+
+
+def frozen_later(run: Run) -> None:
+    """Parameters frozen, and unfrozen, between steps."""
+    run.shard()
+    run.train(1)
+    for trained in (False, True):
+        run.block(0).get_parameter("up.weight").requires_grad_(trained)
+        run.block(2).requires_grad_(trained)
+        run.train(1)
+
+
+def changed_outside(run: Run) -> None:
+    """Parameters given other data, and replaced, between sharding and a forward."""
+    run.shard()
+    up = run.block(0).get_submodule("up")
+    with torch.no_grad():
+        up.get_parameter("weight").data = up.get_parameter("weight").detach() * 0.5
+    down = run.block(2).get_submodule("down")
+    value = down.get_parameter("weight").detach().clone()
+    down.register_parameter("weight", nn.Parameter(value + 0.25))
+    run.optimize(run.model.parameters())
+    run.train()
+
+
+def synced(run: Run) -> None:
+    """Values of rank 0 are sent to all ranks first."""
+    with torch.no_grad():
+        for param in run.model.parameters():
+            param.add_(run.world.rank)
+    run.shard(sync_module_states=True)
+    run.train()
+
+
+def kept_full(run: Run) -> None:
+    """Units that stay full after forward, or after backward, as set one by one."""
+    run.shard()
+    set_reshard_after_forward(run.block(0), False)
+    set_reshard_after_backward(run.block(2), False)
+    for _ in range(2):
+        run.backward(run.forward())
+        run.backward(run.forward())
+        reshard(run.block(2))
+        note("blocks.2 resharded by hand")
+        run.step()
+
+
+def penalised(run: Run) -> None:
+    """The loss has the norm of the input's gradient: a backward of a backward."""
+    run.shard()
+    for _ in range(2):
+        x = sines((4, 5), run.world.rank + 1).requires_grad_()
+        loss = run.model(x, (0, 1, 2), ()).square().mean()
+        (grad,) = torch.autograd.grad(loss, [x], create_graph=True)
+        note("after autograd.grad")
+        run.micro_batches += 1
+        run.backward(loss + grad.square().sum())
+        run.step()
+
+
+def list_unit(run: Run) -> None:
+    """Two blocks are one unit."""
+    root = run.model
+    fully_shard([root.get_submodule("blocks.0"), root.get_submodule("blocks.1")])
+    fully_shard(root)
+    run.trace.model = root
+    run.optimize(root.parameters())
+    run.train()
+
+
+def copied(run: Run) -> None:
+    """A deep copy of the sharded model trains."""
+    run.shard()
+    run.train(1)
+    run.model = run.trace.model = copy.deepcopy(run.model)
+    run.optimize(run.model.parameters())
+    run.train(1)
+
+
 @dataclass(frozen=True)
 class Program:
     """A program, the number of its ranks and how close its numbers must come."""
@@ -365,6 +476,14 @@ PROGRAMS: dict[str, Program] = {
     "clipped_and_saved": Program(clipped_and_saved),
     "summoned": Program(summoned),
     "by_hand": Program(by_hand),
+    "recovered": Program(recovered),
+    "frozen_later": Program(frozen_later),
+    "changed_outside": Program(changed_outside),
+    "synced": Program(synced),
+    "kept_full": Program(kept_full),
+    "penalised": Program(penalised),
+    "list_unit": Program(list_unit, doors=DOORS[:1]),
+    "copied": Program(copied),
     "comm_hook": Program(hooked, tolerance=3e-2),
     "grad_scaler": Program(scaled, tolerance=1e-2),
 }

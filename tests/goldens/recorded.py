@@ -62,7 +62,8 @@ def write(ranks: RankCount) -> list[str]:
     for name in PROGRAMS:
         through_first, *others = (found[name, door] for door in PROGRAMS[name].doors)
         for other in others:
-            assert not differences(name, through_first, other)
+            told = differences(name, through_first, other)
+            assert not told, "The doors differ:\n" + "\n".join(told)
         texts[name] = as_text(through_first)
     changed = []
     FOLDER.mkdir(exist_ok=True)
