@@ -6,8 +6,9 @@ the gradients, and lowers the scale of that rank, while the other ranks step.
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
 
 import torch
 
@@ -15,9 +16,30 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, leaf_name
 
-_DEPTH = 32
-"""Maximum number of frames between a scaler's step and the optimizer's step: profilers,
-schedulers, trainers and the hooks themselves add frames."""
+_stepping: ContextVar[torch.amp.GradScaler | None] = ContextVar(
+    "stepping_scaler", default=None
+)
+"""The scaler whose ``step`` is running."""
+
+
+def note_scaler_steps() -> None:
+    """Have ``torch.amp.GradScaler.step`` say which scaler steps. Call once.
+
+    A scaler passes nothing about itself to the optimizer's step. Subclasses that
+    override ``step`` call the method of their base class.
+    """
+    kind: Any = torch.amp.GradScaler
+    step = kind.step
+
+    @wraps(step)
+    def noted(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        token = _stepping.set(self)
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            _stepping.reset(token)
+
+    kind.step = noted
 
 
 def require_common_decision(optim: torch.optim.Optimizer) -> None:
@@ -26,8 +48,8 @@ def require_common_decision(optim: torch.optim.Optimizer) -> None:
     Collective: none.
     Raises: CompositionError, on all ranks that step.
     """
-    scaler = _find_local_scaler()
-    if scaler is None:
+    scaler = _stepping.get()
+    if scaler is None or not scaler.is_enabled() or not _decides_locally(scaler):
         return
     for parameter in (p for group in optim.param_groups for p in group["params"]):
         leaf, flat = cut_leaf(parameter), find_flat(parameter)
@@ -44,24 +66,6 @@ def require_common_decision(optim: torch.optim.Optimizer) -> None:
             "Use composable_fsdp.ShardedGradScaler, which takes the same arguments "
             "and decides for all ranks together."
         )
-
-
-def _find_local_scaler() -> torch.amp.GradScaler | None:
-    """Return the scaler that called the step, if the scaler asks no other rank."""
-    # A scaler passes nothing about itself to the optimizer, so search the call stack.
-    # Only the checked first steps do so; later steps pay nothing.
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_DEPTH):
-        if frame is None:
-            return None
-        if frame.f_code.co_name in ("step", "_maybe_opt_step"):
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, torch.amp.GradScaler):
-                return (
-                    caller if caller.is_enabled() and _decides_locally(caller) else None
-                )
-        frame = frame.f_back
-    return None
 
 
 def _decides_locally(scaler: torch.amp.GradScaler) -> bool:

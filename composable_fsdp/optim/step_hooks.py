@@ -29,7 +29,10 @@ from composable_fsdp.optim.full_param_checks import (
     steps_on_full_params,
 )
 from composable_fsdp.optim.names import is_absent
-from composable_fsdp.optim.scaler_check import require_common_decision
+from composable_fsdp.optim.scaler_check import (
+    note_scaler_steps,
+    require_common_decision,
+)
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import (
     prepare_flats,
@@ -97,6 +100,7 @@ def install_step_hooks() -> None:
     if not _applications:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+        note_scaler_steps()
     _applications += 1
     expect_gradients()
 
