@@ -1,6 +1,11 @@
-"""One application of sharding to a module: options, plan, checks, build.
+"""Apply sharding to one module: options, plan, checks, build.
 
-Both doors, ``fully_shard`` and ``FullyShardedDataParallel``, end here.
+``fully_shard``, ``FullyShardedDataParallel`` and ``replicate`` all end in ``apply``::
+
+    prepare   check arguments, resolve ranks     no module is touched
+    apply     plan, checks                       every refusal comes before a change
+              param_init_fn, broadcast, shard    unit by unit
+              hooks: state dict, optimizer, DDP
 """
 
 from __future__ import annotations
@@ -44,13 +49,16 @@ from composable_fsdp.tree.traversal import walk_states
 
 
 class Application(NamedTuple):
-    """Everything a caller may say about one application, after checking."""
+    """The checked arguments of one application."""
 
     request: PlanRequest
+    """The arguments that planning reads."""
     ranks: RankLayout
+    """The shard group and the replicate group that the caller named."""
     device_id: int | torch.device | None
     sync_module_states: bool
     param_init_fn: Init | None
+    """The initializer of modules on meta; None leaves them on meta."""
 
 
 def prepare(
@@ -67,12 +75,33 @@ def prepare(
     api: str = API,
     param_init_fn: Init | None = None,
 ) -> Application:
-    """Check what was passed and resolve groups; touches no module and sends nothing."""
+    """Check the arguments and resolve the groups, without touching a module.
+
+    Args:
+        options: The options of the root unit.
+        process_group: The shard group or a pair of groups. Default: the default group.
+        device_mesh: The ranks as a mesh. Default None.
+        policy: Selects the modules that become units. Default None: none below the
+            root.
+        ignored_modules: Modules that stay unsharded. Default None.
+        ignored_states: Parameters or modules that stay unsharded. Default None.
+        device_id: The compute device. Default None: found by ``resolve_device``.
+        sync_module_states: Broadcast the values of rank 0 first. Default False.
+        tied_params: "error" (default) or "promote", for parameters shared by units.
+        api: The name under which the registry stores the state. Default:
+            ``fully_shard``.
+        param_init_fn: The initializer of modules on meta. Default None.
+
+    Returns: the checked arguments.
+    Collective: none.
+    Raises: TypeError, PlanError, CompositionError, for arguments that cannot be used.
+    """
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(
             "param_init_fn expects a function of a module, got "
             f"{type(param_init_fn).__name__}."
         )
+    # Lists, because iterators would be exhausted by the first reader.
     ignored_modules = as_list(ignored_modules, "ignored_modules")
     ignored_states = as_list(ignored_states, "ignored_states")
     ranks = resolve_ranks(process_group, device_mesh)
@@ -93,24 +122,29 @@ def prepare(
 def apply(
     modules: Sequence[nn.Module], state: _FSDPState, application: Application
 ) -> ShardingPlan:
-    """Shard ``modules`` (several form one unit).
+    """Shard ``modules``; several modules form one unit.
 
-    ``state`` is what the registry made for them.
+    Args:
+        modules: The modules of the root unit.
+        state: The state that the registry made for these modules.
+        application: The checked arguments, from ``prepare``.
 
-    Every check comes before the first change.
-
-    Collective: with ``sync_module_states`` one broadcast per parameter and buffer over
-    the shard (and replicate) group; the first hybrid unit that shards within a node
-    makes the nodes' groups; else none.
-    Raises: PlanError, CompositionError; the modules are as they were. What
-    ``param_init_fn`` raises comes after the first change.
+    Returns: the plan of the units.
+    Collective: with ``sync_module_states`` a broadcast per parameter and buffer over
+        the shard (and replicate) group; for the first hybrid unit that shards within a
+        node the creation of the node groups; else none.
+    Raises: PlanError, CompositionError; the modules are then unchanged. An exception of
+        ``param_init_fn`` comes after the first change.
     """
+    # Every check runs before the first change, so that a refusal leaves the modules as
+    # they were.
     for module in modules:
         _refuse_owned(module, application.request.api)
     ranks = application.ranks
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
+    # A root may hold no parameters of its own; its device is then that of nested units.
     below = [
         unit.device
         for target in targets
@@ -118,6 +152,7 @@ def apply(
         if isinstance(unit, _FSDPState)
     ]
     device = resolve_device(application.device_id, ranks, parameters, below)
+    # resolve_device follows the mesh and the backend, also where torch finds no GPU.
     if device.type == "cuda" and not torch.cuda.is_available():
         raise PlanError(
             f"The compute device is {device} (device_id={application.device_id}), and "
@@ -125,9 +160,13 @@ def apply(
             "torch.device('cpu')."
         )
     init, sync = application.param_init_fn, application.sync_module_states
+    # Without an initializer the shards of a model on meta stay on meta until to_empty
+    # or a state dict gives them values; a unit with both kinds is refused.
     on_meta = any(parameter.is_meta for parameter in parameters)
     if on_meta and init is None and not sync:
         _refuse_mixed_meta(targets)
+    # build_units calls ``before`` just before it shards a unit, so at most a single
+    # unit has full values beside the shards.
     before = prepare_values(
         targets,
         init=init,
@@ -136,6 +175,8 @@ def apply(
         device=device,
         ignored=application.request.ignored_parameters,
     )
+    # Read before build_units, which runs param_init_fn: the first forward checks that
+    # buffers which were on meta have been filled.
     awaiting = [on_meta and _have_meta_buffers(target.members) for target in targets]
     if on_meta and init is None and not sync:
         for target in targets:
@@ -153,17 +194,23 @@ def apply(
         install_part_hooks(each, target.members)
     for each, awaits in zip(states, awaiting, strict=True):
         each.awaits_buffers = awaits
+    # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
+    # registration of modules and parameters, DDP around units.
     install_step_hooks()
     watch_registrations()
     install_ddp_hook()
+    # The optimizer check warns of gradients that no rank reduces, except for parameters
+    # that the caller ignored by name.
     mark_ignored(_ignored(modules, application.request))
     options = application.request.options
     if application.request.policy is not None and options.mixed_precision:
+        # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
     return plan
 
 
 def _have_meta_buffers(modules: Iterable[nn.Module]) -> bool:
+    """Return whether any of ``modules`` directly holds a buffer on meta."""
     return any(
         buffer is not None and buffer.is_meta
         for module in modules
@@ -172,16 +219,18 @@ def _have_meta_buffers(modules: Iterable[nn.Module]) -> bool:
 
 
 def _ignored(modules: Sequence[nn.Module], request: PlanRequest) -> list[nn.Parameter]:
-    """The parameters that the caller left out by name."""
+    """Return the parameters that the caller ignored by argument."""
     by_module = [p for m in request.ignored_modules for p in m._parameters.values()]
     alone = request.ignored_parameters
-    # The walk over all parameters only where something is named: calls are many.
+    # Walk over all parameters only if some are ignored individually: fully_shard is
+    # called once per block, so a walk in every call would cost quadratic time.
     by_itself = [p for m in modules if alone for p in m.parameters() if id(p) in alone]
     return [p for p in (*by_module, *by_itself) if p is not None]
 
 
 def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> None:
-    """Have units of the ignored classes compute in their own dtype, and say so."""
+    """Let units of the ignored classes compute in their own dtype, and warn."""
+    # As in FSDP1, where the ignored classes are BatchNorm by default.
     classes = ignored_classes(options.mixed_precision)
     kept = [module for module in units if isinstance(module, classes)]
     for module in kept:
@@ -198,7 +247,7 @@ def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> No
 
 
 def _owner_of(parameter: nn.Parameter) -> str | None:
-    """How messages call a parameter that a unit holds; ``None`` if none does."""
+    """Return how messages describe an already sharded parameter, or ``None``."""
     found = find_leaf(parameter)
     if found is None:
         return None
@@ -209,12 +258,18 @@ def _owner_of(parameter: nn.Parameter) -> str | None:
 
 
 def _refuse_owned(module: nn.Module, api: str) -> None:
+    """Refuse a module that is wrapped or belongs to an earlier unit above.
+
+    Raises: CompositionError.
+    """
     owner = _get_module_fsdp_state(module)
+    # The wrapper itself is no unit, but shares the state of the unit that it wraps.
     if module._modules.get(WRAPPED_MODULE) is not None and owner is not None:
         raise CompositionError(
             f"{api} got a {type(module).__name__}, which holds a module that is "
             "sharded already. Use one of the two, on the plain module."
         )
+    # An earlier unit above has moved the parameters into its flat buffer already.
     if owner is not None and all(module is not m for m in owner.modules):
         raise CompositionError(
             f"{api} got a {type(module).__name__} whose parameters belong to the "
@@ -224,8 +279,14 @@ def _refuse_owned(module: nn.Module, api: str) -> None:
 
 
 def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
+    """Refuse a unit below that lazy initialization has already made a root.
+
+    Raises: CompositionError.
+    """
     for target in targets:
         for state in target.units_below:
+            # Lazy initialization has given this unit a context (streams, execution
+            # order) of its own, which a unit above could not share any more.
             if isinstance(state, _FSDPState) and state._is_root is not None:
                 fqn = next((n for n, _, s in walk_states(module) if s is state), "")
                 raise CompositionError(
@@ -237,6 +298,10 @@ def _refuse_started(module: nn.Module, targets: Sequence[Target]) -> None:
 
 
 def _refuse_mixed_meta(targets: Sequence[Target]) -> None:
+    """Refuse a unit that has parameters on meta and parameters with values.
+
+    Raises: PlanError, with the names of the parameters on meta.
+    """
     for target in targets:
         for layout, parameters in zip(
             target.plan.regions, target.parameters, strict=True

@@ -1,14 +1,14 @@
 """``checkpoint``: activation checkpointing in place.
 
-The module's own ``forward`` is what runs twice; its hooks stay outside and run once.
-So whichever of ``checkpoint`` and ``fully_shard`` is applied first, the nesting is the
-same::
+``checkpoint`` replaces the module's ``forward``, which runs twice. Module hooks stay
+outside and run once, so the nesting does not depend on whether ``checkpoint`` or
+``fully_shard`` is applied first::
 
     module(x):  hooks of fully_shard (gather) [ checkpointed forward ] hooks (reshard)
     backward:   gather                        [ forward again, its backward ]  reduce
 
-Units below the module are inside: their hooks run again, gather again if needed, and
-leave no trace in the execution order.
+Units below the module lie inside the recomputation: their hooks run again, all-gather
+again if necessary, and are not recorded in the execution order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.planning import walk
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns the contexts of the first forward and of the recomputation."""
 
 
 class _CheckpointState:
-    """What the registry keeps of one application: the way ``forward`` runs."""
+    """The registry's state of one application: the original forward and the options."""
 
     def __init__(self) -> None:
         self.forward: Callable[..., Any] | None = None
-        """The forward that the module had."""
+        """The ``forward`` of the module before the application."""
         self.options: dict[str, Any] = {}
+        """Keyword arguments of ``run_checkpointed``."""
 
 
 @contract(_CheckpointState)
@@ -48,16 +50,31 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
 ) -> None:
-    """Keep no activations of ``module``; run its forward again in backward.
+    """Save no activations of ``module``; recompute its forward in backward.
 
-    Class, names and parameters stay; the instance gets a ``forward`` of its own, and
-    ``checkpoint.state(module)`` says so. Arguments are those of
-    ``torch.utils.checkpoint.checkpoint``; keyword arguments of the forward work in both
-    modes. With ``use_reentrant=True`` tensors inside containers get no gradient, as in
-    torch. Units below are gathered again in backward.
+    Class, parameters and names stay unchanged; the instance gets an own ``forward``,
+    and ``checkpoint.state(module)`` returns the state of the application. Keyword
+    arguments of the forward work in both modes. With ``use_reentrant=True`` tensors
+    inside containers get no gradient, as in torch. Units below the module are
+    all-gathered again in backward.
 
-    Collective: none. Raises: CompositionError, applied twice, to a container, or with
-    options that torch has for the non-reentrant mode only.
+    Args:
+        module: The module to recompute.
+        use_reentrant: Use torch's reentrant implementation. Default False.
+        preserve_rng_state: Restore the RNG state for the recomputation. Default True.
+        context_fn: Returns the contexts of the forward and of the recomputation,
+            non-reentrant mode only. Default None: no contexts.
+        determinism_check: The check of recomputed tensors, non-reentrant mode only.
+            Default "default": compare shapes, dtypes and devices.
+        debug: Record operators for error messages, non-reentrant mode only. Default
+            False.
+        early_stop: Stop the recomputation at the last saved tensor, non-reentrant mode
+            only. Default True.
+
+    Returns: ``module``, the same object.
+    Collective: none.
+    Raises: CompositionError, for a second application, a container, a list of modules,
+        or options that torch accepts only in the non-reentrant mode.
 
     >>> layer = checkpoint(nn.Linear(2, 2))
     >>> type(layer).__name__
@@ -75,6 +92,7 @@ def checkpoint(
             "its own to run again. Apply it to one after the other."
         )
     options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    # torch would refuse these options only when the module runs for the first time.
     if use_reentrant and (context_fn is not None or debug):
         raise CompositionError(
             "checkpoint(use_reentrant=True) has neither context_fn nor debug; torch "
@@ -88,12 +106,16 @@ def checkpoint(
             options["context_fn"] = context_fn
     state = checkpoint.state(module)
     assert state is not None
+    # The bound method, so that a forward set on the instance earlier is kept, too.
     state.forward = module.forward
     state.options = {"use_reentrant": use_reentrant, **options}
+    # On the instance: nn.Module.__call__ runs the module's hooks around ``forward``, so
+    # the hooks stay outside the recomputation.
     module.forward = partial(_forward, state)
 
 
 def _forward(state: _CheckpointState, *args: Any, **kwargs: Any) -> Any:
+    """Run the original forward of ``state`` checkpointed; set as ``module.forward``."""
     assert state.forward is not None
     return run_checkpointed(state.forward, args, kwargs, **state.options)
 
@@ -107,12 +129,23 @@ def run_checkpointed(
     use_reentrant: bool,
     **options: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, checkpointed by torch or by ``run``.
+    """Return ``function(*args, **kwargs)``, checkpointed by ``run``.
 
-    The reentrant mode takes positional arguments only, so names are put back inside.
+    Args:
+        function: The function to recompute in backward.
+        args: Positional arguments of ``function``.
+        kwargs: Keyword arguments of ``function``.
+        run: The implementation. Default: ``torch.utils.checkpoint.checkpoint``.
+        use_reentrant: Use the reentrant mode.
+        **options: Further keyword arguments of ``run``.
+
+    Returns: the result of ``function``.
+    Collective: none itself; units inside ``function`` are all-gathered.
     """
     if not use_reentrant or not kwargs:
         return run(function, *args, use_reentrant=use_reentrant, **options, **kwargs)
+    # torch's reentrant mode accepts positional arguments only: pass the values by
+    # position and restore the names inside the recomputed function.
     names, count = tuple(kwargs), len(args)
 
     def positional(*values: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Wrappers for activations, under the names that torch's FSDP scripts import.
+"""Activation wrappers under the names that torch's FSDP scripts import.
 
-``checkpoint_wrapper`` recomputes, ``offload_wrapper`` keeps activations on the host.
-Each adds one level to the tree and takes it out of the names that state dicts and the
-wrapper give; ``checkpoint`` does the same without a level.
+``checkpoint_wrapper`` recomputes activations; ``offload_wrapper`` keeps activations in
+host memory. Each wrapper adds a level to the module tree and removes the wrapper's
+component from the names in state dicts and from ``named_parameters``. ``checkpoint``
+recomputes without an additional level.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 
 
 class CheckpointImpl(Enum):
-    """Which of torch's two ways to recompute; see ``torch.utils.checkpoint``."""
+    """The implementation of recomputation; see ``torch.utils.checkpoint``."""
 
     REENTRANT = auto()
     NO_REENTRANT = auto()
 
 
 class ActivationWrapper(nn.Module):
-    """A module around another one that decides what becomes of its activations."""
+    """Base class of wrappers that change how a module's activations are kept."""
 
     def __init__(self, mod: nn.Module) -> None:
         super().__init__()
@@ -47,44 +48,46 @@ class ActivationWrapper(nn.Module):
 
     @property
     def _wrapped(self) -> nn.Module:
+        """Return the wrapped module."""
         wrapped = self._modules[CHECKPOINTED_MODULE]
         assert wrapped is not None
         return wrapped
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped module are attributes of the wrapper."""
+        """Return the attribute of the wrapped module, if the wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Half copied or half unpickled, the wrapper has no module to ask.
+            # copy and pickle ask a new wrapper for special methods before the wrapper
+            # has a module; the lookup of the module would then recurse.
             if name.startswith("__") or "_modules" not in vars(self):
                 raise
             return getattr(self._wrapped, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Forward indexing, for a wrapped ``nn.Sequential``."""
+        """Index the wrapped module, for a wrapped ``nn.Sequential``."""
         return self._wrapped[key]  # type: ignore[index]  # the class decides
 
     def named_parameters(
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of a plain module: names without the wrapper's component."""
+        """Yield the plain model's names and parameters, without wrapper components."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield strip_wrapper(name), parameter
 
 
 class OffloadWrapper(ActivationWrapper):
-    """Keeps what backward needs in host memory; made by ``offload_wrapper``."""
+    """Keep saved tensors in host memory until backward; made by ``offload_wrapper``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module; saved tensors go to the host and come back."""
-        # Pinned memory needs an accelerator.
+        """Run the wrapped module; copy its saved tensors to the host and back."""
+        # Pinned memory, which makes the copies asynchronous, requires an accelerator.
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return self._wrapped(*args, **kwargs)
 
 
 class CheckpointWrapper(ActivationWrapper):
-    """Keeps no activations and recomputes them; made by ``checkpoint_wrapper``."""
+    """Save no activations and recompute them; made by ``checkpoint_wrapper``."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class CheckpointWrapper(ActivationWrapper):
         **checkpoint_fn_kwargs: Any,
     ) -> None:
         super().__init__(mod)
-        # Torch's own enum, too: a script may import it from there.
+        # Scripts may import the enum from torch instead of this package: match by name.
         self.checkpoint_impl = by_name(
             CheckpointImpl, checkpoint_impl, argument="checkpoint_impl"
         )
@@ -105,6 +108,8 @@ class CheckpointWrapper(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module through ``checkpoint_fn``."""
+        # The reentrant mode takes positional arguments only; run_checkpointed repacks
+        # keyword arguments.
         if self.checkpoint_impl is CheckpointImpl.REENTRANT:
             return run_checkpointed(
                 self._wrapped, args, kwargs, run=self._reentrant, use_reentrant=True
@@ -112,11 +117,12 @@ class CheckpointWrapper(ActivationWrapper):
         return self.checkpoint_fn(self._wrapped, *args, **kwargs)
 
     def _reentrant(self, function: Any, *args: Any, use_reentrant: bool) -> Any:
+        """Call ``checkpoint_fn`` without ``use_reentrant``, which is bound already."""
         return self.checkpoint_fn(function, *args)
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
-    """Wrap ``module`` so that its activations wait for backward in host memory."""
+    """Wrap ``module`` to keep saved activations in host memory until backward."""
     return OffloadWrapper(module)
 
 
@@ -129,13 +135,15 @@ def checkpoint_wrapper(
     """Wrap ``module`` so that its activations are recomputed in backward.
 
     Args:
-        module: what runs twice; inside or outside a fully sharded module.
-        checkpoint_impl: which of torch's two ways; only the reentrant one repacks
-            keyword arguments.
-        checkpoint_fn: called as ``checkpoint_fn(module, *args, **kwargs)`` in place of
-            torch's, with ``checkpoint_fn_kwargs``.
+        module: The module to recompute; inside or outside a fully sharded module.
+        checkpoint_impl: torch's implementation. Only REENTRANT repacks keyword
+            arguments. Default NO_REENTRANT.
+        checkpoint_fn: Called as ``checkpoint_fn(module, *args, **kwargs)`` with
+            ``checkpoint_fn_kwargs``. Default None: torch's ``checkpoint``.
+        **checkpoint_fn_kwargs: Keyword arguments of ``checkpoint_fn``.
 
-    Sends nothing by itself; units inside are gathered again in backward.
+    Returns: the wrapper.
+    Collective: none; units inside the module are all-gathered again in backward.
 
     >>> list(checkpoint_wrapper(nn.Linear(2, 2)).state_dict())
     ['weight', 'bias']
@@ -146,6 +154,7 @@ def checkpoint_wrapper(
 
 
 def _always(module: nn.Module) -> bool:
+    """Accept every module; the default of ``check_fn``."""
     return True
 
 
@@ -155,12 +164,24 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] = _always,
     auto_wrap_policy: object = None,
 ) -> None:
-    """Put a wrapper around every module below ``model`` that is chosen, in place.
+    """Wrap every selected module below ``model``, in place.
 
-    ``auto_wrap_policy`` chooses, in any form that ``fully_shard`` takes, else
-    ``check_fn`` does; containers without a forward are never chosen by ``check_fn``.
-    ``checkpoint_wrapper_fn`` may return the module itself, as ``checkpoint`` does.
-    Inner modules come first, a shared one is wrapped once, ``model`` itself never.
+    Inner modules are wrapped first, a shared module is wrapped once, and ``model``
+    itself is never wrapped.
+
+    Args:
+        model: The root of the walk.
+        checkpoint_wrapper_fn: Returns the replacement of a module. The function may
+            return the module itself, as ``checkpoint`` does. Default:
+            ``checkpoint_wrapper``.
+        check_fn: Selects modules; containers without a forward are never selected by
+            this function. Default: every module.
+        auto_wrap_policy: Selects modules in any form that ``fully_shard`` accepts,
+            instead of ``check_fn``. Default None.
+
+    Collective: none.
+    Raises: PlanError, TypeError, for a policy that selects a module outside the tree or
+        returns a wrong type.
     """
     if auto_wrap_policy is not None:
         targets = evaluate_policy(auto_wrap_policy, model, root_kwargs={})
@@ -170,6 +191,7 @@ def apply_activation_checkpointing(
             for module in walk.modules(model)
             if module is not model
             and check_fn(module)
+            # An nn.ModuleList has no forward that could run twice.
             and not walk.is_container(module)
         }
     post_order_apply(

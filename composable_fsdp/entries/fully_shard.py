@@ -1,4 +1,4 @@
-"""``fully_shard``: the composable door."""
+"""Public entry point ``fully_shard``: shard a module in place, without a wrapper."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from composable_fsdp.planning.options import PER_MODULE, UnitOptions
 from composable_fsdp.tree.state import _FSDPState
 
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
+"""A module, or a list of modules that becomes one unit."""
 
 _FSDP2_NAMES = {
     "mesh": "device_mesh",
@@ -39,6 +40,7 @@ _FSDP2_NAMES = {
     "sharding_strategy": "strategy",
     "auto_wrap_policy": "policy",
 }
+"""Argument names of torch's FSDP, mapped to the names that error messages suggest."""
 
 
 def _shard(
@@ -67,72 +69,90 @@ def _shard(
 ) -> None:
     """Shard a module's parameters, gradients and optimizer state over ranks, in place.
 
-    The module keeps its class and every name; each parameter stays the same object, its
-    data now this rank's rows (``(k, *trailing)``; see ``Block``). Forward and backward
-    gather and reduce by themselves. Apply it to children first: a call manages what
-    nested calls (and ``replicate``) left over. A list of modules becomes one unit.
+    Class and names of the module stay unchanged. Each parameter stays the same object,
+    with this rank's rows as data, ``(k, *trailing)`` (see ``Block``). The module's
+    forward and backward all-gather parameters and reduce gradients through hooks. Apply
+    ``fully_shard`` to child modules first: a call manages all parameters that nested
+    calls (and ``replicate``) do not manage yet. A list of modules becomes one unit.
 
     Args:
-        module: a module, or a list that becomes one unit (not the root).
-        process_group: the ranks to shard over, or a pair (shard, replicate); the
-            default group if nothing is given, within which hybrid units shard by node
-            (LOCAL_WORLD_SIZE) and replicate across nodes.
-        device_mesh: the same as a mesh: 1-D shards, 2-D is (replicate, shard).
-        policy: which modules below become units: a policy object, a function
-            ``(module, recurse, nonwrapped_numel) -> bool``, or one that returns
-            ``{module: options}``. Units made by hand before are boundaries.
-        strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, or a hybrid one, which wants a
-            pair, a 2-D mesh, or nothing. A pair or a 2-D mesh makes the first two
-            hybrid as well: ranks say who shares, the strategy says when.
-        mixed_precision: a ``MixedPrecision`` with the dtypes of compute, reduction,
-            buffers, inputs and outputs; else everything keeps its own.
-        cpu_offload: with ``CPUOffload(offload_params=True)`` shards and their gradients
-            live on the host, where the optimizer then works; compute stays on the
-            device. While a backward runs their ``.grad`` is None.
-        ignored_modules, ignored_states: modules or parameters to leave as they are.
-        device_id: compute device; else the mesh's, else cuda under NCCL, else where the
-            parameters are. Of several GPUs the one where they are, else the current
-            one, which torchrun's local rank chooses if nobody did.
-        param_init_fn: called once with each module that holds parameters or buffers on
-            meta, to give them memory and values; unit by unit, so that memory holds one
-            unit above the shards. Without it a model on meta is sharded on meta, and
-            ``to_empty`` or a state dict gives the shards values before the first
-            forward.
-        sync_module_states: give every rank the values of rank 0 first; a model on meta
-            gets memory for them, and on rank 0, if it is on meta there, values from
-            each module's ``reset_parameters``.
-        backward_prefetch: when the next unit is gathered in backward: BACKWARD_PRE,
-            before this one computes (if nothing is given), BACKWARD_POST, after it, or
-            None, when it is needed.
-        forward_prefetch: gather the unit that came next in the last forward of this
-            kind before it is needed. Not done if nothing is given.
-        limit_all_gathers: keep at most one resharded unit's memory waiting for the GPU.
-        block: what a shard boundary may not cut: Block.ROW (if nothing is given) or
-            Block.ELEMENT.
-        group_by: a function of a parameter's name in ``module`` and the parameter.
-            Those with different answers lie in regions of their own, so that
-            ``flat_parameter_groups`` can tell them apart. Equal on all ranks. One group
-            if nothing is given.
-        if_sharded: "error" (if nothing is given), or "skip" to return a module that is
-            sharded as this call asks: the same units with the same parameters, options,
-            ranks and device, however they are spelled. Another is refused.
-        tied_params: what to do with a parameter tied across units: "error" (if
-            nothing is given), or "promote" to the lowest unit above all its places.
+        module: The module to shard, or a list of modules that becomes one unit (a list
+            cannot be the root).
+        process_group: The shard group, or a pair (shard group, replicate group).
+            Default: the default process group; hybrid units then shard within a node
+            (LOCAL_WORLD_SIZE ranks) and replicate across nodes.
+        device_mesh: The ranks as a mesh instead of ``process_group``: a 1-D mesh
+            shards, a 2-D mesh is (replicate, shard).
+        policy: Selects the modules below ``module`` that become units: a policy object,
+            a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
+            that returns ``{module: options}``. The policy does not enter units made by
+            earlier calls. Default None: only ``module`` becomes a unit.
+        strategy: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, or a hybrid strategy. A
+            hybrid strategy requires a pair of groups, a 2-D mesh, or neither argument.
+            With a pair or a 2-D mesh, FULL_SHARD and SHARD_GRAD_OP are hybrid, too: the
+            groups decide which ranks share parameters, the strategy decides when
+            parameters are sharded.
+        mixed_precision: A ``MixedPrecision`` with the dtypes of compute, reduction,
+            buffers, inputs and outputs. Default None: every tensor keeps its dtype.
+        cpu_offload: With ``CPUOffload(offload_params=True)`` sharded parameters and
+            sharded gradients are in host memory, where the optimizer steps; forward and
+            backward run on the compute device. ``.grad`` is None while a backward runs.
+            Default None: no offload.
+        ignored_modules, ignored_states: Modules, or parameters, that are not sharded.
+        device_id: The compute device. Default: the mesh's device type, else cuda if the
+            backend is NCCL, else the device of the parameters. Among several GPUs the
+            default is the GPU that holds the parameters, else the current device; if no
+            GPU has been used yet, the current device becomes the GPU of torchrun's
+            local rank.
+        param_init_fn: Called once for each module that holds parameters or buffers on
+            meta, to allocate and initialize them. Units are initialized in turn, so the
+            peak memory is a single unsharded unit plus the shards. Default None: a
+            model on meta is sharded on meta, and ``to_empty`` or a state dict must give
+            the shards values before the first forward.
+        sync_module_states: Broadcast the values of rank 0 to every rank before
+            sharding. A model on meta is allocated first; on rank 0 a model on meta is
+            initialized by each module's ``reset_parameters``. Default False.
+        backward_prefetch: When backward all-gathers the next unit: BACKWARD_PRE
+            (default), before the current unit computes; BACKWARD_POST, after the
+            current unit has computed; None, when the next unit needs its parameters.
+        forward_prefetch: All-gather the next unit early in forward, in the order of the
+            previous forward of the same kind. Default False.
+        limit_all_gathers: Keep the memory of at most one resharded unit waiting for the
+            GPU. Default True.
+        block: The smallest piece that a shard boundary may not cut: Block.ROW (default)
+            or Block.ELEMENT.
+        group_by: A function of a parameter's name in ``module`` and the parameter.
+            Parameters with different results are placed in different regions, so that
+            ``flat_parameter_groups`` can separate them. The results must be equal on
+            all ranks. Default None: no separation.
+        if_sharded: "error" (default), or "skip" to return a module that is already
+            sharded as this call asks: equal units with equal parameters, options, ranks
+            and device, however the arguments are written. A module sharded differently
+            is refused.
+        tied_params: Treatment of a parameter that several units share: "error"
+            (default), or "promote" to assign the parameter to the lowest unit that
+            contains all its places.
 
-    Collective: one broadcast per parameter and buffer with ``sync_module_states``; the
-    nodes' groups are made for the first hybrid unit that is given no ranks; else none.
-    All ranks must make the same calls in the same order.
-    Raises: CompositionError, PlanError, TypeError; the module is as it was.
+    Returns: ``module``, the same object.
+    Collective: with ``sync_module_states`` a broadcast per parameter and buffer; for
+        the first hybrid unit without explicit ranks the creation of the node groups;
+        else none. All ranks must make the same calls in the same order.
+    Raises: CompositionError, PlanError, TypeError; the module is then unchanged.
 
     >>> for block in model.blocks:
     ...     fully_shard(block)
     >>> fully_shard(model)
     """
-    del if_sharded  # decided before the contract is asked
+    del if_sharded  # _FullyShard.__call__ reads if_sharded
+    # ``**unknown`` instead of Python's own TypeError: the error text below translates
+    # names of torch's FSDP and suggests the nearest name.
     if unknown:
         raise TypeError(_unknown_text(sorted(unknown)))
+    # The contract has registered the new state on every module of a list.
     state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
+    # UnitOptions holds the arguments that a policy may override per module; all other
+    # arguments apply to the whole call.
     options = UnitOptions(
         strategy=strategy,
         block=block,
@@ -157,12 +177,14 @@ def _shard(
         param_init_fn=param_init_fn,
     )
     modules = [module] if isinstance(module, nn.Module) else list(module)
+    # A container such as nn.ModuleList has no forward, so its hooks would never run.
     for each in modules:
         refuse_container(each)
     apply(modules, state, application)
 
 
 def _unknown_text(names: list[str]) -> str:
+    """Return the error text for unknown arguments; translate names of torch's FSDP."""
     hints = [f"{n} (here: {_FSDP2_NAMES[n]})" for n in names if n in _FSDP2_NAMES]
     rest = [n for n in names if n not in _FSDP2_NAMES]
     parts = []
@@ -182,15 +204,16 @@ def _with_nearest(name: str) -> str:
 
 
 class _FullyShard(Contract[Any, _FSDPState]):
-    """The contract, plus the choice of what a second application does."""
+    """The composable contract of ``fully_shard``, extended by ``if_sharded``."""
 
     def __call__(self, module: T, *args: Any, **kwargs: Any) -> T:
-        """Apply ``fully_shard``; see the function's own documentation."""
+        """Apply ``fully_shard`` to ``module``; ``_shard`` documents the arguments."""
         choice = kwargs.get("if_sharded", "error")
         if choice not in ("error", "skip"):
             raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
         modules = [module] if isinstance(module, nn.Module) else module
-        # Asked of what is sharded alone: to read the arguments may use an iterator up.
+        # Compare only if the first module is sharded already: reading the arguments may
+        # exhaust an iterator that the application below still needs.
         if (
             choice == "skip"
             and isinstance(modules, (list, tuple))
@@ -198,20 +221,24 @@ class _FullyShard(Contract[Any, _FSDPState]):
             and is_same_application(modules, _application(kwargs))
         ):
             return module
+        # The contract registers the state, calls _shard, and compares all names
+        # afterwards.
         return super().__call__(module, *args, **kwargs)
 
 
 def _application(given: Mapping[str, Any]) -> Application:
-    """The application that these keyword arguments ask for."""
+    """Return the application that the keyword arguments of a call describe."""
     unknown = sorted(given.keys() - set(_OWN_NAMES))
     if unknown:
         raise TypeError(_unknown_text(unknown))
     options = {name: given[name] for name in PER_MODULE if name in given}
+    # The per-module options travel in UnitOptions, the other arguments by keyword.
     rest = given.keys() - options.keys() - {"if_sharded"}
     return prepare(UnitOptions(**options), **{name: given[name] for name in rest})
 
 
+# The keyword-only arguments: listed in error texts, and accepted by _application.
 _OWN_NAMES = tuple(_shard.__kwdefaults__ or ())
-# The registry keeps states under the function's name.
+# The registry stores states under the function's name.
 _shard.__name__ = _shard.__qualname__ = "fully_shard"
 fully_shard = _FullyShard(_shard, _FSDPState, check_names=True)

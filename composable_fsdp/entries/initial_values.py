@@ -1,4 +1,10 @@
-"""What a unit's parameters and buffers go through just before it is sharded."""
+"""Prepare the values of a unit's parameters and buffers just before sharding.
+
+::
+
+    materialize modules on meta  ->  move buffers to the device  ->  broadcast  ->
+    shard
+"""
 
 from __future__ import annotations
 
@@ -31,23 +37,36 @@ def prepare_values(
     device: torch.device,
     ignored: frozenset[int],
 ) -> Callable[[int], None] | None:
-    """Return what has to be called with each target's index, or None if nothing.
+    """Return the function to call with each target's index before sharding, or None.
 
-    It runs ``init`` on modules with meta tensors, moves buffers to ``device`` in place,
-    and with ``sync`` gives every rank the values of the first. Then ranks that are not
-    the first need no initialiser, only memory. ``ignored`` are identities of parameters
-    that stay as they are.
+    The returned function runs ``init`` on modules with meta tensors, moves buffers to
+    ``device`` in place, and with ``sync`` broadcasts the values of the group's first
+    rank.
 
-    Collective, in what is returned: with ``sync`` one broadcast per parameter and
-    buffer of the unit over the shard (and replicate) group; else none.
+    Args:
+        targets: The units to be sharded, inner units included.
+        init: The initializer of modules on meta; None leaves them on meta.
+        sync: Broadcast parameters and buffers.
+        ranks: The shard group and the replicate group.
+        device: The compute device.
+        ignored: Identities of parameters that stay as they are.
+
+    Returns: a function of a target's index; None if no unit needs preparation.
+    Collective: none here. The returned function: with ``sync`` a broadcast per
+        parameter and buffer of the unit over the shard (and replicate) group; else
+        none.
     Raises: PlanError, for a module on meta that has no ``reset_parameters``.
     """
+    # With a CPU as the compute device no buffer is moved, so no unit needs preparation.
     if init is None and not sync and device.type == "cpu":
         return None
     waiting: list[list[MetaModule]] = [[] for _ in targets]
     if init is not None or sync:
         waiting = find_meta_modules(targets, ignored)
+        # Found for all units before the first unit changes, so that a missing
+        # reset_parameters is refused with the model as it was.
         init = _choose(init, waiting, device, is_first=not sync or _is_first(ranks))
+    # A buffer that several units share is moved and broadcast once.
     done: set[int] = set()
 
     def before(index: int) -> None:
@@ -63,7 +82,9 @@ def prepare_values(
         done.update(map(id, buffers))
         for buffer in buffers:
             if buffer.device != device and not buffer.is_meta:
+                # Through .data, because other modules may hold the same buffer object.
                 buffer.data = buffer.to(device)
+        # After initialization, so that rank 0's initial values are sent, too.
         if sync:
             parameters = [p for region in targets[index].parameters for p in region]
             _broadcast([*parameters, *buffers], ranks, device)
@@ -72,6 +93,7 @@ def prepare_values(
 
 
 def _is_first(ranks: RankLayout) -> bool:
+    """Return whether this rank's values are the source of the broadcasts."""
     groups = (ranks.shard, ranks.replicate)
     return all(group is None or group.rank() == 0 for group in groups)
 
@@ -83,10 +105,15 @@ def _choose(
     *,
     is_first: bool,
 ) -> Init:
+    """Return the initializer that this rank runs, with memory allocation included."""
+    # A param_init_fn of the caller allocates the memory itself, on every rank.
     if init is not None and init is not reset_parameters:
         return init
+    # The broadcast overwrites the values on every other rank: allocate, but do not
+    # spend time on an initializer there.
     if not is_first:
         return with_memory(keep_uninitialized, device)
+    # Checked before any module is initialized.
     require_reset_parameters([each for unit in waiting for each in unit])
     return with_memory(reset_parameters, device)
 
@@ -94,11 +121,15 @@ def _choose(
 def _broadcast(
     tensors: Sequence[Tensor], ranks: RankLayout, device: torch.device
 ) -> None:
-    """Give every rank the values of the group's first rank."""
+    """Broadcast each tensor from the first rank of the shard and replicate groups."""
     for tensor in tensors:
+        # Collectives require dense memory on the device of the group's backend.
         data = tensor.detach().to(device).contiguous()
+        # First within the shard group, then over the replicate group: all ranks end
+        # with the values of the rank that is first in both groups.
         for group in (ranks.shard, ranks.replicate):
             if group is not None and group.size() > 1:
                 collectives.broadcast(data, group)
+        # Copy back only if ``data`` is a copy on another device or with other strides.
         if data.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(data)

@@ -1,7 +1,8 @@
-"""``replicate``: whole parameters on every rank, gradients averaged; in place.
+"""``replicate``: full parameters on every rank, averaged gradients; in place.
 
-It runs the code of ``fully_shard`` with nothing cut, under a name of its own in the
-registry, by which walks from above leave the subtree alone::
+``replicate`` runs the code of ``fully_shard`` with strategy NO_SHARD. The registry
+stores the state under the name ``replicate``; a walk from a unit above does not enter
+such a subtree::
 
     fully_shard(model)                      replicate(model)
       |- replicate(part)   left alone         |- fully_shard(block)   left to its unit
@@ -46,29 +47,32 @@ def replicate(
     limit_all_gathers: bool = True,
     tied_params: str = "error",
 ) -> None:
-    """Average the gradients of ``module`` over ranks; every rank keeps it whole.
+    """Average the gradients of ``module`` over ranks; every rank holds all parameters.
 
-    Class, names, shapes and parameter objects stay. Units that ``fully_shard`` made
-    below stay sharded and share the iteration; if their ranks are others than those of
-    ``process_group``, their gradients are averaged over these, too, so that
-    ``fully_shard`` within a node under ``replicate`` across nodes is HYBRID_SHARD.
-    ``fully_shard`` above leaves the whole subtree alone.
+    Class, names, shapes and parameter objects stay unchanged. Units that
+    ``fully_shard`` made below stay sharded and run in the same iteration. If their
+    ranks differ from the ranks of ``process_group``, their gradients are averaged over
+    ``process_group``, too: ``fully_shard`` within a node under ``replicate`` across
+    nodes is HYBRID_SHARD. A later ``fully_shard`` above leaves the whole subtree alone.
 
     Args:
-        module: what to replicate.
-        ignored_modules: modules below to leave alone.
-        process_group, device_mesh: the ranks, a group or a 1-D mesh; else all.
-        policy: which modules below reduce by themselves, as for ``fully_shard``: their
-            all-reduce overlaps with the backward of the others.
-        device_id: compute device, as for ``fully_shard``.
-        init_sync: give every rank the parameters and buffers of the group's first rank.
-            Buffers are not synchronised again in later forwards.
-        limit_all_gathers: must equal that of the units below.
-        tied_params: as for ``fully_shard``.
+        module: The module to replicate.
+        ignored_modules: Modules below that are left alone. Default None.
+        process_group, device_mesh: The ranks, as a group or as a 1-D mesh. Default: the
+            default group.
+        policy: Selects modules below whose gradients are reduced separately, as in
+            ``fully_shard``: their all-reduce overlaps with the backward of other
+            modules. Default None.
+        device_id: The compute device, as in ``fully_shard``.
+        init_sync: Broadcast the parameters and buffers of the group's first rank. Later
+            forwards do not synchronize buffers. Default True.
+        limit_all_gathers: Must equal the setting of the units below. Default True.
+        tied_params: As in ``fully_shard``. Default "error".
 
-    Collective: with ``init_sync`` one broadcast per parameter, buffer, and region of
-    units below that join; else none. Backward: one all-reduce per region.
-    Raises: CompositionError, PlanError, TypeError; the module is as it was.
+    Returns: ``module``, the same object.
+    Collective: with ``init_sync`` a broadcast per parameter, per buffer, and per region
+        of a joining unit below; else none. In backward an all-reduce per region.
+    Raises: CompositionError, PlanError, TypeError; the module is then unchanged.
 
     >>> replicate(model)
     """
@@ -79,6 +83,7 @@ def replicate(
         )
     state = replicate.state(module)
     assert state is not None
+    # NO_SHARD: the shard is the full parameter, and gradients are all-reduced.
     application = prepare(
         UnitOptions(
             strategy=ShardingStrategy.NO_SHARD, limit_all_gathers=limit_all_gathers
@@ -92,6 +97,8 @@ def replicate(
         tied_params=tied_params,
         api=REPLICATE,
     )
+    # Found before ``apply``, so that a grid that does not fit is refused without a
+    # change.
     group = application.ranks.shard
     joining = [
         each
@@ -99,24 +106,31 @@ def replicate(
         if each is not state and _joins(each.handle, group)
     ]
     apply([module], state, application)
+    # A joining unit gets ``group`` as the replicate group: a reduction is then a
+    # reduce-scatter over the shard group and an all-reduce over ``group``.
     for each in joining:
         handle = each.handle
         handle.groups = Groups(handle.groups.shard, group)
-        # One rank that had it all has its gradients averaged from now on.
+        # A unit held by a single rank had no guards; calls of the unit's parts would
+        # now bypass the average.
         handle.guards = part_guards.find_guards(handle, each.modules)
         part_guards.refuse_part_calls(handle)
+        # The divisor of the average depends on the number of ranks.
         set_divisions(handle)
         for region in handle.regions:
+            # An empty shard has no elements on any rank of the replicate group.
             if init_sync and region.shard.numel():
                 collectives.broadcast(region.shard, group)
 
 
 def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
-    """Whether a unit's gradients have to be averaged over ``group`` as well.
+    """Return whether a unit's gradients must be averaged over ``group``, too.
 
-    Raises: CompositionError, if its ranks and those of ``group`` form no grid.
+    Raises: CompositionError, if the unit's ranks and the ranks of ``group`` form no
+        grid.
     """
     groups = handle.groups
+    # A group of a single rank is None in ``handle.groups``.
     covered = {dist.get_rank()}
     for each in (groups.shard, groups.replicate):
         covered |= (
@@ -125,6 +139,8 @@ def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
     ranks = set(dist.get_process_group_ranks(group))
     if ranks <= covered:
         return False
+    # An average over both groups is right only if each replicate group meets each shard
+    # group in exactly one rank.
     if groups.replicate is not None or len(covered & ranks) > 1:
         raise CompositionError(
             f"replicate over ranks {sorted(ranks)} meets fully sharded module "

@@ -1,8 +1,9 @@
-"""Whether a module is sharded already as a call asks: what ``if_sharded="skip"`` means.
+"""``if_sharded="skip"``: compare a sharded module with the arguments of a new call.
 
-What is in force is compared and not how it was spelled: the call is planned as if the
-units of the earlier one were not there, and the two plans must give the same units the
-same parameters, options and ranks. While it is planned, the tree is shown as it was ::
+The comparison is by effect, not by spelling. The new call is planned as if the units of
+the earlier call did not exist; both plans must then give the same units the same
+parameters, options and ranks. During planning the tree is shown as before the earlier
+call::
 
     block.weight (k, 4) ->  a meta tensor (8, 4)      so that policies count elements
     registry of block   ->  without fully_shard       units of other calls stay
@@ -35,11 +36,11 @@ from composable_fsdp.tree.traversal import walk_states
 
 
 def is_same_application(modules: Sequence[nn.Module], application: Application) -> bool:
-    """Whether ``modules`` are a unit, and all is as ``application`` would make it.
+    """Return whether ``modules`` are a unit that equals the result of ``application``.
 
-    Only reads, and sends nothing.
-    Raises: CompositionError, naming what differs; as ``apply``, for what no module
-    could be sharded with.
+    The modules are unchanged afterwards. Collective: none.
+    Raises: CompositionError, naming the first difference; as ``apply``, for arguments
+        with which no module could be sharded.
     """
     state = get_state(modules[0], API) if modules else None
     if not isinstance(state, _FSDPState):
@@ -57,20 +58,24 @@ def is_same_application(modules: Sequence[nn.Module], application: Application) 
 def _difference(
     modules: Sequence[nn.Module], state: _FSDPState, application: Application
 ) -> str:
-    """What is not as ``application`` asks, in words; empty if nothing is."""
+    """Describe the first difference from ``application``; empty if there is none."""
     if list(map(id, modules)) != list(map(id, state.modules)):
         return (
             f"it is one unit of {len(state.modules)} modules, this call asks for a "
             f"unit of {len(modules)}"
         )
+    # The units of the earlier call; units of other calls are boundaries in both plans.
     made = [
         each
         for module in modules
         for _, _, each in walk_states(module)
         if each.application == state.application
     ]
+    # Planning reads shapes and the registry, so show the module as the earlier call
+    # found it.
     with _as_before(made) as stand_ins:
         request = application.request
+        # The caller ignores real parameters by identity; the plan sees the stand-ins.
         ignored = frozenset(
             id(stand_ins[i]) if i in stand_ins else i
             for i in request.ignored_parameters
@@ -94,27 +99,30 @@ def _difference(
 def _by_unit(
     targets: Sequence[Target], own: Mapping[int, _FSDPState]
 ) -> dict[int, Target]:
-    """The targets by their module's identity; that of a wrapper is what it holds.
+    """Return the targets keyed by the identity of the module that holds the unit.
 
-    A policy may choose a wrapper, what it holds, or both: then one has no parameters.
+    A policy may select a wrapper, the wrapped module, or both. The key is the wrapped
+    module, unless the wrapper itself is a unit.
     """
     found: dict[int, Target] = {}
     for target in targets:
         module = target.modules[0]
         inner = module._modules.get(WRAPPED_MODULE)
         key = id(module) if inner is None or id(module) in own else id(inner)
+        # If a policy selects wrapper and wrapped module, the target of either has no
+        # parameters.
         is_empty = not any(target.parameters)
         if key in found and is_empty:
             continue
         if inner is not None and is_empty and key not in own and has_api(inner, API):
-            continue  # a unit of another call, which stays as it is
+            continue  # another call made this unit, and planning leaves it alone
         found[key] = target
     return found
 
 
 @contextmanager
 def _as_before(made: Sequence[_FSDPState]) -> Iterator[dict[int, nn.Parameter]]:
-    """Show the tree as it was before ``made``; stand-ins by the leaves' identity."""
+    """Show the tree as before ``made``; yield stand-ins by identity of the leaf."""
     undo: list[Any] = []
     stand_ins: dict[int, nn.Parameter] = {}
     try:
@@ -125,6 +133,7 @@ def _as_before(made: Sequence[_FSDPState]) -> Iterator[dict[int, nn.Parameter]]:
             _show_whole(state, stand_ins, undo)
         yield stand_ins
     finally:
+        # Restore the tree also after an exception of a policy.
         for act, *args in reversed(undo):
             act(*args)
 
@@ -132,13 +141,15 @@ def _as_before(made: Sequence[_FSDPState]) -> Iterator[dict[int, nn.Parameter]]:
 def _show_whole(
     state: _FSDPState, stand_ins: dict[int, nn.Parameter], undo: list[Any]
 ) -> None:
-    """Put a meta tensor of the whole shape into every place of the unit's leaves."""
+    """Put a meta tensor of the full shape into every place of the unit's parameters."""
     handle = state.handle
     whole = {
         slot.index: nn.Parameter(
             torch.empty(slot.shape, dtype=layout.dtype, device="meta"),
             requires_grad=layout.trainable,
         )
+        # ``origin`` is the layout as planned; rebuilt regions may be grouped
+        # differently.
         for layout in handle.origin
         for slot in layout.parameters
     }
@@ -155,6 +166,7 @@ def _show_whole(
 def _unit_difference(
     state: _FSDPState, target: Target, application: Application
 ) -> str:
+    """Describe the first difference between a unit and its target; empty if none."""
     has, asked = _in_force(state.options), _in_force(target.plan.options)
     for name, value in asked.items():
         if has[name] != value:
@@ -163,6 +175,8 @@ def _unit_difference(
     there = _members(application.ranks, state.options.strategy)
     if here != there:
         return f"is over {here}, this call asks for {there}"
+    # Without device_id any device is accepted: the parameters are on the device of the
+    # earlier call already.
     if application.device_id is not None:
         device = resolve_device(application.device_id, application.ranks, ())
         if device != state.device:
@@ -173,6 +187,7 @@ def _unit_difference(
 def _parameter_difference(
     has: Sequence[RegionLayout], asked: Sequence[RegionLayout]
 ) -> str:
+    """Describe the first difference between two lists of regions; empty if none."""
     ours, theirs = (
         {slot.fqns: layout for layout in layouts for slot in layout.parameters}
         for layouts in (has, asked)
@@ -181,6 +196,7 @@ def _parameter_difference(
         return f"holds {fqns[0]!r}, which this call leaves out (ignored, or elsewhere)"
     for fqns in theirs.keys() - ours.keys():
         return f"does not hold {fqns[0]!r} (ignored, or elsewhere), and this call does"
+    # Equal parameters in different regions: group_by returned other groups.
     if tuple(has) != tuple(asked):
         return (
             f"lies in {len(has)} regions, this call lays it out otherwise, in "
@@ -190,35 +206,45 @@ def _parameter_difference(
 
 
 def _in_force(options: UnitOptions) -> dict[str, object]:
-    """What ``options`` do, by name; what has no effect is as if it were not said."""
+    """Return the options by name, reduced to their effect.
+
+    Options without an effect compare equal to options that were not given.
+    """
     found = {name: getattr(options, name) for name in PER_MODULE}
-    del found["use_orig_params"]  # both values mean the same
-    del found["group_by"]  # seen in the regions: another function may say the same
+    del found["use_orig_params"]  # both values have the same effect
+    del found[
+        "group_by"
+    ]  # compared by the regions: two functions may give the same groups
+    # CPUOffload(offload_params=False) equals no offload.
     offload = options.cpu_offload
     found["cpu_offload"] = offload is not None and offload.offload_params
     return {**found, "mixed_precision": _precision_in_force(options)}
 
 
 def _precision_in_force(options: UnitOptions) -> dict[str, object]:
+    """Return the mixed precision fields that have an effect, by name."""
     mixed = options.mixed_precision
     if mixed is None:
         return {}
     found: dict[str, Any] = {f.name: getattr(mixed, f.name) for f in fields(mixed)}
-    # Of these classes the policy has made units of their own.
+    # The policy has made units of these classes, which the plans compare as units.
     del found["_module_classes_to_ignore"]
+    # reduce_dtype defaults to param_dtype.
     found["reduce_dtype"] = mixed.reduce_dtype or mixed.param_dtype
+    # Without a compute dtype no input is cast.
     if mixed.param_dtype is None:
-        # Nothing to cast to.
         del found["cast_forward_inputs"], found["cast_root_forward_inputs"]
+    # Gradients keep the parameter dtype anyway.
     if found["reduce_dtype"] is None:
         del found["keep_low_precision_grads"]
+    # None and False have no effect, as if the field were not given.
     return {name: value for name, value in found.items() if value not in (None, False)}
 
 
 def _members(ranks: RankLayout, strategy: ShardingStrategy) -> str:
-    """Who shares a unit's parameters and who holds copies of them, in words."""
+    """Describe the ranks of the shard group and of the replicate group, in words."""
     if ranks.replicate is None and strategy in HYBRID:
-        # As node_groups does it, which makes the groups.
+        # The arithmetic of node_groups, which is not called because it creates groups.
         world, size = ranks.world_size, node_size(ranks.world_size)
         place = dist.get_rank() % size
         start = dist.get_rank() - place

@@ -1,18 +1,14 @@
-"""torch's DistributedDataParallel around units: it leaves their parameters alone.
+"""Let torch's DistributedDataParallel (DDP) ignore the parameters of units.
 
-DDP gives all ranks the first one's parameters when it is made, and expects a gradient
-of each from autograd. A unit's parameters are other rows on each rank, and their
-gradients are averaged by the unit. So DDP is told to ignore them, before it sends
-anything; it goes on to average what no unit holds. What that would leave wrong is
-refused::
+DDP broadcasts all parameters at construction and expects a gradient for each from
+autograd. A unit's parameters are different rows on each rank, and the unit averages
+their gradients. So DDP is told to ignore them before DDP communicates; DDP still
+averages parameters that no unit holds. Combinations that would leave a gradient wrong
+are refused::
 
     ranks of DDP       0 1 2 3    0 1 2 3    0 1 . .    0 . 2 .
     ranks of a unit    0 1 2 3    0 1 . .    0 1 2 3    0 1 . .
                        ignored    refused    ignored    refused
-
-DDP is met where it registers ``module``, by torch's public hook for that. Names of DDP,
-checked on torch 2.13 and 2.11: ``process_group``, ``parameters_to_ignore`` and
-``_module_parameters``, all set before ``module``; ``_ddp_ignored`` on parameters.
 """
 
 from __future__ import annotations
@@ -32,40 +28,50 @@ _installed = False
 
 
 def install_ddp_hook() -> None:
-    """Have every DDP looked at that is made from now on; called when a module is cut.
+    """Install the hook that inspects every DDP made from now on, once per process.
 
-    The hook runs where modules are put together, not where they run.
+    Called when a module is sharded. The hook runs when modules are assembled, not in
+    forward.
     """
     global _installed
     if not _installed:
         _installed = True
-        # As typed in torch it returns nothing, and a returned module would be used.
+        # torch's annotation says that the hook returns None; a returned module would
+        # replace the registered module.
         register_module_module_registration_hook(_on_registration)
 
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Adapt a DDP when ``__init__`` registers its attribute ``module``."""
+    # DDP.__init__ sets process_group, parameters_to_ignore and _module_parameters
+    # before it registers ``module``, and broadcasts afterwards (checked on torch 2.13
+    # and 2.11).
     if name == "module" and child is not None and incompatible_api(parent) == TORCH_DDP:
         _ignore_in_ddp(parent, child)
 
 
 def _ignore_in_ddp(ddp: Any, module: nn.Module) -> None:
-    """Have ``ddp`` ignore what units in ``module`` hold. Sends nothing.
+    """Let ``ddp`` ignore the parameters that units in ``module`` hold.
 
-    Raises: CompositionError, on all ranks alike.
+    Collective: none. Raises: CompositionError, on all ranks alike.
     """
     ranks = frozenset(dist.get_process_group_ranks(ddp.process_group))
     taken: dict[int, nn.Parameter] = {}
     left = 0
     for fqn, parameter in module.named_parameters():
+        # The user told DDP already to ignore the parameter.
         if fqn in ddp.parameters_to_ignore:
             continue
         found = find_leaf(parameter)
         if found is None:
             left += parameter.requires_grad
+        # DDP would broadcast rank 0's rows into the shards of all other ranks.
         elif _is_ignored(quoted(fqn), found[0], ranks, trains=parameter.requires_grad):
             taken[id(parameter)] = parameter
     if not taken:
         return
+    # DDP.__init__ looks for a trainable parameter before it registers ``module``, so
+    # DDP itself would not notice that none is left.
     if not left:
         raise CompositionError(
             f"DistributedDataParallel was put around a {type(module).__name__} of "
@@ -75,22 +81,26 @@ def _ignore_in_ddp(ddp: Any, module: nn.Module) -> None:
             "DistributedDataParallel away and call the model itself."
         )
     ddp.parameters_to_ignore |= _names(module, taken)
+    # DDP.__init__ continues with this list, so change the list in place.
     held = ddp._module_parameters
     held[:] = [parameter for parameter in held if id(parameter) not in taken]
     for parameter in taken.values():
-        # Its own mixed precision asks the parameters.
+        # DDP's own mixed precision reads this attribute of parameters (checked on torch
+        # 2.13 and 2.11).
         parameter._ddp_ignored = True  # type: ignore[attr-defined]  # DDP's name
 
 
 def _is_ignored(
     name: str, handle: FlatParamHandle, ranks: frozenset[int], *, trains: bool
 ) -> bool:
-    """Whether DDP over ``ranks`` is to ignore a parameter of ``handle``.
+    """Return whether DDP over ``ranks`` must ignore a parameter of ``handle``.
 
-    Raises: CompositionError, if nobody would average it over all of ``ranks``.
+    Raises: CompositionError, if no average of DDP or of the unit would cover all of
+        ``ranks``.
     """
     if not trains:
-        # Nobody averages it. DDP may give it to ranks that hold the same rows.
+        # A frozen parameter has no gradient to average. DDP may broadcast the parameter
+        # only between ranks that hold the same rows.
         shard = handle.groups.shard
         cut_over = dist.get_process_group_ranks(shard) if shard is not None else []
         return len(ranks.intersection(cut_over)) > 1
@@ -109,17 +119,23 @@ def _is_ignored(
 
 
 def _averages_over(handle: FlatParamHandle, ranks: frozenset[int]) -> bool:
-    """Whether the unit's average is over all of ``ranks``."""
+    """Return whether the unit averages its gradients over all of ``ranks``."""
     row, column = _row_and_column(handle)
+    # DDP's ranks lie within the shard group or within the replicate group: the unit's
+    # reduction over this group covers them.
     if ranks <= row or ranks <= column or ranks == {dist.get_rank()}:
         return True
-    # Of the grid a rank knows its row and its column.
+    # A rank knows only its own row (shard group) and column (replicate group) of the
+    # grid of ranks: compare the union and the number of ranks.
     grid = bool(row and column) and row | column <= ranks
     return grid and len(ranks) == handle.groups.world_size
 
 
 def _row_and_column(handle: FlatParamHandle) -> list[frozenset[int]]:
-    """The ranks of the shard and of the replicate group; empty where there is none."""
+    """Return the ranks of the shard group and of the replicate group.
+
+    A group that does not exist is an empty set.
+    """
     groups = handle.groups.shard, handle.groups.replicate
     return [
         frozenset(dist.get_process_group_ranks(group) if group is not None else ())
@@ -128,12 +144,14 @@ def _row_and_column(handle: FlatParamHandle) -> list[frozenset[int]]:
 
 
 def _names(module: nn.Module, taken: dict[int, nn.Parameter]) -> set[str]:
-    """Every name by which DDP may ask for one of ``taken``: all places of tied ones.
+    """Return every name by which DDP may ask for a parameter of ``taken``.
 
-    Of parameters at the top it asks with a dot in front, too.
+    Tied parameters have a name per place.
     """
     pairs = [
         *module.named_parameters(remove_duplicate=False),
+        # DDP also builds names as f"{module_name}.{parameter_name}", which starts with
+        # a dot for parameters of the top module.
         *(
             (f"{prefix}.{name}", parameter)
             for prefix, each in module.named_modules()

@@ -1,7 +1,10 @@
-"""``FullyShardedDataParallel``: the wrapper door over the code of ``fully_shard``.
+"""``FullyShardedDataParallel``: FSDP1's wrapper API over ``fully_shard``.
 
-The wrapped module carries the state, the handle and the hooks; the wrapper adds one
-level to the tree and takes it out of every name it gives.
+The wrapped module holds the state, the handle and the hooks. The wrapper adds a level
+to the module tree and removes the wrapper's component from every name::
+
+    model.layer                        unit without a wrapper
+    model.layer._fsdp_wrapped_module   unit with a wrapper; names show "layer"
 """
 
 from __future__ import annotations
@@ -48,26 +51,26 @@ from composable_fsdp.tree.traversal import (
 
 
 class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
-    """Shard ``module`` over ranks and wrap it; arguments are those of torch's FSDP1.
+    """Shard ``module`` over ranks and wrap it; arguments as in torch's FSDP1.
 
-    Every unit that ``auto_wrap_policy`` chooses is wrapped in its place, as FSDP1 does.
-    Names of parameters and buffers are the plain model's: a script that looks for
-    ``_fsdp_wrapped_module`` in them finds nothing.
-    ``use_orig_params`` is always True here: the parameters are the original objects.
-    A model on meta gets values at once, from ``param_init_fn`` or each module's
-    ``reset_parameters()``.
-    ``tied_params`` is ``fully_shard``'s, beside FSDP1's own: a policy may tear tied
-    weights apart on this path, too, and so is ``if_sharded``. A wrapper that is wrapped
-    again with equal settings is returned as it is.
+    Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
+    Names of parameters and buffers are those of the plain model: they do not contain
+    ``_fsdp_wrapped_module``.
+
+    ``use_orig_params`` is always treated as True: the parameters are the original
+    objects. A model on meta is initialized at construction, by ``param_init_fn`` or by
+    each module's ``reset_parameters()``. The arguments ``tied_params`` and
+    ``if_sharded`` come from ``fully_shard``; FSDP1 does not have them. Wrapping a
+    wrapper again with equal settings returns the same wrapper.
 
     Collective: as ``fully_shard``.
-    Raises: as ``fully_shard``; the module is as it was.
+    Raises: as ``fully_shard``; the module is then unchanged.
     """
 
     def __new__(
         cls, module: object = None, *args: object, **kwargs: object
     ) -> FullyShardedDataParallel:
-        """Return what is wrapped already; ``__init__`` then compares the settings."""
+        """Return ``module`` if it is a wrapper; ``__init__`` compares the settings."""
         return module if isinstance(module, cls) else super().__new__(cls)
 
     def __init__(
@@ -92,7 +95,7 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
         tied_params: str = "error",
         if_sharded: str = "error",
     ) -> None:
-        again = module is self  # see __new__
+        again = module is self  # __new__ returned the existing wrapper
         if not again:
             super().__init__()
         if not isinstance(module, nn.Module):
@@ -100,11 +103,13 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
                 f"FullyShardedDataParallel expects a module, got a "
                 f"{type(module).__name__}. One unit of several modules: fully_shard."
             )
+        # Only a subclass gets here: __new__ has returned a wrapper of the same class.
         if isinstance(module, FullyShardedDataParallel) and not again:
             raise CompositionError(
                 "FullyShardedDataParallel got a module that is wrapped already. Wrap "
                 "the plain module, or pass wrapper.module."
             )
+        # A warning and no error, so that FSDP1 scripts which pass False run unchanged.
         if not use_orig_params:
             warnings.warn(
                 "use_orig_params=False is taken as True: composable_fsdp always keeps "
@@ -112,6 +117,8 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
                 "parameters is made of flat_parameters(model).",
                 stacklevel=2,
             )
+        # __new__ hands an existing wrapper to __init__: compare with if_sharded="skip",
+        # and do not run nn.Module.__init__, which would drop the wrapper's children.
         fully_shard(
             self.module if again else module,
             process_group=process_group,
@@ -121,7 +128,8 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             ignored_modules=ignored_modules,
-            # A wrapped model on meta gets values at once, as FSDP1 does it.
+            # FSDP1 initializes a model on meta at construction, so the wrapper does,
+            # too.
             param_init_fn=param_init_fn or reset_parameters,
             device_id=device_id,
             sync_module_states=sync_module_states,
@@ -134,71 +142,83 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
             if_sharded="skip" if again else if_sharded,
         )
         if not again:
+            # fully_shard has made the units that the policy selected; FSDP1 scripts
+            # expect each of them to be a wrapper.
             _wrap_units_below(module)
             self._take(module)
 
     def _take(self, module: nn.Module) -> None:
+        """Hold ``module``, and become an owner of the unit for lookups by module."""
         setattr(self, WRAPPED_MODULE, module)
+        # Functions that look up the unit of a module accept the wrapper, too.
         OWNERS.set(self._state, self)
         install_wrapper_hooks(self)
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
+        """Return the wrapped module."""
         wrapped = self._modules[WRAPPED_MODULE]
         assert wrapped is not None
         return wrapped
 
     @property
     def _state(self) -> _FSDPState:
-        # Not of ``module``: a wrapper of activations may have come in between.
+        # Not get_state(self.module): an activation wrapper may stand between the two.
         state = get_state(inside_wrappers(self), API)
         assert isinstance(state, _FSDPState)
         return state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module, whose hooks gather and reduce."""
+        """Run the wrapped module, whose hooks all-gather and reduce."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped module are attributes of the wrapper."""
+        """Return the attribute of the wrapped module, if the wrapper has none."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # During unpickling and copying the wrapper may have no module yet. Without
+            # this check self.module would call __getattr__ again, without end.
             if name == WRAPPED_MODULE:
                 raise
             return attribute_of(self, self.module, name)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the wrapped module, whose hooks are then outside of its graph."""
+        """Compile the wrapped module; the hooks of the unit stay outside the graph."""
         self.module.compile(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        # Defined here so that it is never looked up on the wrapped module.
+        # Defined on the wrapper, because copy.deepcopy would otherwise find the wrapped
+        # module's __deepcopy__ through __getattr__.
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         vars(made).update(copy.deepcopy(vars(self), memo))
+        # The map is keyed by module, so the copy is not registered yet.
         OWNERS.set(made._state, made)
         return made
 
     def __getitem__(self, key: Any) -> Any:
-        """Forward indexing, for a wrapped ``nn.Sequential``."""
+        """Index the wrapped module, for a wrapped ``nn.Sequential``."""
         return self.module[key]  # type: ignore[index]
 
     def named_parameters(
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of a plain module: names without the wrapper's components."""
+        """Yield the plain model's names and parameters, without wrapper components."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield strip_wrapper(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of a plain module: names without the wrapper's components."""
+        """Yield the plain model's names and buffers, without wrapper components."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield strip_wrapper(name), buffer
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch's state dict functions: these names are behind our component."""
+        """Map the wrapped module's names to the wrapper component, for torch's DCP.
+
+        torch's state dict functions step through the component when they follow these
+        names.
+        """
         inner = self.module
         names = (*inner._modules, *inner._parameters, *inner._buffers)
         return dict.fromkeys(names, WRAPPED_MODULE)
@@ -206,8 +226,21 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of a plain module: names, versions and messages are the plain model's."""
+        """Load a state dict keyed by plain names; error texts show plain names, too.
+
+        Args:
+            state_dict: The state dict, keyed by the plain model's names.
+            strict: Refuse missing and unexpected keys. Default True.
+            assign: Assign the given tensors instead of copying into the parameters.
+                Default False.
+
+        Returns: torch's named tuple of missing and unexpected keys.
+        Raises: RuntimeError, as ``nn.Module.load_state_dict``; the errors of the unit's
+            load hook.
+        """
         copied = OrderedDict(state_dict)
+        # torch looks a module's version up by the module's path, which contains the
+        # wrapper component; the saved metadata is keyed by plain names.
         metadata = getattr(state_dict, "_metadata", None)
         if metadata is not None:
             below = {name: strip_wrapper(name) for name, _ in self.named_modules()}
@@ -217,26 +250,32 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
             return super().load_state_dict(copied, strict=strict, assign=assign)
         except RuntimeError as error:
             if type(error) is not RuntimeError:
-                raise  # one of ours, whose names are plain
+                raise  # an error of this package names parameters without components
             raise RuntimeError(strip_wrapper_in_text(str(error))) from None
 
     def check_is_root(self) -> bool:
-        """Whether no other unit holds this one."""
+        """Return whether no other unit contains this unit."""
         return self._state.parent is None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those of ``flat_parameters`` included."""
+        """Clear all gradients, including the gradients of ``flat_parameters``."""
         self.module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` on every module below, with full parameters; its writes are kept.
+        """Call ``fn`` on every module below, with full parameters; writes are kept.
 
-        Each unit is full while ``fn`` runs in it. Collective: one all-gather per unit,
-        and at its end one all-reduce of a number per shard and replicate group.
-        Raises: PhaseError, inside forward or backward; what ``fn`` raises, and on the
-        other ranks DesyncError: the unit in which it happened keeps its values.
+        Each unit is unsharded while ``fn`` runs in the unit's modules.
+
+        Returns: the wrapper.
+        Collective: per unit an all-gather, and at the end of the unit an all-reduce of
+            an integer per shard and replicate group. All ranks must call.
+        Raises: PhaseError, inside forward or backward; the exception that ``fn``
+            raises, and DesyncError on the other ranks: the unit in which ``fn`` raised
+            keeps its old values.
         """
         with unshard_own(self, self._state):
+            # nn.Module.apply calls apply of the children first, so each wrapper below
+            # unshards its own unit in turn and at most one chain of units is full.
             super().apply(fn)
         return self
 
@@ -246,13 +285,15 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
     ) -> list[FullyShardedDataParallel]:
         """Return the wrappers in the tree of ``module``, in ``.modules()`` order.
 
-        ``root_only`` keeps those that no other unit holds. Sends nothing.
+        With ``root_only`` return only wrappers of units that no other unit contains.
+        Collective: none.
         """
         owners = {id(owner): state for _, owner, state in walk_states(module)}
         return [
             each
             for each in module.modules()
             if isinstance(each, FullyShardedDataParallel)
+            # walk_states does not enter subtrees of other APIs (DDP, replicate).
             and id(each.module) in owners
             and not (root_only and owners[id(each.module)].parent is not None)
         ]
@@ -266,10 +307,25 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """``unshard_params`` under its FSDP1 name.
+        """Show full parameters while a block runs: FSDP1's name of ``unshard_params``.
 
-        A block around a module that no unit holds a part of does nothing.
+        If no unit holds parameters of ``module``, the block does nothing.
+
+        Args:
+            module: A module that is, holds, or is part of a fully sharded module.
+            recurse: Show the units below ``module``, too. Default True.
+            writeback: Keep writes to the full parameters. Default True.
+            rank0_only: Show full parameters only on rank 0 of each shard group. Default
+                False.
+            offload_to_cpu: Show copies in host memory. Default False.
+            with_grads: Show full gradients as ``.grad``, too. Default False.
+
+        Returns: the context manager.
+        Collective: on entry and exit, as ``unshard_params``.
+        Raises: as ``unshard_params``, on entry and exit.
         """
+        # FSDP1 accepts a module without units here; unshard_params refuses such a
+        # module.
         if _get_module_fsdp_state(module) is None and not _get_fsdp_states(module):
             return nullcontext()
         return unshard_params(
@@ -282,7 +338,7 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients without communication; see ``no_sync``."""
+        """Accumulate gradients without reducing them; see the function ``no_sync``."""
         return no_sync(self)
 
     def clip_grad_norm_(
@@ -292,22 +348,35 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the global norm of all gradients; see ``clip_grad_norm_``."""
+        """Clip the global norm of all gradients; see the function ``clip_grad_norm_``.
+
+        Args:
+            max_norm: The largest norm allowed after clipping.
+            norm_type: The order of the norm; ``inf`` is allowed. Default 2.0.
+            error_if_nonfinite: Raise if the norm is NaN or inf. Default False.
+            foreach: False processes gradients one by one. Default None: multi-tensor
+                operators.
+
+        Returns: the norm before clipping, 0-d, equal on all ranks.
+        Collective: an all-reduce of one or two numbers per shard group.
+        Raises: ValueError, RuntimeError, as the function ``clip_grad_norm_``.
+        """
         return clip_grad_norm_(self, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Have ``hook`` reduce this tree's gradients; see ``register_comm_hook``."""
+        """Reduce gradients by ``hook``; see the function ``register_comm_hook``."""
         register_comm_hook(self, state, hook)
 
 
-# Of the two, inspect would show that of ``__new__``.
+# inspect.signature prefers __new__ to __init__; the arguments are those of __init__.
 FullyShardedDataParallel.__new__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # as inspect documents it
     FullyShardedDataParallel.__init__
 )
 
 
 def _wrap_units_below(module: nn.Module) -> None:
-    """Put a wrapper in the place of every unit below, in all places of a shared one."""
+    """Replace every unit below ``module`` by a wrapper, at all places of a unit."""
+    # Wrappers that the user made by hand before this call.
     wrapped = {
         id(each.module): each
         for each in module.modules()
@@ -315,19 +384,23 @@ def _wrap_units_below(module: nn.Module) -> None:
     }
     for parent in list(walk.modules(module)):
         for _, name, child in list(walk.edges(parent)):
-            # Wrapped by hand where one parent holds it: the others get that wrapper.
+            # A shared module that the user wrapped at a single parent only: the other
+            # parents get the same wrapper.
             if id(child) in wrapped and parent is not wrapped[id(child)]:
                 setattr(parent, name, wrapped[id(child)])
     targets: dict[nn.Module, dict[str, Any]] = {
         owner: {}
         for _, owner, state in walk_states(module)
+        # A unit of several modules has no single module that a wrapper could replace.
         if owner is not module and id(owner) not in wrapped and len(state.modules) == 1
     }
+    # Inner units first, so that each parent still holds the module to be replaced.
     post_order_apply(module, targets, _wrap)
 
 
 def _wrap(module: nn.Module, _: dict[str, Any]) -> nn.Module:
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    # FullyShardedDataParallel.__init__ would shard the module a second time.
     nn.Module.__init__(wrapper)
     wrapper._take(module)
     return wrapper

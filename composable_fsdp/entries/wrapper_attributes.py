@@ -1,7 +1,8 @@
-"""What FSDP1 keeps as attributes of its wrapper: the options in force, and the ranks.
+"""Read-only attributes of FSDP1's wrapper: the options and the ranks of its unit.
 
-Read from the unit's state each time, so that they cannot tell anything else than what
-the unit does. Read-only: to set one would change nothing here.
+Each property reads the unit's state at every access, so the value always agrees with
+the behavior of the unit. Assignment is not supported, because a new value would have no
+effect.
 """
 
 from __future__ import annotations
@@ -20,52 +21,57 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 class Attributes:
-    """FSDP1's names for the options of the unit that a wrapper holds. Holds nothing."""
+    """Mixin with FSDP1's names for the options of a wrapper's unit; no own data."""
 
     @property
     def _state(self) -> _FSDPState:
+        """Return the state of the wrapped unit; implemented by the wrapper class."""
         raise NotImplementedError
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """What is kept and when; NO_SHARD where one rank holds everything."""
+        """Return the strategy; NO_SHARD if ``process_group`` has a single rank."""
+        # FSDP1 reports NO_SHARD for a group of a single rank, too.
         if self.world_size == 1:
             return ShardingStrategy.NO_SHARD
         return self._state.options.strategy
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """Whether shards live on the host."""
+        """Return whether shards are in host memory."""
+        # FSDP1's attributes cpu_offload and mixed_precision hold a default, never None.
         return self._state.options.cpu_offload or CPUOffload()
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """Dtypes of compute, reduction and buffers."""
+        """Return the dtypes of compute, reduction and buffers."""
         return self._state.options.mixed_precision or MixedPrecision()
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When the next unit is gathered in backward."""
+        """Return when backward all-gathers the next unit."""
         return self._state.options.backward_prefetch
 
     @property
     def forward_prefetch(self) -> bool:
-        """Whether the next unit is gathered ahead in forward."""
+        """Return whether forward all-gathers the next unit early."""
         return self._state.options.forward_prefetch
 
     @property
     def limit_all_gathers(self) -> bool:
-        """Whether the memory of units that wait for the GPU is bounded."""
+        """Return whether the memory of units that wait for the GPU is limited."""
         return self._state.options.limit_all_gathers
 
     @property
     def compute_device(self) -> torch.device:
-        """Where the module computes."""
+        """Return the device on which the module computes."""
         return self._state.device
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share the parameters; with NO_SHARD those that hold copies."""
+        """Return the shard group; with NO_SHARD the replicate group."""
+        # A group of a single rank is None in ``handle.groups``; the caller's group then
+        # remains.
         state = self._state
         if state.options.strategy is ShardingStrategy.NO_SHARD:
             return state.handle.groups.replicate or state.ranks.shard
@@ -73,25 +79,32 @@ class Attributes:
 
     @property
     def rank(self) -> int:
-        """This rank's place in ``process_group``."""
+        """Return this rank's index in ``process_group``."""
         return self.process_group.rank()
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in ``process_group``."""
+        """Return the number of ranks in ``process_group``."""
         return self.process_group.size()
 
 
 def attribute_of(wrapper: nn.Module, module: nn.Module, name: str) -> object:
-    """Return the attribute of the wrapped ``module``.
+    """Return the attribute ``name`` of the wrapped ``module``.
 
-    Raises: AttributeError, naming the wrapper; one of the module's own is not touched.
+    Args:
+        wrapper: The wrapper that was asked.
+        module: The wrapped module.
+        name: The name of the attribute.
+
+    Returns: the attribute.
+    Raises: AttributeError, naming the wrapper. An AttributeError from inside a property
+        of ``module`` is raised unchanged.
     """
     try:
         return getattr(module, name)
     except AttributeError as error:
         if error.name not in (None, name) or hasattr(type(module), name):
-            raise  # a property of the module's that met something else
+            raise  # a property of the module failed on another attribute
         raise AttributeError(
             f"{type(wrapper).__name__} has no attribute {name!r}, and neither has the "
             f"{type(module).__name__} that it wraps.",

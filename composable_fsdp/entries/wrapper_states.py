@@ -1,6 +1,7 @@
-"""The static methods of ``FullyShardedDataParallel`` on model and optimizer states.
+"""Static methods of ``FullyShardedDataParallel`` for model and optimizer state dicts.
 
-FSDP1's names and arguments; each calls the function that says what it does.
+Names and arguments are FSDP1's. Each method calls the function of this package that
+documents the behavior.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from composable_fsdp.optim import legacy, load, rekey, save
 from composable_fsdp.state_dict import settings
 
 
+# Methods and not aliases of the functions, so that names, arguments and defaults are
+# FSDP1's.
 class StateMethods:
-    """What FSDP1 has as static methods of its class. Holds nothing."""
+    """Mixin with FSDP1's static state dict methods; no own data."""
 
     @staticmethod
     def set_state_dict_type(
@@ -34,14 +37,24 @@ class StateMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """See ``composable_fsdp.set_state_dict_type``."""
+        """Set the state dict type; see ``composable_fsdp.set_state_dict_type``.
+
+        Args:
+            module: A module that holds fully sharded modules.
+            state_dict_type: The type from now on.
+            state_dict_config: The model's configuration. Default: the type's default.
+            optim_state_dict_config: The optimizer's configuration. Default: as above.
+
+        Returns: the settings before the call.
+        Collective: none.
+        """
         return settings.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """See ``composable_fsdp.get_state_dict_type``."""
+        """Return the settings; see ``composable_fsdp.get_state_dict_type``."""
         return settings.get_state_dict_type(module)
 
     @staticmethod
@@ -51,7 +64,17 @@ class StateMethods:
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """See ``composable_fsdp.state_dict_type``."""
+        """Set the type while a block runs; see ``composable_fsdp.state_dict_type``.
+
+        Args:
+            module: A module that holds fully sharded modules.
+            state_dict_type: The type inside the block.
+            state_dict_config: The model's configuration. Default: the type's default.
+            optim_state_dict_config: The optimizer's configuration. Default: as above.
+
+        Returns: the context manager.
+        Collective: none.
+        """
         return settings.state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -63,7 +86,18 @@ class StateMethods:
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """See ``composable_fsdp.optim_state_dict``."""
+        """Return the optimizer's state; see ``composable_fsdp.optim_state_dict``.
+
+        Args:
+            model: The sharded model.
+            optim: The optimizer over the model's parameters.
+            optim_state_dict: A result of ``optim.state_dict()``. Default: the current
+                state.
+            group: Ignored; present because FSDP1 has this argument.
+
+        Returns: the state, keyed by parameter names.
+        Collective, Raises: as the function.
+        """
         return save.optim_state_dict(model, optim, optim_state_dict, group)
 
     @staticmethod
@@ -75,7 +109,20 @@ class StateMethods:
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """See ``composable_fsdp.optim_state_dict_to_load``."""
+        """Return state to load; see ``composable_fsdp.optim_state_dict_to_load``.
+
+        Args:
+            model: The sharded model.
+            optim: The optimizer that loads the result.
+            optim_state_dict: The result of ``optim_state_dict``, or a plain model's
+                state.
+            is_named_optimizer: Keep names as keys instead of ids. Default False.
+            load_directly: Also call ``optim.load_state_dict``. Default False.
+            group: The ranks of the broadcasts. Default: the model's ranks.
+
+        Returns: this rank's part of the state.
+        Collective, Raises: as the function.
+        """
         return load.optim_state_dict_to_load(
             model, optim, optim_state_dict, is_named_optimizer, load_directly, group
         )
@@ -88,7 +135,18 @@ class StateMethods:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """``optim_state_dict`` with full tensors on the CPU, whatever type is set."""
+        """Return the state with full tensors on the CPU, whatever type is set.
+
+        Args:
+            model: The sharded model.
+            optim: The optimizer over the model's parameters.
+            optim_input: Ignored; present because FSDP1 has this argument.
+            rank0_only: Return ``{}`` on all ranks but the first. Default True.
+            group: Ignored; present because FSDP1 has this argument.
+
+        Returns: the state, keyed by parameter names.
+        Collective, Raises: as ``optim_state_dict``.
+        """
         return legacy.full_optim_state_dict(
             model, optim, optim_input, rank0_only, group
         )
@@ -100,7 +158,18 @@ class StateMethods:
         optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """``optim_state_dict_to_load`` of a state that every rank holds in full."""
+        """Return this rank's part of a full state that every rank holds.
+
+        Args:
+            full_optim_state_dict: The full state, on every rank.
+            model: The sharded model.
+            optim_input: The parameters or groups of an optimizer that does not exist
+                yet. Default None: read from ``optim``.
+            optim: The optimizer that loads the result. Default None.
+
+        Returns: the state for ``optim.load_state_dict``.
+        Collective: none. Raises: as ``optim_state_dict_to_load``.
+        """
         return legacy.shard_full_optim_state_dict(
             full_optim_state_dict, model, optim_input, optim
         )
@@ -113,7 +182,22 @@ class StateMethods:
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """``optim_state_dict_to_load`` of a state that only the first rank holds."""
+        """Return this rank's part of a full state that only the first rank holds.
+
+        Args:
+            full_optim_state_dict: The full state on the first rank; ignored on other
+                ranks.
+            model: The sharded model.
+            optim_input: The parameters or groups of an optimizer that does not exist
+                yet. Default None: read from ``optim``.
+            optim: The optimizer that loads the result. Default None.
+            group: The ranks of the broadcasts. Default: the model's ranks.
+
+        Returns: the state for ``optim.load_state_dict``.
+        Collective: a broadcast of the structure, an exchange of refusals, and a
+            broadcast per tensor, over ``group`` or the model's ranks.
+        Raises: as ``optim_state_dict_to_load``, on all ranks alike.
+        """
         return legacy.scatter_full_optim_state_dict(
             full_optim_state_dict, model, optim_input, optim, group
         )
@@ -124,7 +208,16 @@ class StateMethods:
         optim: torch.optim.Optimizer,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """``optim_state_dict`` with sharded values, whatever type is set."""
+        """Return the state with sharded values, whatever type is set.
+
+        Args:
+            model: The sharded model.
+            optim: The optimizer over the model's parameters.
+            group: Ignored; present because FSDP1 has this argument.
+
+        Returns: the state, keyed by parameter names, in the optimizer's own memory.
+        Collective, Raises: as ``optim_state_dict``.
+        """
         return legacy.sharded_optim_state_dict(model, optim, group)
 
     @staticmethod
@@ -133,7 +226,16 @@ class StateMethods:
         model: nn.Module,
         optim: torch.optim.Optimizer,
     ) -> dict[str, Any]:
-        """``optim_state_dict_to_load`` of what ``sharded_optim_state_dict`` gave."""
+        """Return state to load from a result of ``sharded_optim_state_dict``.
+
+        Args:
+            sharded_optim_state_dict: Sharded values of the same plan.
+            model: The sharded model.
+            optim: The optimizer that loads the result.
+
+        Returns: the state for ``optim.load_state_dict``.
+        Collective: none. Raises: as ``optim_state_dict_to_load``.
+        """
         return legacy.flatten_sharded_optim_state_dict(
             sharded_optim_state_dict, model, optim
         )
@@ -146,7 +248,19 @@ class StateMethods:
         optim_input: Iterable[Any] | None = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """See ``composable_fsdp.rekey_optim_state_dict``."""
+        """Exchange names and numbers; see ``composable_fsdp.rekey_optim_state_dict``.
+
+        Args:
+            optim_state_dict: A state keyed by names or by numbers.
+            optim_state_key_type: The type of the keys in the result.
+            model: The model that knows the names; sharded or plain.
+            optim_input: The parameters or groups of the optimizer. Default None: read
+                from ``optim``.
+            optim: The optimizer that knows the numbers. Default None.
+
+        Returns: a new dict around the same values.
+        Collective: none. Raises: as the function.
+        """
         return rekey.rekey_optim_state_dict(
             optim_state_dict, optim_state_key_type, model, optim_input, optim
         )
