@@ -1,7 +1,7 @@
-"""Between the flat shards of one unit's ranks and whole flat buffers, outside the step.
+"""Collectives outside the step, between the flat shards of a unit and full buffers.
 
-For values of any kind that lie as the parameters do: parameters, their gradients, an
-optimizer's state.
+The functions serve all values that have the layout of the parameters: parameters,
+gradients, optimizer state.
 """
 
 from __future__ import annotations
@@ -25,23 +25,28 @@ from composable_fsdp.planning.layout import ParameterSlot
 def gather_flat_values(
     handle: FlatParamHandle, shards: list[Tensor], *, first_only: bool = False
 ) -> list[Tensor]:
-    """Return a full ``(padded_numel,)`` for each ``(shard_numel,)`` of ``shards``.
+    """Return the full ``(padded_numel,)`` of each ``(shard_numel,)`` in ``shards``.
 
-    ``shards`` goes with the unit's regions, one to one. ``first_only``: an empty list
-    on all ranks of the shard group but the first, which allocate nothing.
+    Args:
+        handle: The unit.
+        shards: A tensor per region of the unit, in region order, on the compute device.
+        first_only: Gather on the first rank of the shard group only; the other ranks
+            allocate nothing and get an empty list. Default False.
 
-    Collective: one all-gather (buffers coalesced) over the shard group; with
-    ``first_only`` one gather per buffer. None if the group has one rank, and then the
-    shards themselves are returned.
+    Returns: the full buffers, or ``shards`` themselves without a shard group.
+    Collective: an all-gather (all buffers coalesced) over the shard group; with
+        ``first_only`` a gather per buffer; none without a shard group.
     """
     group, size = handle.groups.shard, handle.groups.shard_world_size
     if group is None:
         return shards
+    # Other ranks allocate nothing, so that rank0_only saves their memory.
     wanted = not first_only or handle.groups.rank == 0
     fulls = [
         memory.new_buffer(s.numel() * size if wanted else 0, s.dtype, s.device)
         for s in shards
     ]
+    # A region without elements has nothing to send on any rank.
     filled = [i for i, s in enumerate(shards) if s.numel()]
     if first_only:
         for i in filled:
@@ -58,12 +63,18 @@ def gather_flat_values(
 def gather_slot(
     handle: FlatParamHandle, region: FlatParameter, slot: ParameterSlot, part: Tensor
 ) -> Tensor:
-    """Return the whole value of one parameter, of which ``part`` is this rank's.
+    """Return the full value of a parameter, of which ``part`` is this rank's part.
 
-    A new tensor of the plain model's shape, on the compute device.
+    Args:
+        handle: The unit of the parameter.
+        region: The region of the parameter.
+        slot: The parameter's place in the layout of the region.
+        part: This rank's elements, of the sharded parameter's shape.
 
-    Collective: one broadcast over the shard group from each rank that holds elements,
-    of those; none if the group has one rank.
+    Returns: a new tensor of the plain model's shape on the compute device; on meta if
+        ``part`` is on meta.
+    Collective: over the shard group a broadcast from each rank that holds elements, of
+        these elements; none without a shard group.
     """
     group = handle.groups.shard
     if part.is_meta:
@@ -83,11 +94,18 @@ def gather_part(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Tensor:
-    """Return the whole tensor of which rank *r* has the elements ``intervals[r]``.
+    """Return the full tensor of which rank *r* holds the elements ``intervals[r]``.
 
-    A new tensor of ``shape`` on ``device``, where the group sends.
+    Args:
+        part: This rank's elements.
+        shape: The shape of the full tensor.
+        intervals: Per rank of ``group`` the first element and the end, in the flattened
+            full tensor.
+        group: The ranks that hold the parts.
+        device: The device of the result, from which the group's backend sends.
 
-    Collective: one broadcast over ``group`` from each rank that holds elements.
+    Returns: a new tensor of ``shape`` on ``device``.
+    Collective: over ``group`` a broadcast from each rank that holds elements.
     """
     whole = memory.new_buffer(prod(shape), part.dtype, device)
     for rank, (start, stop) in enumerate(intervals):
@@ -96,6 +114,8 @@ def gather_part(
         piece = whole[start:stop]
         if rank == group.rank():
             piece.copy_(part.reshape(-1))
+        # Broadcasts, because the parts of a single parameter have different sizes: an
+        # all-gather would need equal parts and padding.
         collectives.broadcast(piece, group, rank=rank)
     return whole.view(shape)
 
@@ -108,27 +128,37 @@ def spread_flat_values(
     *,
     from_first: bool,
 ) -> None:
-    """Copy into each ``(shard_numel,)`` of ``shards`` this rank's slice of its full.
+    """Copy this rank's slice of each full buffer into the shard, ``(shard_numel,)``.
 
-    ``from_first``: the slices of the first rank, which alone passes ``fulls``; replicas
-    get those of the first replica. A full that is the shard itself is left alone.
+    A full buffer that is the shard itself is left alone.
 
-    Collective: none; with ``from_first`` per buffer one scatter over the shard group
-    and one broadcast over the replicas.
+    Args:
+        handle: The unit.
+        shards: The destinations, in region order.
+        fulls: The sources, ``(padded_numel,)`` each; with ``from_first`` only on the
+            first rank.
+        from_first: Take the slices from the first rank's ``fulls``. Replicas then get
+            the values of the first replica.
+
+    Collective: none; with ``from_first`` per non-empty buffer a scatter over the shard
+        group and a broadcast over the replicate group.
     """
     groups = handle.groups
     for shard, full in zip_longest(shards, fulls):
         if not shard.numel():
             continue
-        # Groups send from the compute device; shards and fulls may be elsewhere.
+        # The backend sends from the compute device; shards and full buffers may be in
+        # host memory.
         here = shard.to(handle.device)
         if from_first and groups.shard is not None:
             whole = None if full is None else full.to(handle.device)
             collectives.scatter_flat(here, whole, groups.shard)
         elif full is not shard:
+            # Shards of all ranks have equal length: padding fills the last of them.
             start = groups.rank * shard.numel()
             here.copy_(full[start : start + shard.numel()])
         if from_first and groups.replicate is not None:
             collectives.broadcast(here, groups.replicate)
+        # ``here`` is a copy on the compute device: write the result back to the host.
         if here is not shard:
             shard.copy_(here)

@@ -1,9 +1,4 @@
-"""A gradient scaler that decides alike on all ranks.
-
-A rank sees the gradients of its shards alone. One that found an infinity would skip the
-step and lower its scale, while the others step: so what was found is reduced before
-anybody decides.
-"""
+"""``ShardedGradScaler``: a gradient scaler that decides alike on all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +15,14 @@ from composable_fsdp.flat.grad_samples import sample_again
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for sharded gradients; arguments are those of FSDP1's.
+    """``torch.amp.GradScaler`` for sharded gradients; arguments as in FSDP1.
 
-    ``process_group``: the ranks that decide together; all, if it is None. Gradients may
-    be on the CPU and in half precision, as CPU offload and low-precision reduction
-    leave them.
+    ``process_group`` names the ranks that decide together; None means all ranks.
+    Gradients may be in host memory and in half precision, as CPU offload and
+    low-precision reduction leave them.
 
-    Collective: one all-reduce of one number per optimizer and step, in ``unscale_`` or
-    else in ``step``.
+    Collective: per optimizer and step an all-reduce of one number, in ``unscale_`` or
+        else in ``step``.
 
     >>> scaler = ShardedGradScaler(device=loss.device.type)
     >>> scaler.scale(loss).backward()
@@ -56,13 +51,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply by the scale; a tensor, or any nesting of iterables of tensors.
+        """Multiply a tensor, or any nesting of iterables of tensors, by the scale.
 
         The result has the dtype of ``outputs``, also for a loss in half precision.
         """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            # The scale is float32, so the product would be promoted for a 0-d float16
+            # loss.
             return super().scale(outputs).to(outputs.dtype)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)([self.scale(each) for each in outputs])
@@ -80,15 +77,22 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, Tensor]:
-        """Divide the gradients, and say per device whether any rank found an infinity.
+        """Unscale the gradients; return per device whether any rank found an inf.
 
-        The base class calls it once per optimizer and step, whatever came first.
+        The base class calls this method once per optimizer and step, from ``unscale_``
+        or from ``step``.
         """
+        # Gradients that the caller set on single parameters of a flat parameter are
+        # moved into the flat gradient that the optimizer sees.
         move_own_gradients(flats_in(optimizer.param_groups))
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
         sample_again()
-        # Without a gradient on this rank the base class has looked at no device.
+        # The base class checks only devices that hold a gradient. A rank without a
+        # gradient must still take part in the all-reduce.
         found = found or {found_inf.device: found_inf}
+        # A rank sees only the gradients of its own shards. If a rank alone found an
+        # inf, this rank would skip the step and lower the scale while the others step:
+        # reduce the flag before any rank decides.
         group = self.process_group or dist.group.WORLD
         if group is not None and group.size() > 1:
             together = torch.stack(

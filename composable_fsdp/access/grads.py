@@ -33,14 +33,15 @@ _named_parameters = nn.Module.named_parameters
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients on each rank, without communication, while the block runs.
+    """Accumulate gradients locally, without communication, while the block runs.
 
-    The next backward outside the block reduces the sum. Until then each unit keeps a
-    full reduce buffer ``(padded_numel,)``. Units that stay full between forward and
-    backward by their strategy (SHARD_GRAD_OP) stay full for the next forward, too, as
-    in FSDP1; ``reshard(module)`` shards them.
+    The next backward outside the block reduces the sum. Until then each unit keeps an
+    unsharded reduce buffer ``(padded_numel,)``. Units whose strategy keeps them
+    unsharded between forward and backward (SHARD_GRAD_OP) also stay unsharded for the
+    next forward, as in FSDP1; ``reshard(module)`` shards them.
 
-    Collective: none here; units that are not full are gathered in forward and backward.
+    Collective: none itself; forward and backward all-gather units that are sharded.
+    Raises: CompositionError, if ``module`` holds no fully sharded module.
 
     >>> with no_sync(model):
     ...     loss_of(first_half).backward()
@@ -50,6 +51,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     before = [(s.sync_gradients, s.reshard_after_backward) for s in states]
     for state in states:
         state.sync_gradients = False
+        # SHARD_GRAD_OP keeps full parameters to save all-gathers. Without a reduction
+        # normally no optimizer step follows, so they stay valid for the next forward.
         if not state.options.reshard_after_forward:
             state.reshard_after_backward = False
     try:
@@ -69,21 +72,29 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``.
 
-    Not ``torch.nn.utils.clip_grad_norm_``: that one sees this rank's shards alone, and
-    scales each rank by another factor; the optimizer's step refuses what it did.
+    Use this function instead of ``torch.nn.utils.clip_grad_norm_``, which sees only
+    this rank's shards and so scales by a different factor on each rank; the optimizer's
+    step refuses such gradients. The norm equals the norm of the unsharded model.
 
-    Takes a module or parameters, sharded ones (this rank's shards) and plain ones
-    (equal on all ranks) mixed; frozen ones count if they have a gradient. Returns the
-    norm before clipping, 0-d, on the device that computes, equal on all ranks; it is
-    that of the unsharded model, and NaN or inf on every rank if it is so on one.
-    ``error_if_nonfinite`` makes that an error, and costs a wait for the GPU.
-    ``foreach=False`` goes through the gradients one by one.
+    Args:
+        module_or_params: A module, or parameters: sharded parameters (this rank's
+            shards) and plain parameters (equal on all ranks) in any mixture. Frozen
+            parameters count if they have a gradient.
+        max_norm: The largest norm allowed, at least 0.
+        norm_type: The order of the norm, above 0; ``inf`` for the maximum norm. Default
+            2.0.
+        error_if_nonfinite: Raise if the norm is NaN or inf; this check waits for the
+            GPU. Default False.
+        foreach: False processes gradients one by one. Default None, as True:
+            multi-tensor operators.
 
-    Collective: one all-reduce of one number per shard group among the parameters. All
-    ranks must pass the same parameters.
-    Raises: ValueError, unless ``norm_type`` is above 0 and ``max_norm`` at least 0;
-    TypeError, for something that is no parameter; RuntimeError, on all ranks alike and
-    before anything is scaled, for ``error_if_nonfinite``.
+    Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
+        ranks; NaN or inf on every rank if the norm of any rank is NaN or inf.
+    Collective: per shard group among the parameters an all-reduce of one number (two
+        numbers for the ``inf`` norm). All ranks must pass the same parameters.
+    Raises: ValueError, unless ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for
+        an argument that is no parameter; RuntimeError for ``error_if_nonfinite``, on
+        all ranks alike and before any gradient is scaled.
     """
     parameters = _parameters(module_or_params)
     norm_type, max_norm = float(norm_type), float(max_norm)
@@ -105,9 +116,12 @@ def clip_grad_norm_(
     device = others[0].device if others else None
     dtypes = {p.dtype for p in others}
     for handle in handles:
-        # Sent from where compute is, also if the gradients are on the host.
+        # The all-reduce runs on the compute device, also if the gradients are in host
+        # memory.
         device = handle.device
         group = handle.groups.shard
+        # Without a shard group every rank holds all elements, as of plain parameters: a
+        # sum over ranks would count them repeatedly.
         where = plain if group is None else sharded.setdefault(group, [])
         for region in handle.regions:
             dtypes.add(region.shard.dtype)
@@ -117,13 +131,16 @@ def clip_grad_norm_(
                 found = _left_gradients(region, chosen)
             where += found
             gradients += found
-    # Powers overflow half precision, and a rank that holds no element of a parameter
-    # has to send what the others send: so a dtype that the parameters alone decide.
+    # float16 powers overflow, so float32 at least. The parameters decide, not the
+    # gradients: a rank without any element of a parameter has no gradient, but must
+    # send the same dtype as the other ranks.
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
     total = _total_norm(plain, sharded, kind)
-    # A rank that holds nothing of the parameters with gradients has none either.
+    # A rank without elements of the parameters that have gradients has no gradient
+    # itself: only a norm of 0 shows that no rank has a gradient. ``item()`` waits for
+    # the GPU, so the test comes last.
     if not gradients and any(p.numel() for p in parameters) and not total.item():
         warnings.warn(_NO_GRADIENTS, stacklevel=2)
     if error_if_nonfinite and not total.isfinite():
@@ -145,24 +162,31 @@ _NO_GRADIENTS = (
 
 
 class _Kind(NamedTuple):
-    """What norm is taken, and how."""
+    """The norm to compute: order, device, dtype and operator."""
 
     norm_type: float
     device: torch.device
+    """The device of the total, on which the all-reduce runs."""
     dtype: torch.dtype
-    """Of the norms; powers are summed in it."""
+    """The dtype of the norms, in which powers are summed."""
     norms: Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]]
+    """Returns the norm of each tensor of a list."""
 
 
 def _norms_one_by_one(
     tensors: list[Tensor], norm_type: float, dtype: torch.dtype
 ) -> list[Tensor]:
+    """Return the norm of each tensor, without multi-tensor operators."""
     return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
 
 
 def _parameters(
     module_or_params: nn.Module | Iterable[Tensor] | Tensor,
 ) -> list[Tensor]:
+    """Return the parameters that an argument of ``clip_grad_norm_`` names.
+
+    Raises: TypeError, for an argument that is neither a module nor tensors.
+    """
     if isinstance(module_or_params, nn.Module):
         return _parameters_in(module_or_params)
     if isinstance(module_or_params, Tensor):
@@ -184,11 +208,10 @@ def _parameters(
 
 
 def _parameters_in(module: nn.Module) -> list[Tensor]:
-    """``list(module.parameters())``, in a fifth of its time where nobody overrides it.
-
-    Clipping is half a walk over the modules: the names are what takes long.
-    """
+    """Return ``list(module.parameters())``; usually at a fifth of the cost."""
     top = inside_wrappers(module)
+    # ``nn.Module.parameters`` builds the names of all parameters, which takes about
+    # half of the time of clipping. The names are not needed here.
     found: list[Tensor | None] = []
     seen: set[int] = set()
     stack: list[nn.Module | None] = [top]
@@ -197,6 +220,7 @@ def _parameters_in(module: nn.Module) -> list[Tensor]:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
+        # A class that overrides named_modules or named_parameters decides itself.
         if type(each).named_modules is not _named_modules:
             return list(module.parameters())
         found += each._parameters.values()
@@ -208,17 +232,17 @@ def _parameters_in(module: nn.Module) -> list[Tensor]:
 
 
 def _units_of(chosen: dict[int, Tensor]) -> tuple[list[FlatParamHandle], list[Tensor]]:
-    """The units that hold chosen parameters, each once, and the other parameters.
-
-    By dictionaries, without a loop in Python, if all are held: plain modules clip in a
-    few microseconds a parameter.
-    """
+    """Return the units that hold chosen parameters, and the other parameters."""
+    # Dictionary operations only, without a Python loop per parameter, if units hold all
+    # parameters: plain modules are clipped in a few microseconds per parameter.
     links = dict.fromkeys(map(LEAVES.get, chosen))
     others: list[Tensor] = []
     handles = dict.fromkeys([link() for link in links if link is not None])
     if None in links:
         for key, parameter in chosen.items():
             if key not in LEAVES:
+                # A flat parameter is not in LEAVES; an optimizer over flat parameters
+                # passes it.
                 found = find_flat(parameter)
                 if found is None:
                     others.append(parameter)
@@ -230,7 +254,10 @@ def _units_of(chosen: dict[int, Tensor]) -> tuple[list[FlatParamHandle], list[Te
 def _gradients(
     handle: FlatParamHandle, region: FlatParameter, chosen: dict[int, Tensor]
 ) -> list[Tensor]:
-    """Gradients of the chosen leaves: a whole flat gradient where it is theirs."""
+    """Return the gradients of the chosen parameters of a trainable region.
+
+    If all parameters of the region are chosen, the result is the flat gradient alone.
+    """
     flat = region.flat
     if flat is not None:
         add_own_gradients(handle, region)
@@ -243,8 +270,9 @@ def _gradients(
             )
             if gradient is not None and id(leaf) in chosen
         ]
+    # The padding of the flat gradient is zero, so a single operation on the flat
+    # gradient gives the norm and the scaling of all its parameters.
     if all(map(chosen.__contains__, map(id, region.leaves))) and _is_whole(region):
-        # Padding is zero, so one operation on the flat gradient is right.
         assert region.grad_shard is not None
         return [region.grad_shard]
     leaves = [leaf for leaf in region.leaves if id(leaf) in chosen]
@@ -252,9 +280,9 @@ def _gradients(
 
 
 def _left_gradients(region: FlatParameter, chosen: dict[int, Tensor]) -> list[Tensor]:
-    """Gradients of frozen parameters: from before they were frozen, or set by hand.
+    """Return gradients of frozen parameters, left from before freezing or set by hand.
 
-    An optimizer steps on them as on others.
+    Optimizers step on such gradients, too.
     """
     return [
         leaf.grad
@@ -264,6 +292,7 @@ def _left_gradients(region: FlatParameter, chosen: dict[int, Tensor]) -> list[Te
 
 
 def _is_whole(region: FlatParameter) -> bool:
+    """Return whether every ``.grad`` of the region still views the flat gradient."""
     if region.grad_shard is None:
         return False
     shown = all(map(is_, map(grad_of, region.leaves), region.grad_views))
@@ -273,13 +302,14 @@ def _is_whole(region: FlatParameter) -> bool:
 def _total_norm(
     plain: list[Tensor], sharded: dict[dist.ProcessGroup, list[Tensor]], kind: _Kind
 ) -> Tensor:
-    """Norm over all ranks; what is equal on all ranks counts once."""
+    """Return the norm over all ranks; gradients equal on all ranks count once."""
     infinite = kind.norm_type == float("inf")
     parts = [_power(plain, kind)]
     for group, gradients in sharded.items():
         part = _power(gradients, kind)
         if infinite:
-            # A maximum may lose a NaN (gloo's does): it travels as a number beside.
+            # A maximum may lose a NaN (gloo's does), so the NaN flag is reduced as a
+            # second number.
             both = torch.stack(
                 [part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(kind.dtype)]
             )
@@ -295,14 +325,14 @@ def _total_norm(
 
 
 def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
-    """Sum of ``|g| ** norm_type``, or the maximum of ``|g|`` for the infinity norm."""
+    """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
     norm_type, device, dtype, norms_of = kind
     filled = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)
     norms = norms_of(filled, norm_type, dtype)
     if len({norm.device for norm in norms}) > 1:
-        # Some units are offloaded, others are not.
+        # Units with CPU offload and units without are clipped together.
         norms = [norm.to(device) for norm in norms]
     stacked = torch.stack(tuple(norms))
     norm: Tensor = torch.linalg.vector_norm(stacked, norm_type).to(device)
@@ -312,13 +342,17 @@ def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
 def _scale(
     gradients: list[Tensor], total: Tensor, max_norm: float, *, foreach: bool
 ) -> None:
-    """Multiply by ``max_norm / total`` if that is below 1, without asking the GPU."""
+    """Multiply by ``max_norm / total`` if the quotient is below 1."""
+    # clamp instead of an ``if``: a comparison in Python would wait for the GPU. The
+    # constant is torch's and avoids a division by zero.
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), tensors in by_kind.items():
+        # A multi-tensor operator requires tensors on the same device; ``factor``
+        # follows.
         own = factor.to(device=device, dtype=dtype)
         if foreach:
             torch._foreach_mul_(tensors, own)

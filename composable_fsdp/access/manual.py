@@ -1,4 +1,4 @@
-"""Making one unit full and sharded again by hand, outside or inside a step."""
+"""Unshard and reshard a unit by hand, outside or inside a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 
 class UnshardHandle:
-    """An all-gather on its way; returned by ``unshard(module, async_op=True)``."""
+    """A pending all-gather; ``unshard(module, async_op=True)`` returns this object."""
 
     __slots__ = ("_handle",)
 
@@ -30,34 +30,40 @@ class UnshardHandle:
         self._handle: FlatParamHandle | None = handle
 
     def wait(self) -> None:
-        """Show the full parameters, behind the all-gather. Sends nothing.
+        """Wait for the all-gather and show the full parameters. Collective: none.
 
-        Does nothing the second time, or if the unit was used or resharded since: the
-        unit's own forward waits as well.
+        A second call does nothing, and neither does a call after the unit was used or
+        resharded: the unit's own forward also waits.
         """
         handle, self._handle = self._handle, None
+        # ``full_since`` is None after the unit was resharded.
         if handle is not None and handle.full_since is not None:
             verbs.wait_unsharded(handle)
 
 
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
-    """Gather the full parameters of the unit that ``module`` is, and show them.
+    """All-gather the full parameters of the unit ``module`` and show them.
 
-    They stay until the unit reshards after its next forward or backward, or until
-    ``reshard``. Units below are left alone. A unit that is full already sends nothing.
-    What is written into full parameters or set on them (``requires_grad``) is lost, see
-    ``unshard_params``. What anything but ``load_state_dict`` or ``set_full_param`` has
-    written into the shards meanwhile, optimizers included, the next forward refuses; a
-    write through ``.data`` it cannot notice. Make no optimizer now:
-    ``module.parameters()`` are the full ones, which nobody trains, and its first step
-    raises.
+    The unit stays unsharded until the unit's next forward or backward reshards, or
+    until ``reshard``. Units below are unchanged. An unsharded unit communicates
+    nothing.
 
-    With ``async_op`` returns at once; ``wait()`` of what it returns shows the
-    parameters, as the unit's forward does.
+    Writes to full parameters, and attributes set on them (``requires_grad``), are lost;
+    see ``unshard_params``. If the shards change meanwhile by anything but
+    ``load_state_dict`` or ``set_full_param``, for example by an optimizer step, the
+    next forward raises; a write through ``.data`` is not detected. Do not construct an
+    optimizer while the unit is unsharded: ``module.parameters()`` are then the full
+    parameters, which are not trained, and the first step raises.
 
-    Collective: the unit's all-gather over its shard group, if it is sharded.
+    Args:
+        module: A fully sharded module, or a wrapper around it.
+        async_op: Return at once; ``wait()`` of the returned object, or the unit's
+            forward, shows the parameters. Default False.
+
+    Returns: an ``UnshardHandle`` if ``async_op``, else None.
+    Collective: the unit's all-gather over its shard group, if the unit is sharded.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
-    inside ``unshard_params``.
+        inside ``unshard_params``.
 
     >>> pending = unshard(model.head, async_op=True)
     >>> hidden = model.body(x)
@@ -68,17 +74,22 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     handle = state.handle
     if not handle.gathered or handle.retiring:
         if context.outermost is None and not shards_are_unchanged(handle):
-            # ``p.data = ...``, a cast, a freeze: the next forward would find it later.
+            # After ``p.data = ...``, a cast, or a change of requires_grad: the buffers
+            # must be rebuilt before the all-gather reads them. Inside a forward the
+            # iteration has already checked.
             adopt_external_changes_unless_meta(state)
             if requires_grad_changed(handle):
                 follow_requires_grad(context, handle)
         if context.streams is not None and context.outermost is None:
-            # The optimizer wrote the shards on the caller's stream. Inside a forward,
-            # which has waited for it, a wait would end the overlap.
+            # The optimizer wrote the shards on the caller's stream, so the gather
+            # stream waits for that stream. Inside a forward the wait has happened
+            # already; another wait would end the overlap with compute.
             current = torch.cuda.current_stream(handle.device)
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)
     if handle.full_since is None:
+        # The versions of the sharded parameters now: the next forward compares them to
+        # detect writes under the full parameters.
         handle.full_since = verbs.shard_versions(handle)
     pending = UnshardHandle(handle)
     if async_op:
@@ -88,17 +99,20 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Show the sharded parameters of the unit that ``module`` is; free the full ones.
+    """Show the sharded parameters of the unit ``module`` and free the full parameters.
 
-    Units below are left alone. A unit that is sharded already stays as it is.
+    Units below are unchanged. A sharded unit stays as it is.
 
-    Collective: none; what was freed between forward and backward is gathered again.
+    Collective: none. A unit that is resharded between forward and backward is
+        all-gathered again in backward.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
-    inside its own forward or backward, or inside ``unshard_params``.
+        inside the unit's own forward or backward, or inside ``unshard_params``.
     """
     state = state_of_unit(module, "reshard")
     context = _context(state, "reshard")
     handle = state.handle
+    # ``calls``: forwards that are running; ``task``: the graph task of a running
+    # backward.
     if handle.calls or handle.task != NO_TASK:
         raise PhaseError(
             f"reshard was called on {state.name} while its "
@@ -106,22 +120,27 @@ def reshard(module: nn.Module) -> None:
             "full parameters. Call it before or after."
         )
     verbs.reshard(context, handle)
+    # On CUDA reshard defers the release of the memory; release all deferred memory now.
     verbs.free_oldest(context, keep=0)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``module``, a fully sharded module, shows its sharded parameters now.
+    """Return whether the fully sharded ``module`` shows its sharded parameters now.
 
-    Also True between forward and backward of a unit that keeps the memory of the full
-    ones: what a caller finds in ``module`` are the sharded ones. Sends nothing.
+    The result is also True between forward and backward of a unit that keeps the memory
+    of the full parameters: the parameters found in ``module`` are then sharded.
 
-    Raises: CompositionError, if ``module`` is no fully sharded module.
+    Collective: none. Raises: CompositionError, if ``module`` is no fully sharded
+        module.
     """
     return not state_of_unit(module, "is_sharded").handle.is_full
 
 
 def _context(state: _FSDPState, what: str) -> RuntimeContext:
-    """The context of a unit's tree, cleared of a step that broke."""
+    """Return the context of the unit's tree, after recovery from a step that raised.
+
+    Raises: PhaseError, inside ``unshard_params``.
+    """
     context = ensure_root(state)
     if context.summoned is not None:
         raise PhaseError(
@@ -129,6 +148,8 @@ def _context(state: _FSDPState, what: str) -> RuntimeContext:
             f"{context.summoned.name}, where the parameters are yours to change. Call "
             "it after the block."
         )
+    # A backward that raised leaves its graph tasks open; a forward that was interrupted
+    # leaves ``outermost`` set. Neither calls a hook that could clean up.
     if context.tasks and current_task() == NO_TASK:
         recover(context, drop_gradients=True)
     elif context.outermost is not None and not is_live(context):

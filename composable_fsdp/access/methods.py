@@ -20,17 +20,20 @@ from composable_fsdp.tree.traversal import (
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Make ``module.name(...)`` gather and reshard, as ``module(...)`` does.
+    """Make ``module.name(...)`` unshard and reshard the unit, as ``module(...)`` does.
 
-    ``module`` is a fully sharded module, or a wrapper around one. The method may call
-    the forward, of ``module`` or of units below; its inputs and outputs are those of a
-    forward for autograd. Registered again it stays as it is, and ``"forward"`` needs
-    none. On a module that has nothing to do with sharding nothing happens, so that a
-    script also runs unsharded.
+    The method may call the forward of ``module`` or of units below. For autograd the
+    method's inputs and outputs are those of a forward. Registration of a registered
+    method, or of ``"forward"``, does nothing. So does a module that has nothing to do
+    with sharding; a script therefore also runs unsharded.
 
-    Collective: none; each call of the method then issues those of a forward.
-    Raises: CompositionError, if there is no such method, it is a generator or
-    coroutine, or ``module`` is in a sharded model without being a unit itself.
+    Args:
+        module: A fully sharded module, or a wrapper around it.
+        name: The name of the method.
+
+    Collective: none; each call of the method issues the collectives of a forward.
+    Raises: CompositionError, if the method does not exist or is a generator or
+        coroutine, or if ``module`` is in a sharded model but is no unit itself.
 
     >>> register_forward_method(model, "generate")
     """
@@ -47,8 +50,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if state is None:
         _require_plain(module, name)
         return
+    # ``functools.partial`` has ``func``: the method is registered already.
     if name == "forward" or getattr(method, "func", None) is call_method:
         return
+    # The body of a generator or a coroutine runs after the call has returned, so after
+    # the unit was resharded.
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise CompositionError(
             f"{type(module).__name__}.{name} is a generator or a coroutine: its body "
@@ -56,13 +62,18 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "computes one result, and call that from it."
         )
     hooked = functools.partial(call_method, state, module, method)
+    # On the instance, so that other modules of the class keep the plain method.
     setattr(module, name, functools.update_wrapper(hooked, method))
 
 
 register_fsdp_forward_method = register_forward_method
-"""The name that torch has for it."""
+"""The name of this function in torch."""
 
 
 def _require_plain(module: nn.Module, name: str) -> None:
+    """Refuse a module that is part of a sharded model without being a unit.
+
+    Raises: CompositionError.
+    """
     if _get_module_fsdp_state(module) is not None or _get_fsdp_states(module):
         raise no_unit(module, f"register_forward_method({name!r})", recurse=False)

@@ -1,7 +1,7 @@
-"""When units are gathered and freed, set by the caller for modules of a sharded model.
+"""Set when the units of a sharded model are all-gathered and freed.
 
-These change the order of all-gathers and how long memory is used, never a result. All
-ranks must make the same calls.
+The settings change the order of all-gathers and the lifetime of memory, never a result.
+All ranks must make the same calls.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from composable_fsdp.tree.traversal import inside_wrappers, no_unit, require_mod
 def set_modules_to_forward_prefetch(
     module: nn.Module, modules: Sequence[nn.Module]
 ) -> None:
-    """Gather the units of ``modules`` when the forward of ``module`` begins.
+    """All-gather the units of ``modules`` when the forward of ``module`` begins.
 
-    They are gathered in the order given, so name the nearest first. Each is full from
-    then until after its own forward. An empty list restores the default:
-    ``forward_prefetch``.
+    Each unit of ``modules`` is unsharded from then until after its own forward.
 
-    Collective: none now; the all-gathers of those units come earlier.
-    Raises: CompositionError, if one of them is not a fully sharded module.
+    Args:
+        module: The fully sharded module whose forward starts the all-gathers.
+        modules: Fully sharded modules in the order of the all-gathers: put the module
+            that runs first at the front. An empty list restores the default,
+            ``forward_prefetch``.
+
+    Collective: none now; the all-gathers of these units come earlier.
+    Raises: CompositionError, if a module is no fully sharded module.
 
     >>> for this, ahead in zip(blocks, blocks[1:]):
     ...     set_modules_to_forward_prefetch(this, [ahead])
@@ -33,6 +37,7 @@ def set_modules_to_forward_prefetch(
     what = "set_modules_to_forward_prefetch"
     state = state_of_unit(module, what)
     state.ahead_in_forward = _own_states(modules, what)
+    # A separate flag, so that forward tests a single attribute.
     state.prefetches_forward = (
         bool(state.ahead_in_forward) or state.options.forward_prefetch
     )
@@ -41,30 +46,38 @@ def set_modules_to_forward_prefetch(
 def set_modules_to_backward_prefetch(
     module: nn.Module, modules: Sequence[nn.Module]
 ) -> None:
-    """Gather the units of ``modules`` when the backward of ``module`` begins.
+    """All-gather the units of ``modules`` when the backward of ``module`` begins.
 
-    In the order given, so name the nearest first, which is the one used last before
-    ``module`` in forward. An empty list restores the default: ``backward_prefetch``.
+    Args:
+        module: The fully sharded module whose backward starts the all-gathers.
+        modules: Fully sharded modules in the order of the all-gathers: put the module
+            at the front that forward used last before ``module``. An empty list
+            restores the default, ``backward_prefetch``.
 
-    Collective: none now; the all-gathers of those units come earlier.
-    Raises: CompositionError, if one of them is not a fully sharded module.
+    Collective: none now; the all-gathers of these units come earlier.
+    Raises: CompositionError, if a module is no fully sharded module.
     """
     what = "set_modules_to_backward_prefetch"
     state = state_of_unit(module, what)
+    # An empty tuple selects the default.
     state.ahead_in_backward = _own_states(modules, what)
 
 
 def set_reshard_after_forward(
     module: nn.Module, reshard_after_forward: bool, *, recurse: bool = True
 ) -> None:
-    """Choose whether units free their full parameters between forward and backward.
+    """Set whether units free their full parameters between forward and backward.
 
-    For all units in ``module``, or without ``recurse`` for ``module`` itself. Without a
-    choice the strategy decides, and the root keeps its parameters.
+    Args:
+        module: A fully sharded module, or a module that holds such modules.
+        reshard_after_forward: True frees. Before the first call the strategy decides,
+            and the root unit keeps its full parameters.
+        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
+            Default True.
 
-    Collective: none; a unit that frees them is gathered again in backward.
-    Raises: CompositionError, if there is no such unit; TypeError, if the choice is
-    neither True nor False.
+    Collective: none; a unit that frees is all-gathered again in backward.
+    Raises: CompositionError, if there is no such unit; TypeError, if
+        ``reshard_after_forward`` is not a bool.
     """
     require_flag("set_reshard_after_forward", reshard_after_forward)
     for state in units_of(module, "set_reshard_after_forward", recurse=recurse):
@@ -74,14 +87,21 @@ def set_reshard_after_forward(
 def set_reshard_after_backward(
     module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True
 ) -> None:
-    """Choose whether units free their full parameters after backward (the default).
+    """Set whether units free their full parameters after backward (the default).
 
-    Kept, they need no all-gather in the next forward: for gradient accumulation. Choose
-    True again before the backward after which an optimizer steps; a forward with kept
-    parameters whose shards have changed raises PhaseError.
+    A unit that keeps full parameters needs no all-gather in the next forward, which
+    serves gradient accumulation. Set True again before the backward that precedes an
+    optimizer step: a forward with kept full parameters whose shards have changed raises
+    PhaseError.
+
+    Args:
+        module: A fully sharded module, or a module that holds such modules.
+        reshard_after_backward: True frees.
+        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
+            Default True.
 
     Collective: none.
-    Raises: CompositionError, as ``set_reshard_after_forward``.
+    Raises: CompositionError, TypeError, as ``set_reshard_after_forward``.
     """
     require_flag("set_reshard_after_backward", reshard_after_backward)
     for state in units_of(module, "set_reshard_after_backward", recurse=recurse):
@@ -89,16 +109,25 @@ def set_reshard_after_backward(
 
 
 def state_of_unit(module: nn.Module, what: str) -> _FSDPState:
-    """The state of the unit that ``module`` itself is; ``what`` was called on it."""
+    """Return the state of the unit ``module``; ``what`` names the caller in messages.
+
+    Raises: CompositionError, if ``module`` is no fully sharded module.
+    """
     require_module(module, what)
     inner = inside_wrappers(module)
     state = _get_module_fsdp_state(inner)
+    # The state also belongs to every submodule of the unit; only the unit's own modules
+    # are accepted.
     if state is None or all(inner is not each for each in state.modules):
         raise no_unit(module, what, recurse=False)
     return state
 
 
 def _own_states(modules: Sequence[nn.Module], what: str) -> tuple[_FSDPState, ...]:
+    """Return the states of the units ``modules``.
+
+    Raises: TypeError, for a single module; CompositionError, as ``state_of_unit``.
+    """
     if isinstance(modules, nn.Module):
         raise TypeError(
             f"{what} expects a list of modules, got one {type(modules).__name__}. Pass "

@@ -1,8 +1,8 @@
-"""How gradients are reduced, set between steps: functions that take the module first.
+"""Set between steps how gradients are reduced: functions that take the module first.
 
-Names and meanings are those of FSDP2's methods. Each takes any module that is or holds
-fully sharded modules; ``recurse=False`` means the unit that the module itself is. All
-ranks must make the same calls. None of them sends anything.
+Names and meanings are those of FSDP2's methods. Each function accepts any module that
+is or holds fully sharded modules; ``recurse=False`` selects only the unit of the module
+itself. All ranks must make the same calls. No function communicates.
 """
 
 from __future__ import annotations
@@ -31,30 +31,47 @@ def set_requires_gradient_sync(
 ) -> None:
     """Set whether backward reduces gradients; ``no_sync`` as a switch.
 
-    With False each unit keeps a full reduce buffer ``(padded_numel,)`` in the reduce
-    dtype; the next backward with True reduces the sum. Sets
-    ``set_requires_all_reduce``, too.
+    With False each unit keeps an unsharded reduce buffer ``(padded_numel,)`` in the
+    reduce dtype; the next backward with True reduces the sum. The call also sets
+    ``set_requires_all_reduce``.
 
-    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
-    setting is neither True nor False.
+    Args:
+        module: A fully sharded module, or a module that holds such modules.
+        requires_gradient_sync: True (the state after ``fully_shard``) reduces.
+        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
+            Default True.
+
+    Collective: none.
+    Raises: CompositionError, if there is no such unit; TypeError, if
+        ``requires_gradient_sync`` is not a bool.
     """
     require_flag("set_requires_gradient_sync", requires_gradient_sync)
     for state in units_of(module, "set_requires_gradient_sync", recurse=recurse):
         state.sync_gradients = requires_gradient_sync
+        # As in FSDP2, where the reduce-scatter and the all-reduce are switched
+        # together.
         state.handle.rule.all_reduce = requires_gradient_sync
 
 
 def set_requires_all_reduce(
     module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True
 ) -> None:
-    """Set whether a reduction goes over the replicas, where there are any.
+    """Set whether a reduction includes the all-reduce over the replicate group.
 
-    With False a hybrid unit reduce-scatters and keeps the sums, ``(shard_numel,)`` in
-    the reduce dtype, and ``.grad`` stays as it is; the next reduction with True
-    all-reduces the total. Means nothing without replicas.
+    With False a hybrid unit reduce-scatters and accumulates the sums,
+    ``(shard_numel,)`` in the reduce dtype, and ``.grad`` is unchanged; the next
+    reduction with True all-reduces the total. The setting has no effect without a
+    replicate group.
 
-    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
-    setting is neither True nor False.
+    Args:
+        module: A fully sharded module, or a module that holds such modules.
+        requires_all_reduce: True (the state after ``fully_shard``) all-reduces.
+        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
+            Default True.
+
+    Collective: none.
+    Raises: CompositionError, if there is no such unit; TypeError, if
+        ``requires_all_reduce`` is not a bool.
     """
     require_flag("set_requires_all_reduce", requires_all_reduce)
     for state in units_of(module, "set_requires_all_reduce", recurse=recurse):
@@ -62,27 +79,32 @@ def set_requires_all_reduce(
 
 
 def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
-    """Set whether the next backward is the last one of the step; for the whole tree.
+    """Set for the whole tree whether the next backward is the last of the step.
 
-    With False the end of backward does not wait for the last reduction: its ``.grad``
-    comes with the next backward, which must follow before gradients are read.
+    With False the end of backward does not wait for the last reduction: the ``.grad``
+    of this reduction appears in the next backward, which must follow before gradients
+    are read.
 
-    Raises: CompositionError, if there is no unit; TypeError, if the setting is neither
-    True nor False.
+    Collective: none.
+    Raises: CompositionError, if there is no unit; TypeError, if ``is_last_backward`` is
+        not a bool.
     """
     require_flag("set_is_last_backward", is_last_backward)
     for state in units_of(module, "set_is_last_backward", recurse=True):
+        # The end of backward is an event of the tree, so the outermost unit holds the
+        # flag.
         outermost(state).is_last_backward = is_last_backward
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
-    """Divide sums over ranks by ``factor`` and not by the number of ranks.
+    """Divide sums of gradients over ranks by ``factor`` instead of the number of ranks.
 
-    On the module's own unit, as FSDP2; call it on each that needs it. A communication
-    hook divides as it likes.
+    As in FSDP2, the call sets the module's own unit only: call the function on each
+    unit that needs a factor. A communication hook divides by itself.
 
+    Collective: none.
     Raises: CompositionError, if ``module`` is no fully sharded module; ValueError, if
-    ``factor`` is not positive.
+        ``factor`` is not positive.
     """
     if not isinstance(factor, (int, float)) or not factor > 0:
         raise ValueError(
@@ -92,24 +114,34 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         )
     for state in units_of(module, "set_gradient_divide_factor", recurse=False):
         state.handle.rule.factor = float(factor)
+        # The division per region (before or after the sum) is derived from the factor.
         set_divisions(state.handle)
 
 
 def set_reduce_scatter_unused_params(
     module: nn.Module, reduce_scatter_unused_params: bool, *, recurse: bool = True
 ) -> None:
-    """Set whether parameters without a gradient on this rank take part, with zeros.
+    """Set whether parameters without a gradient on this rank are reduced with zeros.
 
-    For models whose ranks use different parameters (experts, modalities). Every
-    trainable parameter then gets the average as ``.grad`` on every rank, and a unit
-    that ran forward and got no gradient here is gathered and reduced in its turn, so
-    that all ranks send the same collectives. Without it ``.grad`` stays None where
-    nothing arrived, and ranks have to agree. ``torch.autograd.grad`` with respect to
-    inputs gives parameters none; all ranks run the same kind of backward. Takes effect
-    with the next forward.
+    The mode serves models whose ranks use different parameters (experts, modalities).
+    With True every trainable parameter gets the average as ``.grad`` on every rank. A
+    unit that ran in forward and got no gradient on this rank is all-gathered and
+    reduced in its turn, so that all ranks issue the same collectives. With False
+    ``.grad`` stays None for a parameter without a gradient, and the ranks must agree on
+    the unused parameters. ``torch.autograd.grad`` with respect to inputs produces no
+    gradient of a parameter in either mode; all ranks must run the same kind of
+    backward. The setting takes effect in the next forward.
 
-    Raises: CompositionError, if there is no unit to set it on; TypeError, if the
-    setting is neither True nor False.
+    Args:
+        module: A fully sharded module, or a module that holds such modules.
+        reduce_scatter_unused_params: True reduces zeros. False is the state after
+            ``fully_shard``.
+        recurse: Set all units in ``module``. False: only the unit ``module`` itself.
+            Default True.
+
+    Collective: none.
+    Raises: CompositionError, if there is no such unit; TypeError, if
+        ``reduce_scatter_unused_params`` is not a bool.
     """
     name = "set_reduce_scatter_unused_params"
     require_flag(name, reduce_scatter_unused_params)
@@ -120,16 +152,22 @@ def set_reduce_scatter_unused_params(
 def register_comm_hook(
     module: nn.Module, state: object, hook: Callable[..., object]
 ) -> None:
-    """Have ``hook`` reduce gradients in place of the collectives; FSDP1's contract.
+    """Reduce gradients by ``hook`` instead of the collectives; the contract is FSDP1's.
 
-    ``hook(state, gradient, output)`` where parameters are sharded, ``hook(state,
-    gradient)`` where each rank holds them whole; once per region and reduction. See
-    ``composable_fsdp.runtime.comm_hooks`` for what it may do, and for
-    ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook`` and
-    ``bf16_compress_hook``; those of torch work as well.
+    The hook is called once per region and reduction: ``hook(state, gradient, output)``
+    if the parameters are sharded, ``hook(state, gradient)`` if every rank holds the
+    full parameters. ``composable_fsdp.runtime.comm_hooks`` describes the contract and
+    has the hooks ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook``
+    and ``bf16_compress_hook``; torch's hooks work as well.
 
+    Args:
+        module: A fully sharded module, or a module that holds such modules.
+        state: The first argument of ``hook``.
+        hook: The function that reduces.
+
+    Collective: none; in backward the collectives of ``hook``.
     Raises: CompositionError, for hybrid strategies, or if a unit has a hook already;
-    TypeError, if ``hook`` cannot be called. Nothing is registered then.
+        TypeError, if ``hook`` is not callable. No hook is registered then.
     """
     if not callable(hook):
         raise TypeError(
@@ -137,6 +175,7 @@ def register_comm_hook(
             f"got {type(hook).__name__}."
         )
     units = units_of(module, "register_comm_hook", recurse=True)
+    # Check all units before the first unit changes.
     for unit in units:
         if unit.options.strategy in _HYBRID:
             raise CompositionError(
@@ -163,13 +202,22 @@ def require_flag(name: str, value: object) -> None:
 
 
 def units_of(module: nn.Module, name: str, *, recurse: bool) -> list[_FSDPState]:
-    """The units in the tree of ``module``; without ``recurse`` the one that it is.
+    """Return the units in the tree of ``module``; without ``recurse`` its own unit.
 
-    Raises: CompositionError, in the name of function ``name``, if there is none.
+    Args:
+        module: The module.
+        name: The function that messages name.
+        recurse: Include the units below.
+
+    Returns: the states of the units, outer units first.
+    Collective: none.
+    Raises: CompositionError, if there is no such unit; TypeError, if ``module`` is no
+        module.
     """
     require_module(module, name)
     states = _get_fsdp_states(module)
     if not recurse:
+        # The state is attached to the wrapped module, not to the wrapper.
         inner = inside_wrappers(module)
         states = [s for s in states if any(m is inner for m in s.modules)]
     if not states:

@@ -1,8 +1,8 @@
-"""One parameter by its name: its full value and its gradient, read and written.
+"""Read and write the full value or the full gradient of a single parameter by name.
 
-Only that parameter is sent, each part once by the rank that holds it. Writing sends
-nothing, because every rank passes the whole value. Names are the plain model's; a tied
-parameter answers to each of its own.
+Only this parameter is communicated: each rank broadcasts the elements that it holds.
+Writing communicates nothing, because every rank passes the full value. Names are those
+of the plain model; a tied parameter has a name per place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from composable_fsdp.tree.traversal import require_module, walk_states
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter as a unit holds it."""
+    """A parameter, with the unit and the region that hold its sharded form."""
 
     state: _FSDPState
     region: FlatParameter
@@ -38,19 +38,20 @@ class Held:
 
     @property
     def handle(self) -> FlatParamHandle:
-        """The handle of its unit."""
+        """Return the handle of the unit."""
         return self.state.handle
 
 
 def get_full_param(module: nn.Module, fqn: str) -> Tensor:
-    """Return the parameter of that name as in the plain model: a new tensor.
+    """Return the full parameter of this name, as in the plain model: a new tensor.
 
-    In the parameter's own dtype, on the device that computes, on every rank.
+    The tensor has the parameter's own dtype, is on the compute device, and is returned
+    on every rank.
 
-    Collective: one broadcast of each rank's part, ``numel`` elements in all, over the
-    shard group; all its ranks must call. None if nothing is cut.
-    Raises: CompositionError, for a name that ``module`` does not have; PhaseError,
-    inside forward, backward or ``unshard_params``.
+    Collective: over the shard group a broadcast per rank that holds elements, ``numel``
+        elements in all; all its ranks must call. None if the parameter is not sharded.
+    Raises: CompositionError, if ``module`` has no parameter of this name; PhaseError,
+        inside forward, backward or ``unshard_params``.
 
     >>> get_full_param(model, "blocks.0.attn.weight").norm()
     """
@@ -62,29 +63,36 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
 
 @torch.no_grad()
 def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
-    """Write the full ``value`` of the parameter of that name; each rank its part.
+    """Write the full ``value`` into a parameter; each rank writes its part.
 
-    Every rank passes the same; ``value`` may be of another dtype or device. Sends
-    nothing.
-    Raises: as ``get_full_param``; CompositionError, for another shape.
+    Args:
+        module: A module that holds the parameter.
+        fqn: The parameter's name in ``module``.
+        value: The full value, the same on every rank; any dtype and device.
+
+    Collective: none.
+    Raises: as ``get_full_param``; CompositionError, if the shape differs.
     """
     found = find_parameter(module, fqn, "set_full_param")
     value = _checked(found, fqn, value, "set_full_param")
     if not isinstance(found, Held):
         found.copy_(value)
     else:
+        # A unit that is unsharded now would show the old values: free its full
+        # parameters, which forward or backward gathers again.
         free_all_full_params(found.state)
         found.leaf.copy_(own_part(found, value))
 
 
 @torch.no_grad()
 def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
-    """Return the reduced gradient of that parameter, whole; ``None`` if there is none.
+    """Return a parameter's full reduced gradient; ``None`` without a gradient.
 
-    Between backward and ``zero_grad``. A new tensor, as ``get_full_param``'s.
+    Call between backward and ``zero_grad``. The result is a new tensor on the compute
+    device.
 
-    Collective: one all-reduce of a byte over the shard group, and if there is a
-    gradient one broadcast of each rank's part. None if nothing is cut.
+    Collective: over the shard group an all-reduce of a byte, and if there is a gradient
+        a broadcast per rank that holds elements. None if the parameter is not sharded.
     Raises: as ``get_full_param``.
     """
     found = find_parameter(module, fqn, "get_full_grad")
@@ -93,21 +101,29 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     handle, leaf = found.handle, found.leaf
     group = handle.groups.shard
     part = leaf_gradients(found.region, handle)[_index(found)]
+    # A rank without elements of the parameter has no gradient, but must take part in
+    # the broadcasts: agree first whether any rank has a gradient.
     has = torch.tensor([part is not None], device=handle.device).to(torch.uint8)
     if group is not None:
         collectives.all_reduce(has, group, maximum=True)
     if not has.item():
         return None
     if part is None:
+        # Another rank has a gradient: this rank's part of the gradient is zero.
         part = torch.zeros_like(leaf, dtype=found.region.grad_dtype)
     return gather_slot(handle, found.region, found.slot, part.detach())
 
 
 @torch.no_grad()
 def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
-    """Make the full ``value`` the gradient of that parameter; ``None`` takes it away.
+    """Set a parameter's full gradient; ``None`` removes the gradient.
 
-    Every rank passes the same. Sends nothing.
+    Args:
+        module: A module that holds the parameter.
+        fqn: The parameter's name in ``module``.
+        value: The full gradient, the same on every rank, or None.
+
+    Collective: none.
     Raises: as ``set_full_param``; PhaseError, if the parameter is frozen.
     """
     found = find_parameter(module, fqn, "set_full_grad")
@@ -125,6 +141,7 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
 
 
 def _set_grad(found: Held | nn.Parameter, part: Tensor | None) -> None:
+    """Set the gradient of a sharded or plain parameter to this rank's ``part``."""
     if isinstance(found, Held):
         set_leaf_gradient(found.handle, found.region, _index(found), part)
     elif part is None or found.grad is None:
@@ -134,21 +151,32 @@ def _set_grad(found: Held | nn.Parameter, part: Tensor | None) -> None:
 
 
 def _index(found: Held) -> int:
-    """Its number among the leaves of its region."""
+    """Return the index of the parameter among the parameters of its region."""
     return found.region.layout.parameters.index(found.slot)
 
 
 def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Parameter:
-    """The parameter of that name, settled, as its unit holds it; itself if none does.
+    """Return the parameter of this name, with its unit if a unit holds the parameter.
 
-    Sends nothing. Raises: CompositionError, with names that are close; PhaseError.
+    Args:
+        module: The root of the walk.
+        fqn: The name, with or without wrapper components.
+        what: The function that messages name.
+
+    Returns: a ``Held``, or the plain parameter if no unit holds it. The unit's tree is
+        between steps then, with sharded parameters shown.
+    Collective: none.
+    Raises: CompositionError, with similar names; PhaseError, inside a step.
     """
     require_module(module, what)
     name = strip_wrapper(fqn)
+    # Look at the units first: their plans know all names, also while the modules show
+    # other tensors.
     known = []
     for prefix, _, state in walk_states(module):
         for region in state.handle.regions:
             for index, slot in enumerate(region.layout.parameters):
+                # A tied parameter has a name per place in the unit.
                 names = [join_name(prefix, each) for each in slot.fqns]
                 known += names
                 if name in names:
@@ -158,7 +186,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Paramete
             found = find_leaf(parameter)
             if found is None:
                 return parameter
-            # Under a name of its own, which an override gave it.
+            # A class that overrides named_parameters has renamed a parameter of a unit.
             owner = next(s for _, _, s in walk_states(module) if s.handle is found[0])
             region, index = region_of(*found)
             return _settled(owner, region, index, what)
@@ -170,7 +198,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Paramete
 
 
 def closest_names(name: str, known: Iterable[str]) -> str:
-    """A sentence with the names like ``name``, or with how many there are."""
+    """Return a sentence with the names most similar to ``name``, or the first names."""
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, n=3)
     if near:
@@ -179,8 +207,13 @@ def closest_names(name: str, known: Iterable[str]) -> str:
 
 
 def _settled(state: _FSDPState, region: FlatParameter, index: int, what: str) -> Held:
+    """Return the parameter after a check that the unit is between steps.
+
+    Raises: PhaseError, inside a step.
+    """
     require_between_steps(state, what)
-    # Settling may have laid the regions out anew.
+    # require_between_steps may have rebuilt the regions (after a change of
+    # requires_grad or of the parameters' data): find the parameter again by its slot.
     slot_index = region.layout.parameters[index].index
     for each in state.handle.regions:
         for slot, leaf in zip(each.layout.parameters, each.leaves, strict=True):
@@ -190,7 +223,7 @@ def _settled(state: _FSDPState, region: FlatParameter, index: int, what: str) ->
 
 
 def region_of(handle: FlatParamHandle, index: int) -> tuple[FlatParameter, int]:
-    """The region of the unit's leaf number ``index``, and its number there."""
+    """Return the region of parameter ``index`` of the unit, and the index there."""
     for region in handle.regions:
         if index < len(region.leaves):
             return region, index
@@ -199,12 +232,16 @@ def region_of(handle: FlatParamHandle, index: int) -> tuple[FlatParameter, int]:
 
 
 def own_part(held: Held, value: Tensor) -> Tensor:
-    """This rank's part of the full ``value``, in the shape of the leaf."""
+    """Return this rank's part of the full ``value``, in the shard's shape."""
     start, stop = held.region.layout.interval(held.slot, held.region.rank)
     return value.detach().reshape(-1)[start:stop].view(held.leaf.shape)
 
 
 def _checked(found: Held | nn.Parameter, fqn: str, value: object, what: str) -> Tensor:
+    """Return ``value`` after a check of shape and device.
+
+    Raises: CompositionError, if the shape differs; PhaseError, for a parameter on meta.
+    """
     shape = found.slot.shape if isinstance(found, Held) else tuple(found.shape)
     leaf = found.leaf if isinstance(found, Held) else found
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:

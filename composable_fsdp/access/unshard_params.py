@@ -1,7 +1,10 @@
-"""Full parameters outside the step, as a context.
+"""Full parameters outside the step, as a context manager.
 
-Three levels: ``_unshard_state`` for one unit (``summon.py``),
-``_unshard_params_recurse`` for the units of a tree, ``unshard_params`` for users.
+::
+
+    unshard_params             public: finds the units, marks their trees
+      _unshard_states          several units; agreement of all ranks at the end
+        _unshard_state         a single unit (unsharded_unit.py)
 """
 
 from __future__ import annotations
@@ -47,38 +50,46 @@ def unshard_params(
     """Show full parameters in ``module`` while the block runs.
 
     Args:
-        module: any module that is or holds a fully sharded module, or parts of one:
-            that unit is shown as well, all of it.
-        recurse: also the units below; else only the unit that ``module`` itself is.
-        writeback: what the block wrote into the parameters reaches the shards. Each
-            rank keeps the part that it holds, and each replica its own, so write the
-            same on all ranks; with ``rank0_only`` rank 0's values reach every shard.
-        rank0_only: only rank 0 of each shard group gets full parameters; the others
-            keep seeing their shards. What is written back is that of the one rank that
-            is first in its shard group and among the replicas.
-        offload_to_cpu: the full parameters are copies in host memory, made unit by
-            unit, so device memory holds one unit at a time.
-        with_grads: ``.grad`` of the full parameters is the full gradient, where any
-            rank has one; with ``writeback`` what the block makes of it is kept.
-        check_same: compare the values over ranks before they are written back.
+        module: A module that is or holds a fully sharded module, or that is a part of a
+            unit; the whole unit is then shown.
+        recurse: Show the units below, too. False: only the unit ``module`` itself.
+            Default True.
+        writeback: Keep the block's writes to the parameters. Each rank writes back the
+            part that it holds, and each replica its own, so the block must write the
+            same values on all ranks. With ``rank0_only`` rank 0's values are written to
+            every shard. Default True.
+        rank0_only: Only rank 0 of each shard group gets full parameters; the modules of
+            other ranks keep sharded parameters. The values written back are those of
+            the rank that is first in its shard group and in its replicate group.
+            Default False.
+        offload_to_cpu: The full parameters are copies in host memory, made unit by
+            unit, so device memory holds at most a single full unit. Default False.
+        with_grads: Set ``.grad`` of the full parameters to the full gradients, if any
+            rank has a gradient; with ``writeback`` changes of ``.grad`` are kept.
+            Default False.
+        check_same: Compare the values over ranks before they are written back; ignored
+            with ``rank0_only``. Default False.
 
-    Collective: per unit one all-gather over the shard group (with ``rank0_only`` one
-    gather per region, and with ``writeback`` one scatter per region on exit); with
-    ``with_grads`` the same again, and one all-reduce of a byte per parameter (with
-    ``rank0_only`` and ``writeback`` one more on exit). With ``writeback`` ranks tell
-    each other on exit that none raised: one all-reduce of a number per shard and
-    replicate group. With ``check_same`` one more of four numbers per parameter. All
-    its ranks must enter.
-    Raises: PhaseError, inside forward, backward or another such block; what the block
-    raises, and on the other ranks DesyncError: nothing is written on any; DesyncError,
-    naming a parameter that ``check_same`` found to differ, and nothing is written.
+    Collective: all ranks must enter. Per unit an all-gather over the shard group; with
+        ``rank0_only`` a gather per region instead, and with ``writeback`` a scatter per
+        region on exit. ``with_grads`` adds the same collectives for the gradients and a
+        single all-reduce with a byte per parameter (with ``rank0_only`` and
+        ``writeback`` a broadcast of these bytes on exit). With ``writeback`` the ranks
+        agree on exit that no rank raised: an all-reduce of an integer per shard and
+        replicate group. ``check_same`` adds a single all-reduce with four numbers per
+        parameter.
+    Raises: PhaseError, inside forward, backward or another such block; the exception of
+        the block, and DesyncError on the other ranks: on all ranks the units that the
+        failing rank holds keep their old values; DesyncError, naming a parameter that
+        ``check_same`` found to differ: no value is written.
 
     >>> with unshard_params(model, writeback=True):
     ...     model.head.weight.data.zero_()
     """
     around = _units_around(module) if recurse else []
     tops = [*around, *_tops(module, recurse=recurse, needed=not around)]
-    # All of them first: units side by side share one tree.
+    # Settle all trees before the first block is entered: units side by side may share a
+    # tree, and a second require_idle would meet the first block.
     contexts = {id(c): c for c in (require_idle(s, "unshard_params") for s in tops)}
     with ExitStack() as stack:
         units: list[_FSDPState] = []
@@ -86,6 +97,8 @@ def unshard_params(
             context = ensure_root(state)
             if id(context) in contexts:
                 contexts.pop(id(context))
+                # Once per tree: the mark is in the context that all units of a tree
+                # share.
                 stack.enter_context(_summon(context, state, rank0_only))
             below = recurse and state not in around
             units += _get_fsdp_states(state.module) if below else [state]
@@ -103,13 +116,14 @@ def unshard_params(
 
 
 def _units_around(module: nn.Module) -> list[_FSDPState]:
-    """The units above ``module`` that have parameters in its tree, outermost first."""
+    """Return the units above with parameters below ``module``, outermost first."""
     require_module(module, "unshard_params")
     inside = {id(each): each for each in walk.modules(module)}
     found: dict[int, _FSDPState] = {}
     for each in inside.values():
         state = _get_module_fsdp_state(each)
         if state is not None and not any(id(m) in inside for m in state.modules):
+            # A module may belong to a unit without holding any of its parameters.
             owners = state.handle.owners
             if id(state) not in found and any(id(m) in inside for m in owners):
                 found[id(state)] = state
@@ -120,20 +134,22 @@ def _units_around(module: nn.Module) -> list[_FSDPState]:
 def _summon(
     context: RuntimeContext, state: _FSDPState, rank0_only: bool
 ) -> Iterator[None]:
-    """Mark the tree: no forward, and no second block, until the end of this one."""
+    """Mark the tree: no forward and no second block may start until this block ends."""
     context.summoned, context.rank0_only = state, rank0_only
     try:
         yield
     finally:
         context.summoned = None
+        # Free all deferred memory, and wait for copies of the block between host and
+        # device: the caller may write shards in host memory next.
         free_oldest(context, keep=0)
         synchronize_copy_stream(context)
 
 
 def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]:
-    """The uppermost units in the tree of ``module``; without ``recurse`` its own.
+    """Return the uppermost units in ``module``; without ``recurse`` its own unit.
 
-    Raises: CompositionError, if there is none and one is ``needed``.
+    Raises: CompositionError, if there is no unit and ``needed`` is set.
     """
     if not needed and not _get_fsdp_states(module):
         return []
@@ -143,8 +159,8 @@ def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]
         return states
     tops: list[_FSDPState] = []
     covered: set[int] = set()
-    # Outer units come first. Not by their parents: a unit that stands in two places has
-    # one parent, and may be below another unit of these as well.
+    # Outer units come first. Coverage instead of ``state.parent``: a unit at two places
+    # has a single parent, but may be below another unit of this list as well.
     for state in states:
         if id(state) not in covered:
             tops.append(state)
@@ -162,12 +178,13 @@ def _unshard_params_recurse(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Full parameters of ``state``'s unit and, with ``recurse``, of the units below it.
+    """Show full parameters of a unit and, with ``recurse``, of the units below.
 
-    Collective, Raises: as ``unshard_params``.
+    The name and the arguments are FSDP1's. Collective, Raises: as ``unshard_params``.
     """
     states = _get_fsdp_states(module) if recurse else [state]
     with ExitStack() as stack:
+        # Inside another block of the tree the mark is set already.
         if ensure_root(state).summoned is None:
             context = require_idle(state, "unshard_params")
             stack.enter_context(_summon(context, state, rank0_only))
@@ -192,10 +209,10 @@ def _unshard_states(
     what: str = "unshard_params(writeback=True)",
     **how: bool,
 ) -> Iterator[None]:
-    """Full parameters of ``states``, written back on all ranks of a unit or on none.
+    """Show full parameters of ``states``; write back on all ranks of a unit or on none.
 
-    ``what`` is what the user called; ``how`` is passed on. Collective, Raises: as
-    ``unshard_params``.
+    ``what`` names the caller in messages; ``how`` is passed to ``_unshard_state``.
+    Collective, Raises: as ``unshard_params``.
     """
     handles = [state.handle for state in states]
     failed: list[int | None] = []
@@ -207,16 +224,22 @@ def _unshard_states(
         try:
             yield
             if writeback:
-                # All units first: one that does not fit leaves every shard as it was.
+                # All units before any write: a replaced parameter of a wrong shape
+                # leaves every shard unchanged.
                 for unit in shown:
                     unit.take_assigned()
         except GeneratorExit:
-            raise  # thrown away, at a time that the ranks do not share
+            # The generator is closed, usually by the garbage collector at a time that
+            # differs between ranks: send nothing.
+            raise
         except BaseException:
             if writeback:
+                # The other ranks wait for this rank's flag before they write.
                 report_failure(handles)
             raise
         if writeback:
+            # Each _unshard_state writes back when it exits, so the agreement must come
+            # first.
             failed = failed_ranks(handles)
             for unit, rank in zip(shown, failed, strict=True):
                 unit.is_agreed = rank is None
@@ -233,19 +256,20 @@ def _unshard_states(
 
 @contextmanager
 def unshard_own(module: nn.Module, state: _FSDPState) -> Iterator[None]:
-    """Full parameters, kept on exit, of the unit that ``module`` is; for ``apply``.
+    """Show and write back full parameters of the unit ``module``; for ``apply``.
 
-    Also of units below that are lists, which no call of their own will show. Does
-    nothing inside a block that shows them already. A tree that was not initialised is
-    left so: units above may still be made.
+    Units of several modules below are shown as well. Units that an outer block shows
+    already are skipped.
 
-    Collective: one all-gather per unit, and one all-reduce of a number per shard and
-    replicate group, as ``unshard_params``.
+    Collective: per unit an all-gather, and an all-reduce of an integer per shard and
+        replicate group, as ``unshard_params``.
     Raises: PhaseError, inside forward or backward; DesyncError, if another rank raised
-    inside.
+        in the block.
     """
+    # A unit of several modules has no wrapper, so no call of ``apply`` of its own.
     lists = [each for each in _get_fsdp_states(module) if len(each.modules) > 1]
     hidden = [s for s in (state, *lists) if s.handle.phase is not Phase.SUMMON]
+    # A tree that was not initialized must stay so: units above may still be made.
     was_new = state.context is None
     context = ensure_root(state)
     with ExitStack() as stack:

@@ -1,8 +1,4 @@
-"""Full gradients on the full parameters of one unit, while a block runs.
-
-Whether a parameter has a gradient is asked over the shard group first: a rank may hold
-no element of it, and still has to send what the others send.
-"""
+"""Full gradients on the full parameters of a unit, while a block runs."""
 
 from __future__ import annotations
 
@@ -23,7 +19,10 @@ T = TypeVar("T")
 
 
 class UnshardedGrads:
-    """The gradients that a block shows on ``leaves`` (none on other ranks)."""
+    """The gradients that a block shows on the full ``leaves``.
+
+    ``leaves`` is empty on ranks that show no full parameters.
+    """
 
     __slots__ = ("_handle", "_leaves", "_rank0_only")
 
@@ -35,13 +34,16 @@ class UnshardedGrads:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Make of the shards' gradients what the block made of the full ones.
+        """Set the sharded gradients to this rank's part of the block's full gradients.
 
-        Collective: none; with ``rank0_only`` one broadcast of a byte per parameter over
-        the shard group and one over the replicas, and one scatter per region.
+        Collective: none; with ``rank0_only`` a single broadcast with a byte per
+            parameter over the shard group and over the replicate group, and a scatter
+            per region.
         """
         handle = self._handle
         has = _flags(handle, [leaf.grad for leaf in self._leaves])
+        # Only rank 0 knows which gradients the block left; the scatter below needs the
+        # same regions on all ranks.
         if self._rank0_only:
             for group in (handle.groups.shard, handle.groups.replicate):
                 if group is not None:
@@ -64,7 +66,7 @@ class UnshardedGrads:
             _set_gradients(handle, region, flags, shard)
 
     def hide(self) -> None:
-        """Take the gradients off the full leaves, which outlive the block."""
+        """Remove the gradients from the full parameters, which outlive the block."""
         for leaf in self._leaves:
             leaf.grad = None
 
@@ -77,24 +79,37 @@ def unshard_grads(
     rank0_only: bool,
     to_cpu: bool,
 ) -> UnshardedGrads:
-    """Set ``.grad`` of ``leaves``, the full ones shown here, to the full gradients.
+    """Set ``.grad`` of the full parameters ``leaves`` to the full gradients.
 
-    Collective: one all-reduce of a byte per parameter over the shard group; and, if
-    any has a gradient, one all-gather, or one gather per region with ``rank0_only``.
+    Args:
+        handle: The unit.
+        leaves: The full parameters that this rank shows; may be empty.
+        rank0_only: Gather on the first rank of the shard group only.
+        to_cpu: Put the full gradients into host memory.
+
+    Returns: the gradients shown, for ``write_back`` and ``hide``.
+    Collective: over the shard group a single all-reduce with a byte per parameter; if
+        any rank has a gradient, an all-gather, or with ``rank0_only`` a gather per
+        region.
     """
     group = handle.groups.shard
     own = [g for r in handle.regions for g in leaf_gradients(r, handle)]
+    # A rank may hold no element of a parameter, and so no gradient, but must send the
+    # same as the other ranks: agree first which parameters have a gradient.
     has = _flags(handle, own)
     if group is not None and has.numel():
         collectives.all_reduce(has, group, maximum=True)
     wanted = has.tolist()
     shown = UnshardedGrads(handle, leaves, rank0_only)
+    # No rank has a gradient, so no rank gathers.
     if not any(wanted):
         return shown
     shards = []
     for (region, flags), (_, gradients) in zip(
         _by_region(handle, wanted), _by_region(handle, own), strict=True
     ):
+        # A copy in flat order: ``.grad`` of single parameters may be tensors of the
+        # user.
         shard = _new_shard(handle, region, flags)
         if shard.numel():
             views, _ = shard_views(region, shard, rows=handle.rows)
@@ -110,6 +125,7 @@ def unshard_grads(
     ):
         if not any(flags):
             continue
+        # As the full parameters with offload_to_cpu, the gradients live in host memory.
         views, _ = full_views(region.layout, full.cpu() if to_cpu else full)
         for leaf, view, flag in zip(full_leaves, views, flags, strict=True):
             leaf.grad = view if flag else None
@@ -119,7 +135,7 @@ def unshard_grads(
 def _by_region(
     handle: FlatParamHandle, values: list[T]
 ) -> list[tuple[FlatParameter, list[T]]]:
-    """Cut ``values``, one per leaf of the unit, by regions."""
+    """Split ``values``, an entry per parameter of the unit, by region."""
     result, start = [], 0
     for region in handle.regions:
         stop = start + len(region.leaves)
@@ -129,7 +145,10 @@ def _by_region(
 
 
 def _flags(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> Tensor:
-    """One byte per leaf of the unit, on the compute device: has it a gradient?"""
+    """Return a byte per parameter on the compute device: 1 with a gradient.
+
+    Without ``gradients`` (a rank that shows no full parameters) all bytes are 0.
+    """
     held = [each is not None for each in gradients] or [False] * len(handle.leaves)
     return torch.tensor(held, dtype=torch.uint8, device=handle.device)
 
@@ -137,7 +156,7 @@ def _flags(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> Tenso
 def _new_shard(
     handle: FlatParamHandle, region: FlatParameter, flags: list[int]
 ) -> Tensor:
-    """A zeroed ``(shard_numel,)``; empty if no parameter has a gradient."""
+    """Return zeros ``(shard_numel,)``; empty if no parameter has a gradient."""
     numel = region.layout.shard_numel if any(flags) else 0
     return memory.new_buffer(numel, region.layout.dtype, handle.device).zero_()
 
@@ -145,7 +164,7 @@ def _new_shard(
 def _full_gradient(
     handle: FlatParamHandle, region: FlatParameter, leaves: list[nn.Parameter]
 ) -> Tensor:
-    """The gradients of the full ``leaves`` as one ``(padded_numel,)``, or none."""
+    """Return the gradients of the full ``leaves`` as ``(padded_numel,)``, or empty."""
     if all(leaf.grad is None for leaf in leaves):
         return memory.new_buffer(0, region.layout.dtype, handle.device)
     numel = region.layout.padded_numel
@@ -153,7 +172,8 @@ def _full_gradient(
     views, _ = full_views(region.layout, full)
     for leaf, view in zip(leaves, views, strict=True):
         if leaf.grad is not None:
-            # Sparse ones as well: an error here would leave the other ranks waiting.
+            # A sparse gradient is converted: an exception here would leave the other
+            # ranks waiting.
             view.copy_(leaf.grad.to_dense())
     return full
 
@@ -161,9 +181,9 @@ def _full_gradient(
 def _set_gradients(
     handle: FlatParamHandle, region: FlatParameter, flags: list[int], shard: Tensor
 ) -> None:
-    """Set the sharded leaves' gradients to their parts of ``shard``, or to None."""
+    """Set ``.grad`` of sharded parameters to their parts of ``shard``, or to None."""
     if not any(flags):
-        # The buffer is empty then: there is nothing to cut.
+        # The shard is empty then, so there are no views.
         if region.flat is not None:
             region.flat.grad = None
         for leaf in region.leaves:

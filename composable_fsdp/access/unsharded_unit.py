@@ -1,8 +1,12 @@
-"""Full parameters of one unit while a block runs outside the step.
+"""Full parameters of a single unit while a block runs outside the step.
 
-Usually the unit's own ``full`` and its leaves are shown, as in forward. They are not
-what is asked for in host memory, nor in full precision where compute has another dtype:
-then leaves over buffers of their own are, and the unit stays sharded underneath.
+::
+
+    usual                           the unit's own ``full`` and full leaves, as in
+    forward
+    offload_to_cpu, or compute      new buffers in the parameters' dtype, and new
+    leaves;
+    dtype != parameter dtype        the unit itself stays sharded underneath
 """
 
 from __future__ import annotations
@@ -30,35 +34,47 @@ from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 UNSHARDED: set[int] = set()
-"""Identities of the handles whose full parameters a block shows."""
+"""Identities of the handles whose full parameters a block shows now."""
 
 
 class UnshardedUnit:
-    """What a block shows of one unit on this rank: all of it, or its shards still."""
+    """The full parameters that a block shows on this rank for a unit.
+
+    With ``rank0_only`` all ranks but the first show sharded parameters; ``fulls`` and
+    ``leaves`` are then empty.
+    """
 
     __slots__ = ("fulls", "grads", "handle", "is_agreed", "leaves", "versions")
 
     def __init__(self, handle: FlatParamHandle) -> None:
         self.handle = handle
         self.fulls: list[Tensor] = []
-        """Per region ``(padded_numel,)``; none if only another rank shows them."""
+        """Per region ``(padded_numel,)``; empty if only another rank shows full
+        parameters.
+        """
         self.leaves: list[nn.Parameter] = []
-        """What takes the place of the sharded leaves, in the same order."""
+        """The full parameters in the modules, in the order of the sharded
+        parameters.
+        """
         self.grads: UnshardedGrads | None = None
         self.is_agreed = True
-        """Whether what the block wrote may be kept: no rank of the unit raised."""
+        """Whether writes of the block may be kept: no rank of the unit raised."""
         self.versions: tuple[int, ...] = ()
-        """Of ``leaves``, as the block began; empty if not all ranks show them."""
+        """Version counters of ``leaves`` at the start of the block; empty with
+        ``rank0_only``.
+        """
 
     def count_writes(self) -> None:
-        """Move the versions of sharded leaves that the block wrote to.
+        """Increment the version counters of sharded parameters that the block wrote to.
 
-        So a backward through a forward from before the block is refused, as in plain
-        torch. With ``rank0_only`` the other ranks cannot know, and none is moved.
+        With ``rank0_only`` the other ranks cannot detect writes, and no counter
+        changes.
         """
         now = tuple(map(version_of, self.leaves))
         if now != self.versions and self.versions:
             handle, before = self.handle, written(self.handle)
+            # A backward of a forward from before the block then raises, as in plain
+            # torch.
             torch.autograd.graph.increment_version(
                 [
                     leaf
@@ -68,19 +84,21 @@ class UnshardedUnit:
                     if version != earlier
                 ]
             )
+            # ``written_at_build`` detects initialization of bare shards (torch's init
+            # functions on sharded parameters). The block wrote full values, which is
+            # legal: move the mark along.
             if handle.written_at_build == before:
-                # Whole values, of which each rank has its own part: nobody drew them
-                # for a shard.
                 handle.written_at_build = written(handle)
 
     @torch.no_grad()
     def take_assigned(self) -> None:
-        """Take up parameters that the block assigned, or refuse them by name.
+        """Copy parameters that the block assigned into the full buffers.
 
-        ``parameter.data = values`` counts, too: the parameter stays, its memory does
-        not.
+        ``parameter.data = values`` counts, too: the parameter object stays, its memory
+        changes.
 
-        Raises: PhaseError, for one of another shape or dtype.
+        Raises: PhaseError, naming a parameter whose new tensor has another shape or
+            dtype.
         """
         handle = self.handle
         place = {id(leaf): i for i, leaf in enumerate(handle.leaves)}
@@ -113,12 +131,13 @@ class UnshardedUnit:
                     f"expected {tuple(home.shape)} {home.dtype}. Write into it "
                     "in place, for example parameter.data.copy_(values)."
                 )
-            # A clone: what was found may be another view of the same memory.
+            # Cloned, because the assigned tensor may be another view of the full
+            # buffer.
             home.copy_(found.clone())
             parameters[name] = expected
 
     def _homes(self) -> list[Tensor]:
-        """Views of the full buffers where the data of ``leaves`` has to be."""
+        """Return the views of the full buffers that ``leaves`` must use as data."""
         return [
             view
             for region, full in zip(self.handle.regions, self.fulls, strict=False)
@@ -135,10 +154,11 @@ def _unshard_state(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[UnshardedUnit]:
-    """Full parameters of one unit.
+    """Show full parameters of a single unit.
 
-    Collective: one all-gather, or one gather (and scatter) per region; see
-    ``unshard_params``. None if the unit's shard group has one rank.
+    Collective: an all-gather, or per region a gather (and on exit a scatter); see
+        ``unshard_params``. None without a shard group.
+    Raises: PhaseError, if another block shows the unit.
     """
     context, handle = ensure_root(state), state.handle
     if handle.phase is Phase.SUMMON:
@@ -152,6 +172,8 @@ def _unshard_state(
         # The optimizer wrote the shards on the caller's stream.
         context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
     apart = offload_to_cpu or any(_casts(handle))
+    # A region that is not sharded shows ``shard`` itself as ``full``: keep a copy,
+    # which is restored if the writes must not be kept.
     uncut = [] if apart else [r.shard for r in handle.regions if not r.is_cut]
     kept = [(shard, shard.clone()) for shard in uncut]
     unit, written = UnshardedUnit(handle), False
@@ -168,6 +190,7 @@ def _unshard_state(
             )
         yield unit
         if writeback and unit.is_agreed:
+            # For callers that use this context manager without ``_unshard_states``.
             unit.take_assigned()
             shards = [region.shard for region in handle.regions]
             spread_flat_values(handle, shards, unit.fulls, from_first=rank0_only)
@@ -176,27 +199,32 @@ def _unshard_state(
             if unit.grads is not None:
                 unit.grads.write_back()
     finally:
+        # Also after an exception, so that the unit is sharded and can run again.
         handle.phase = Phase.IDLE
         UNSHARDED.discard(id(handle))
         if unit.grads is not None:
             unit.grads.hide()
         if unit.leaves and not apart:
+            # The block may have set ``.data`` of the unit's full leaves, which later
+            # steps reuse.
             restore_full_views(handle)
         reshard(context, handle)
         if not written:
-            # Where nothing is cut, the block wrote into the shard itself.
+            # The block wrote into the shard of an unsharded region directly: restore
+            # the values.
             for shard, values in kept:
                 shard.copy_(values)
 
 
 def _casts(handle: FlatParamHandle) -> Iterator[bool]:
+    """Yield per region whether the compute dtype differs from the parameter dtype."""
     return (region.full.dtype != region.shard.dtype for region in handle.regions)
 
 
 def _show_unit_buffer(
     unit: UnshardedUnit, context: RuntimeContext, *, rank0_only: bool
 ) -> None:
-    """Gather into the unit's own ``full`` and show its leaves."""
+    """All-gather into the unit's own ``full`` and show its full leaves."""
     handle = unit.handle
     if rank0_only and handle.groups.shard is not None:
         _gather_to_first(handle)
@@ -210,7 +238,7 @@ def _show_unit_buffer(
 
 
 def _gather_to_first(handle: FlatParamHandle) -> None:
-    """Fill ``full`` on the first rank of the shard group; others allocate nothing."""
+    """Fill ``full`` on the shard group's first rank; others allocate nothing."""
     group = handle.groups.shard
     assert group is not None
     first = handle.groups.rank == 0
@@ -223,16 +251,18 @@ def _gather_to_first(handle: FlatParamHandle) -> None:
 
 
 def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None:
-    """Gather into new buffers, in the parameters' dtype, and show leaves over them."""
+    """Gather into new buffers of the parameter dtype; show new leaves over them."""
     handle = unit.handle
     home = torch.device("cpu") if to_cpu else handle.device
     shards = [region.shard.to(handle.device) for region in handle.regions]
     fulls = gather_flat_values(handle, shards, first_only=rank0_only)
     if handle.regions and not fulls:
         return
+    # Tensors made in inference mode could not be written to outside of that mode.
     with torch.inference_mode(False), torch.no_grad():
-        # One rank alone has gathered nothing: its shard is what must not be shown.
         alone = handle.groups.shard is None
+        # Without a shard group ``gather_flat_values`` returns the shard itself, to
+        # which the block must not write before its end: copy.
         unit.fulls = [full.to(home, copy=alone) for full in fulls]
         for region, full in zip(handle.regions, unit.fulls, strict=True):
             pieces, _ = full_views(region.layout, full)
@@ -243,5 +273,6 @@ def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}
     for parameters, name, sharded, _ in handle.swaps:
         parameters[name] = made[id(sharded)]
+    # Modules inside the unit may be called on full parameters.
     part_guards.allow_part_calls(handle)
     handle.is_full = True

@@ -1,7 +1,9 @@
-"""How a block of ``unshard_params`` ends: written on all ranks of a unit, or on none.
+"""Agreement at the end of ``unshard_params``: all ranks of a unit write back, or none.
 
-A rank that raises in its block tells the others, which wait for that before they write.
-It does not wait itself: its error is out at once, whatever the others do.
+::
+
+    rank raises in its block    report_failure   sends a flag, does not wait
+    rank reaches the end        failed_ranks     waits for the flags of all ranks
 """
 
 from __future__ import annotations
@@ -20,39 +22,46 @@ from composable_fsdp.naming import join_name, quoted
 
 
 def report_failure(handles: Sequence[FlatParamHandle]) -> None:
-    """Let the other ranks of these units know that this one raised.
+    """Tell the other ranks of these units that this rank raised.
 
-    Collective: as ``failed_ranks``; returns before the others have come.
+    Collective: as ``failed_ranks``, but asynchronous: the call returns before the other
+        ranks have entered.
     """
     for groups in _distinct_groups(handles):
         for group in groups:
+            # async_op, so that this rank's exception is raised at once, whatever the
+            # others do.
             collectives.all_reduce(
                 _mine(handles, failed=True), group, maximum=True, async_op=True
             )
 
 
 def failed_ranks(handles: Sequence[FlatParamHandle]) -> list[int | None]:
-    """Per unit, a global rank that raised among those that hold it; ``None`` if none.
+    """Return per unit a global rank of the unit that raised; ``None`` if none raised.
 
-    Collective: one all-reduce of a number over each distinct shard group, and one over
-    its replicate group.
+    Collective: an all-reduce of an integer over each distinct shard group, and over the
+        replicate group.
     """
     known: dict[tuple[dist.ProcessGroup, ...], int] = {}
     for groups in _distinct_groups(handles):
         worst = _mine(handles, failed=False)
         for group in groups:
             collectives.all_reduce(worst, group, maximum=True)
+        # item() waits for the slowest rank of the groups.
         known[groups] = int(worst.item())
+    # The numbers are ranks + 1, so that 0 means that no rank raised.
     found = [known.get(_groups(handle), 0) for handle in handles]
     return [number - 1 if number else None for number in found]
 
 
 def _mine(handles: Sequence[FlatParamHandle], *, failed: bool) -> Tensor:
+    """Return this rank's flag: global rank + 1 if it raised, else 0."""
     number = dist.get_rank() + 1 if failed else 0
     return torch.tensor([number], dtype=torch.int32, device=handles[0].device)
 
 
 def _groups(handle: FlatParamHandle) -> tuple[dist.ProcessGroup, ...]:
+    """Return the shard group and the replicate group of a unit, if they exist."""
     both = (handle.groups.shard, handle.groups.replicate)
     return tuple(group for group in both if group is not None)
 
@@ -60,17 +69,17 @@ def _groups(handle: FlatParamHandle) -> tuple[dist.ProcessGroup, ...]:
 def _distinct_groups(
     handles: Sequence[FlatParamHandle],
 ) -> list[tuple[dist.ProcessGroup, ...]]:
-    """In the order of the units, which is the same on all ranks."""
+    """Return the distinct group tuples in the order of the units."""
     found = dict.fromkeys(map(_groups, handles))
     return [groups for groups in found if groups]
 
 
 @torch.no_grad()
 def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> None:
-    """Refuse full values ``(padded_numel,)`` that differ over the unit's ranks.
+    """Refuse full values ``(padded_numel,)`` that differ between the unit's ranks.
 
-    Collective: one all-reduce of four numbers per parameter over the shard group and
-    one over the replicas.
+    Collective: a single all-reduce with four numbers per parameter over the shard group
+        and over the replicate group.
     Raises: DesyncError with the parameter's name, on all ranks alike.
     """
     names, prints = [], []
@@ -82,6 +91,8 @@ def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> Non
     if not prints:
         return
     mine = torch.stack(prints).to(handle.device)
+    # A single maximum gives the maximum and, negated, the minimum; equal ends mean
+    # equal values on all ranks.
     ends = torch.cat([mine, -mine])
     for group in _groups(handle):
         collectives.all_reduce(ends, group, maximum=True)
@@ -99,10 +110,10 @@ def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> Non
 
 
 def _fingerprint(values: Tensor) -> Tensor:
-    """Two numbers ``(2,)`` that change with any bit of ``values`` or their order."""
+    """Return two integers ``(2,)`` that depend on every bit and on the order."""
     flat = values.reshape(-1)
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size())
     bits = flat.view(whole or torch.int64).to(torch.int64)
-    # Odd factors: no single difference can be lost when the sum overflows.
+    # Odd weights: no single difference is lost when the sum overflows.
     weights = torch.arange(bits.numel(), device=bits.device) * 2 + 1
     return torch.stack([bits.sum(), (bits * weights).sum()])
