@@ -1,18 +1,14 @@
-"""Arguments of torch.distributed.checkpoint's functions, for hooks that they call.
+"""Pass the arguments of ``torch.distributed.checkpoint`` (DCP) functions to our hooks.
 
-``get_model_state_dict`` and its relatives gather torch's own sharded tensors. They use
-all others as ``module.state_dict()`` and ``optim.state_dict()`` return them: a shard
-where a full tensor was requested, or the part of one rank for all ranks.
-Functions in front of torch's private ones keep the arguments of
-the running call for the hooks::
+``get_model_state_dict`` and similar functions gather only torch's own sharded tensors.
+For other models they use the results of ``module.state_dict()`` and
+``optim.state_dict()`` unchanged: a shard in place of a requested full tensor, or the
+part of a rank for all ranks. So the functions of ``_FUNCTIONS`` are replaced by
+wrappers that keep the arguments of the running call for the hooks::
 
     get_model_state_dict(model, options)          torch
       -> _get_model_state_dict(model, info)       keeps the model and info's options
         -> module.state_dict() -> hook            calls dcp_request()
-
-Importing torch.distributed.checkpoint takes longer than importing this package.
-``install`` therefore replaces the functions of modules that are loaded, and of the
-others when a user imports them.
 
 Names checked on torch 2.13 and 2.11: the functions in ``_FUNCTIONS``, the attributes
 ``full_state_dict`` and ``cpu_offload`` of ``info``, and the arguments ``no_dist``,
@@ -44,32 +40,40 @@ _MODULE = f"{_PACKAGE}.state_dict"
 
 @dataclass(frozen=True, slots=True)
 class DcpRequest:
-    """The options of a running call, and the model that it was given."""
+    """The options of a running DCP call, and the model that DCP was given."""
 
     model: nn.Module
     full: bool
+    """Full tensors instead of sharded values."""
     to_cpu: bool
+    """Copy the tensors to host memory."""
 
 
 class CheckedChunks(list[Any]):
-    """Chunks that a load wants, with a check against the chunks of the checkpoint."""
+    """The chunks to load, with a check against the chunks of the checkpoint."""
 
     def __init__(
         self, chunks: Sequence[Any], check: Callable[[str, Sequence[Any]], None]
     ) -> None:
         super().__init__(chunks)
         self.check = check
+        """Called with the tensor's name and the saved chunks; raises if elements are
+        missing.
+        """
 
 
+# Context variables and not globals: async_save runs DCP in another thread.
 _request: ContextVar[DcpRequest | None] = ContextVar("dcp_request", default=None)
 _is_init_step: ContextVar[bool] = ContextVar("dcp_init_step", default=False)
 _saving_ranks: ContextVar[int | None] = ContextVar("dcp_saving_ranks", default=None)
 
 Call = Callable[..., Any]
+"""Any function."""
 
 
 @contextmanager
 def _kept(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set ``variable`` to ``value`` while the block runs."""
     token = variable.set(value)
     try:
         yield
@@ -78,10 +82,13 @@ def _kept(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def _with_request(run: Call, given: dict[str, Any]) -> Any:
+    """Run a DCP function with its options in ``_request``."""
     info, model = given.get("info"), given.get("model")
     full = getattr(info, "full_state_dict", None)
     to_cpu = getattr(info, "cpu_offload", None)
     readable = isinstance(full, bool) and isinstance(to_cpu, bool)
+    # None if this torch names the options differently: dcp_request then refuses to
+    # guess.
     request = None
     if readable and isinstance(model, nn.Module):
         request = DcpRequest(model, bool(full), bool(to_cpu))
@@ -90,12 +97,15 @@ def _with_request(run: Call, given: dict[str, Any]) -> Any:
 
 
 def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
+    """Run DCP's function that makes an optimizer create its state."""
     with _kept(_is_init_step, True):
         return run()
 
 
 def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:
+    """Run DCP's save function with the number of saving ranks in ``_saving_ranks``."""
     count = 1
+    # With ``no_dist`` a single process saves, also inside an initialized process group.
     if not given.get("no_dist") and dist.is_initialized():
         count = dist.get_world_size(given.get("process_group"))
     with _kept(_saving_ranks, count):
@@ -103,6 +113,10 @@ def _with_saving_ranks(run: Call, given: dict[str, Any]) -> Any:
 
 
 def _with_check(run: Call, given: dict[str, Any]) -> Any:
+    """Check the chunks to load, then run DCP's function that plans the reads.
+
+    Raises: CheckpointError, if the checkpoint lacks elements.
+    """
     wanted = given.get("local_chunks")
     if isinstance(wanted, CheckedChunks):
         wanted.check(given["fqn"], given["checkpoint_md"].chunks)
@@ -120,15 +134,20 @@ _FUNCTIONS: dict[str, dict[str, Call]] = {
     f"{_PACKAGE}.state_dict_saver": {"_save_state_dict": _with_saving_ranks},
     f"{_PACKAGE}.planner_helpers": {"create_read_items_for_chunk_list": _with_check},
 }
-"""By module and function: the function in front, called with the rest of the call and
-the arguments by name."""
+"""Wrappers by module and function name of torch.
+
+A wrapper gets the call without arguments and a dict of the arguments by name.
+"""
 
 _waiting = dict(_FUNCTIONS)
-"""Modules of ``_FUNCTIONS`` whose functions are torch's still."""
+"""Modules of ``_FUNCTIONS`` whose functions have not been replaced yet."""
 
 
 def install() -> None:
-    """Put the functions in front of torch's, now or when their module is imported."""
+    """Replace the functions of ``_FUNCTIONS``, now or when their module is imported."""
+    # Importing DCP takes longer than importing this package. So replace the functions
+    # of loaded modules now, and the functions of other modules when a user imports
+    # them.
     for name in list(_waiting):
         module = sys.modules.get(name)
         if module is not None:
@@ -138,8 +157,9 @@ def install() -> None:
 
 
 def _put_in_front(module: ModuleType) -> None:
-    # If this version of torch lacks a name, the function stays away: ``dcp_request``
-    # refuses the calls that then come without options.
+    """Replace the functions of an imported module."""
+    # If this torch lacks a function, no wrapper is installed; ``dcp_request`` refuses
+    # calls that arrive without options.
     for name, front in _waiting.pop(module.__name__, {}).items():
         function = getattr(module, name, None)
         if function is not None:
@@ -147,6 +167,8 @@ def _put_in_front(module: ModuleType) -> None:
 
 
 def _in_front(function: Call, front: Call) -> Call:
+    """Return ``function`` with the wrapper ``front`` around each call."""
+    # By name, because torch's callers pass some arguments by position.
     bind = signature(function).bind
 
     @wraps(function)
@@ -159,16 +181,27 @@ def _in_front(function: Call, front: Call) -> Call:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules as Python does, and replaces functions once a module has run."""
+    """A module finder that replaces functions after a module was executed."""
 
     def __init__(self) -> None:
         self.busy: set[str] = set()
-        """Modules for which the other finders are being asked."""
+        """Modules for which ``find_spec`` is asking the other finders."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the others' spec, with a loader that replaces functions."""
+        """Return the spec of the other finders, with a loader that replaces functions.
+
+        Args:
+            name: The module.
+            path: Python's argument; unused.
+            target: Python's argument; unused.
+
+        Returns: the spec, or None if the module is not in ``_waiting``.
+        Collective: none.
+        """
         if name not in _waiting or name in self.busy:
             return None
+        # importlib's find_spec asks all finders, this finder included: answer None
+        # inside.
         self.busy.add(name)
         try:
             spec = find_spec(name)
@@ -191,13 +224,15 @@ _FINDER = _Finder()
 
 
 def dcp_request() -> DcpRequest | None:
-    """Return the options of the call of torch's that is running, or None.
+    """Return the options of the running DCP call; ``None`` if no DCP call is running.
 
-    Raises: CheckpointError, if one is running whose options are not known.
+    Raises: CheckpointError, if a DCP call is running and its options are unknown.
     """
     request = _request.get()
     if request is not None:
         return request
+    # A DCP function without a wrapper is running. State dicts are not on the hot path,
+    # so a walk over the stack is affordable.
     for frame in _callers(_MODULE):
         raise CheckpointError(
             f"{_MODULE}.{frame.f_code.co_name} asks for a state dict; expected its "
@@ -209,16 +244,16 @@ def dcp_request() -> DcpRequest | None:
 
 
 def is_state_init_step() -> bool:
-    """Return whether a step is running that only makes an optimizer have state.
+    """Return whether the running step only makes an optimizer create its state.
 
-    Gradients and learning rate of such a step are zero. A rank that holds no element,
-    and so has no state, takes it alone.
+    DCP steps with zero gradients and a learning rate of zero. A rank without elements,
+    and so without state, makes this step alone.
     """
     return _is_init_step.get()
 
 
 def saving_ranks() -> int:
-    """Return how many ranks write the checkpoint that is being planned."""
+    """Return the number of ranks that write the checkpoint being planned."""
     known = _saving_ranks.get()
     if known is not None:
         return known
@@ -226,10 +261,12 @@ def saving_ranks() -> int:
 
 
 def is_checkpointing() -> bool:
-    """Return whether a save, a load or a stager of torch's package is calling."""
+    """Return whether a save, a load or a stager of DCP is calling."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
+        # The module ``state_dict`` only collects values; every other module of the
+        # package treats a plain tensor as equal on all ranks.
         if name.startswith(_PACKAGE) and name != _MODULE:
             return True
         frame = frame.f_back
@@ -237,7 +274,7 @@ def is_checkpointing() -> bool:
 
 
 def _callers(module: str) -> Iterator[FrameType]:
-    """Yield running functions of torch's ``module``, the innermost first."""
+    """Yield the running functions of torch's ``module``, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == module:

@@ -1,8 +1,7 @@
-"""The one seam to the metadata classes of torch.distributed.checkpoint.
+"""The only file that constructs metadata classes of torch.distributed.checkpoint (DCP).
 
-Its planners ask a tensor three things: what to write, what to read, and where a box is.
-Names checked on torch 2.13. Imported where they are used: only that package
-calls these, and importing it takes longer than importing this one.
+DCP's planners ask a tensor for the items to write, the chunks to read, and the memory
+of a chunk. Names checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from composable_fsdp.state_dict.dcp_caller import CheckedChunks, saving_ranks
 
 
 def chunks(boxes: Sequence[Box]) -> list[Any]:
-    """One ``ChunkStorageMetadata`` per box."""
+    """Return a ``ChunkStorageMetadata`` per box."""
+    # Imported here: only DCP calls these functions, and importing DCP takes longer than
+    # importing this package.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
@@ -31,17 +32,17 @@ def chunks(boxes: Sequence[Box]) -> list[Any]:
 
 
 def chunks_to_load(boxes: Sequence[Box]) -> list[Any]:
-    """Return a ``ChunkStorageMetadata`` per box, with a check for holes in the file.
-
-    The planner reads what a checkpoint has of a chunk and does not ask for the rest.
-    """
+    """Return the chunks to load, with a check that the checkpoint covers every box."""
+    # DCP's planner reads the elements it finds and leaves the other elements unchanged.
     return CheckedChunks(chunks(boxes), partial(_require_whole, boxes))
 
 
 def _require_whole(boxes: Sequence[Box], fqn: str, saved: Sequence[Any]) -> None:
-    """Raise CheckpointError unless chunks ``saved`` have all elements of the boxes."""
+    """Raise CheckpointError unless the ``saved`` chunks cover the boxes."""
     for box in boxes:
         found = sum(_overlap(box, chunk) for chunk in saved)
+        # The chunks of a checkpoint do not overlap, so the sum counts each element
+        # once.
         if found != box.numel:
             raise CheckpointError(
                 f"{fqn!r} is not whole in the checkpoint: of the box at "
@@ -52,7 +53,7 @@ def _require_whole(boxes: Sequence[Box], fqn: str, saved: Sequence[Any]) -> None
 
 
 def _overlap(box: Box, chunk: Any) -> int:
-    """How many elements a box and a saved chunk have in common."""
+    """Return the number of elements that a box and a saved chunk share."""
     ends = [
         min(at + size, start + length) - max(at, start)
         for at, size, start, length in zip(
@@ -70,11 +71,18 @@ def write_items(
     *,
     world_size: int,
 ) -> list[Any]:
-    """One ``WriteItem`` per box of ``local``, each with the ``shape`` of the whole.
+    """Return a ``WriteItem`` per box of ``local``.
 
-    Raises: CheckpointError, with fewer ranks than the ``world_size`` that hold parts:
-    with one rank alone torch does not look whether the whole is there, and loads what
-    is as if it were.
+    Args:
+        fqn: The name of the tensor in the checkpoint.
+        local: This rank's elements.
+        shape: The shape of the full tensor.
+        boxes: The boxes of ``local``.
+        world_size: The number of ranks that hold parts.
+
+    Returns: the items.
+    Collective: none.
+    Raises: CheckpointError, if fewer than ``world_size`` ranks save.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import (
@@ -84,6 +92,8 @@ def write_items(
     )
 
     ranks = saving_ranks()
+    # With a single rank DCP does not check that the boxes cover the tensor, and a load
+    # would later take the incomplete tensor as complete.
     if ranks < world_size:
         raise CheckpointError(
             f"{fqn!r} is in {world_size} parts, got {ranks} ranks to save it: "
@@ -93,6 +103,7 @@ def write_items(
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
+            # Offsets identify a box: view_at gets the same offsets back.
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
@@ -102,7 +113,18 @@ def write_items(
 
 
 def view_at(local: Tensor, boxes: Sequence[Box], index: Any) -> Tensor:
-    """The elements of the box that begins at ``index.offset``, a view of ``local``."""
+    """Return the elements of the box at ``index.offset``, as a view of ``local``.
+
+    Args:
+        local: This rank's elements.
+        boxes: The boxes of ``local``.
+        index: DCP's ``MetadataIndex``; ``offset`` None means a tensor without
+            dimensions.
+
+    Returns: a view of the box's shape.
+    Collective: none.
+    Raises: CheckpointError, if this rank holds no such box.
+    """
     wanted = () if index.offset is None else tuple(index.offset)
     for box in boxes:
         if box.offsets == wanted:

@@ -1,4 +1,4 @@
-"""Which settings hold for a call: those that are set, or what torch's functions ask."""
+"""The state dict settings of a call: the unit's settings, or the request of DCP."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from composable_fsdp.tree.state import _FSDPState
 
 
 def effective_settings(state: _FSDPState) -> StateDictSettings:
-    """What is set on the unit; what the options say in a call of torch's functions.
+    """Return the unit's settings, or the settings that a calling DCP asks for.
 
-    As with FSDP1, those give sharded values unless ``full_state_dict`` is asked for.
+    As with FSDP1, DCP's functions get sharded values unless ``full_state_dict`` is set.
     """
     asked = dcp_request()
     if asked is None:
         return state.state_dict_settings
     if asked.full:
+        # With both options DCP keeps the result on rank 0 only, so the other ranks need
+        # no full tensors. This holds only if ``rank0_only`` selects rank 0.
         first = asked.to_cpu and rank_0_is_first(state.handle.groups)
         return StateDictSettings(
             StateDictType.FULL_STATE_DICT,
@@ -40,11 +42,12 @@ def effective_settings(state: _FSDPState) -> StateDictSettings:
 
 
 def rank_0_is_first(groups: Groups) -> bool:
-    """Whether the shard group is the whole world in its order; alike on all ranks.
+    """Return whether the shard group is the whole world in order; equal on all ranks.
 
-    Then ``rank0_only`` leaves everything where torch's functions look: on rank 0.
+    Then ``rank0_only`` puts all values on rank 0, where DCP's functions read them.
     """
     if groups.shard is None or groups.replicate is not None:
         return False
+    # The order matters, too: the group's first rank must be global rank 0.
     everyone = list(range(dist.get_world_size()))
     return dist.get_process_group_ranks(groups.shard) == everyone

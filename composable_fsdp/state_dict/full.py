@@ -1,4 +1,4 @@
-"""Between shards and full values of one unit: gather, and cut out a rank's part."""
+"""Gather the full parameters of a unit, and cut a rank's part from a full value."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ def gather_unit(
 ) -> dict[int, Tensor]:
     """Return the unit's full parameters by slot index, in the shards' dtype.
 
-    The tensors are new and of the plain model's shapes. Holds one unit's buffers
-    besides. ``first_only``: nothing on the other ranks.
+    The tensors are new and have the plain model's shapes. Additional memory: the full
+    buffers of a single unit.
 
-    Collective: as ``gather_flat_values``; with ``first_only`` the first replica alone.
-    None if the unit has no values yet: then the tensors are on meta.
+    Args:
+        handle: The unit.
+        first_only: Gather on the first rank of the first replica only; the other ranks
+            get an empty dict. Default False.
+        to_cpu: Return tensors in host memory. Default False.
+
+    Returns: the tensors by slot index; on meta if the unit has no values yet.
+    Collective: as ``gather_flat_values``; with ``first_only`` only in the first
+        replica; none if the unit is on meta.
     """
+    # As in plain torch, the state dict of a model on meta has keys, shapes and dtypes.
     if handle.on_meta:
         return {
             slot.index: torch.empty(
@@ -32,13 +40,16 @@ def gather_unit(
             for region in handle.regions
             for slot in region.layout.parameters
         }
+    # All replicas hold equal values, so a single replica gathers.
     if first_only and not handle.groups.in_first_replica:
         return {}
+    # Offloaded shards are copied to the compute device, from which the backend sends.
     shards = [on_device(handle, region.shard) for region in handle.regions]
     fulls = gather_flat_values(handle, shards, first_only=first_only)
     if not fulls:
         return {}
     return {
+        # Copied, so that the caller's tensors do not keep the full buffer alive.
         slot.index: _copy(
             full[slot.offset : slot.offset + slot.numel].view(slot.shape), to_cpu
         )
@@ -48,12 +59,23 @@ def gather_unit(
 
 
 def _copy(value: Tensor, to_cpu: bool) -> Tensor:
+    """Return an own copy of ``value``, in host memory if ``to_cpu``."""
     return value.to("cpu", copy=True) if to_cpu else value.clone()
 
 
 def part_of(
     region: FlatParameter, slot: ParameterSlot, value: Tensor, *, like: Tensor
 ) -> Tensor:
-    """This rank's part of a full ``value``, in the shape of ``like``, its leaf."""
+    """Return this rank's part of the full ``value``, in the shape of ``like``.
+
+    Args:
+        region: The region of the parameter.
+        slot: The parameter's place in the layout.
+        value: The full value.
+        like: The sharded parameter.
+
+    Returns: a view of ``value`` if ``value`` is contiguous.
+    Collective: none.
+    """
     start, stop = region.layout.interval(slot, region.rank)
     return value.detach().reshape(-1)[start:stop].view(like.shape)

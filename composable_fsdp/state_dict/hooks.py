@@ -1,10 +1,12 @@
-"""State dicts through ``module.state_dict()`` and ``module.load_state_dict()``.
+"""State dict hooks of units: ``module.state_dict()`` and ``module.load_state_dict()``.
 
-Hooks sit on the fully sharded modules, so the calls work on any module that holds one,
-with the keys of the plain model. Saving replaces each shard by the whole parameter
-after torch has filled in the subtree; loading replaces each whole value by this rank's
-part before torch copies it. The unit's setting (``settings.py``) may ask for the
-shards instead, for host memory, or for one rank alone.
+The hooks are on the fully sharded modules, so the calls work on any module that holds a
+unit, with the keys of the plain model::
+
+    state_dict        torch fills in the subtree      _save: shards -> full values
+    load_state_dict   _Load: full values -> shards    torch copies the remaining values
+
+The unit's settings (``settings.py``) may select shards, host memory, or a single rank.
 """
 
 from __future__ import annotations
@@ -43,23 +45,26 @@ from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 _keys = count(-1, -1)
-"""Of our hooks; torch numbers from 0 up, and a module may have hooks of two units."""
+"""Keys of the hooks of this package: negative, because torch counts from 0 up. A
+counter, because a module may have hooks of two units.
+"""
 
 
 def install_state_dict_hooks(state: _FSDPState) -> None:
-    """Make the unit's modules give and take full parameters. Called once, at build.
-
-    A module gets what ``_register_state_dict_hook`` and
-    ``register_load_state_dict_pre_hook`` set, less their handles and the wrapper that
-    passes the module on, which took longer than all else (checked on torch 2.13 and
-    2.11).
-    """
+    """Install the save and load hooks on the unit's modules. Called once, at build."""
+    # DCP's functions must be wrapped before DCP first calls a state dict of this model.
     dcp_caller.install()
     for module in state.modules:
         for at, reach in hook_scopes(state, module):
             key = next(_keys)
+            # Direct entries, as ``_register_state_dict_hook`` and
+            # ``register_load_state_dict_pre_hook`` make them (checked on torch 2.13 and
+            # 2.11). Their removable handles and wrapper functions took most of the
+            # build time here.
             at._state_dict_hooks[key] = partial(_save, state, reach)
             at._load_state_dict_pre_hooks[key] = _Load(state, reach, at)
+    # The barrier runs before torch walks the subtree: once per call, and before the
+    # first gather.
     state.module._state_dict_pre_hooks[next(_keys)] = partial(
         barrier_before_gather, state
     )
@@ -73,13 +78,13 @@ def _save(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """Put the values that the unit's setting asks for under the unit's names.
+    """Replace the unit's entries in ``state_dict`` by the values of the unit's setting.
 
-    Collective: one all-gather over the shard group (with ``rank0_only`` one gather per
-    region); all its ranks must call ``state_dict()``. None for sharded values and local
-    shards, and none inside ``unshard_params``.
+    Collective: an all-gather over the shard group (with ``rank0_only`` a gather per
+        region); all its ranks must call ``state_dict()``. None for sharded values and
+        local shards, and none inside ``unshard_params``.
     Raises: PhaseError, inside forward or backward; CompositionError, if units below
-    are set to another type.
+        have another type.
     """
     slots = keys_of(state, module, reach, state_dict, prefix)
     keys = {key: slot.index for key, slot in slots.items()}
@@ -95,36 +100,52 @@ def write_unit_values(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """Put values under ``keys``, given with their slots; treat what is not the unit's.
+    """Write values under ``keys``; apply the settings to the other entries below, too.
+
+    Args:
+        state: The unit.
+        reach: The part of the unit that the hook serves.
+        module: The module of the hook.
+        keys: The keys in ``state_dict`` of the unit's parameters, with their slot
+            indices.
+        state_dict: The state dict that torch has filled in.
+        prefix: The prefix of the keys of ``module``.
+        local_metadata: torch's metadata of ``module``.
 
     Collective, Raises: as ``_save``.
     """
     settings = effective_settings(state)
     kind, config = settings.state_dict_type, settings.state_dict_config
+    # A request of DCP is the same for all units; the units' own settings may differ.
     if settings is state.state_dict_settings:
         _require_one_type(module, kind)
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     values: dict[int, Tensor] = {}
+    # If several modules of the unit have hooks, a hook that serves none of the
+    # parameters does not gather.
     if keys or not reach.is_split:
         to_cpu = config.offload_to_cpu
         values = _values(state, kind, first_only=first_only, to_cpu=to_cpu)
     if kind is StateDictType.LOCAL_STATE_DICT:
+        # torch.save stores the metadata with the state dict.
         local_metadata[PLAN] = {"": plan_of(state.handle), **plans_of(module)}
     for key, index in keys.items():
-        # Names of one tied parameter share one tensor, as in the plain state dict.
+        # The names of a tied parameter share a tensor, as in the plain state dict.
         if index in values:
             state_dict[key] = values[index]
     if state.precision is not None:
-        # As they were before mixed precision cast them.
+        # Buffers get the dtype back that they had before mixed precision cast them.
         for name, dtype in state.precision.buffer_dtypes.items():
             key = prefix + name[len(reach.start) :]
             if name.startswith(reach.start) and key in state_dict:
                 state_dict[key] = state_dict[key].to(dtype)
-    # Buffers and ignored parameters, too: all that stands below the unit's module.
+    # Buffers and ignored parameters, too: all entries below the unit's module.
     below = [key for key in state_dict if key.startswith(prefix)]
+    # With rank0_only the other ranks return no entry of the subtree.
     if first_only and not state.handle.groups.is_first:
         for key in below:
             del state_dict[key]
+    # The unit's values are in host memory already; buffers may not be.
     elif config.offload_to_cpu:
         for key in below:
             if isinstance(state_dict[key], Tensor):
@@ -132,7 +153,11 @@ def write_unit_values(
 
 
 def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
-    """Refuse one state dict of two types. Raises: CompositionError, naming a unit."""
+    """Refuse a state dict of two types.
+
+    Raises: CompositionError, naming a unit of another type.
+    """
+    # A mixture of full values and shards could not be loaded under any type.
     for fqn, _, below in walk_states(module):
         other = below.state_dict_settings.state_dict_type
         if other is not kind:
@@ -147,7 +172,10 @@ def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
 def _values(
     state: _FSDPState, kind: StateDictType, *, first_only: bool, to_cpu: bool
 ) -> dict[int, Tensor]:
-    """The unit's parameters by slot index: full ones, or this rank's shards."""
+    """Return the unit's parameters by slot index: full values, or this rank's shards.
+
+    Collective, Raises: as ``_save``.
+    """
     handle, context = state.handle, state.context
     if kind is StateDictType.SHARDED_STATE_DICT:
         require_between_steps(state, "state_dict")
@@ -155,6 +183,8 @@ def _values(
     if kind is StateDictType.LOCAL_STATE_DICT:
         require_between_steps(state, "state_dict")
         return local_values(handle, to_cpu=to_cpu)
+    # Other ranks have sharded parameters in their modules and cannot gather inside a
+    # block.
     if context is not None and context.summoned is not None and context.rank0_only:
         raise PhaseError(
             f"state_dict of {state.name} was called inside unshard_params("
@@ -162,7 +192,7 @@ def _values(
             "before or after the block, on every rank."
         )
     if handle.phase is Phase.SUMMON and handle.is_full:
-        # What the modules hold, which the block may have replaced.
+        # The tensors in the modules, because the block may have replaced parameters.
         return {
             info.slot_index: held.detach().clone()
             for info, (parameters, key, _, _) in zip(
@@ -175,7 +205,7 @@ def _values(
 
 
 class _Load:
-    """The load hook of one unit: this rank's part in the place of each full value."""
+    """The load hook of a unit: replaces each full value by this rank's part."""
 
     __slots__ = ("module", "reach", "state")
 
@@ -192,29 +222,45 @@ class _Load:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Write the shards, and leave torch nothing to copy that would not fit.
+        """Write the unit's shards; leave torch only entries that fit the shards.
 
-        Every rank passes the same full values, its own sharded values, or its own
-        shards if local is the type set; sends nothing.
+        Every rank passes the same full values, or the rank's own sharded values, or
+        (type LOCAL_STATE_DICT) the rank's own shards.
+
+        Args:
+            state_dict: The state dict; entries of the unit are replaced.
+            prefix: The prefix of the module's keys.
+            local_metadata: torch's metadata of the module, with the plan of local
+                shards.
+            strict: torch's argument; unused.
+            missing_keys: torch's list; unused.
+            unexpected_keys: torch's list; unused.
+            error_msgs: torch's list of errors; values that do not fit are added.
+
+        Collective: none.
         Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
-        another plan, or for values on meta.
+            another plan, or for values on meta.
         """
         handle, module = self.state.handle, self.module
         own_plan = local_metadata.get(PLAN, {}).get("")
+        # Below a wrapper the plan is an entry of the state dict (see ``wrapper_keys``);
+        # torch would report that key as unexpected.
         plan = state_dict.pop(prefix + PLAN, own_plan)
         if handle.phase is Phase.SUMMON and handle.is_full:
-            return  # the modules show full parameters: torch copies them itself
+            return  # torch copies into the full parameters itself
         require_between_steps(self.state, "load_state_dict")
+        # An unsharded unit would keep showing the old values.
         free_all_full_params(self.state)
         if is_local(self.state):
             require_plan(handle, plan)
+        # The wrapper's own hook runs before this hook and has inserted the component.
         for component in TRANSPARENT:
             if component in module._modules:
-                # The unit is a wrapper, whose own hook has renamed the keys by now.
                 prefix = f"{prefix}{component}."
         slots = {
             prefix + name: slot.index
             for name, slot in names_below(self.state, module, self.reach).items()
         }
+        # Before the first write, so that a refusal changes no value of this unit.
         require_values(module, state_dict, prefix)
         take_values(self.state, slots, state_dict, local_metadata, error_msgs)

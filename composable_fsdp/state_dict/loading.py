@@ -1,4 +1,4 @@
-"""Loading into one unit: each rank's part of what ``load_state_dict`` was given."""
+"""Load values into a unit: write this rank's part of each entry of a state dict."""
 
 from __future__ import annotations
 
@@ -26,36 +26,44 @@ _ON_META = (
     "the parameter is on meta and cannot be copied into. Call model.to_empty("
     "device=...) first, or load_state_dict(..., assign=True)."
 )
+"""The reason in the error of ``load_state_dict`` for a parameter on meta."""
 
+# Weak values: a part that torch did not assign must not stay in memory.
 _PARTS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""Values that torch is to assign, by identity: cut by a hook of ours already."""
+"""Parts that a hook of this package made for torch to assign, by identity."""
 
 
 def is_local(state: _FSDPState) -> bool:
-    """Whether the unit is set to take local shards."""
+    """Return whether the unit loads local shards."""
     kind = effective_settings(state).state_dict_type
     return kind is StateDictType.LOCAL_STATE_DICT
 
 
 def is_loadable(value: Tensor) -> bool:
-    """Whether ``value`` is this rank's part, for torch to assign."""
+    """Return whether ``value`` is this rank's part already, for torch to assign."""
     return _PARTS.get(id(value)) is value
 
 
 def require_values(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 ) -> None:
-    """Refuse values on meta for tensors below ``module`` that have values.
+    """Refuse values on meta for tensors of ``module`` that have values.
 
-    Nothing was written by then, if ``module`` is the one that is loaded.
+    Args:
+        module: The module that loads.
+        state_dict: The state dict.
+        prefix: The prefix of the module's keys.
 
-    Raises: CheckpointError, naming them.
+    Collective: none.
+    Raises: CheckpointError, naming the tensors. If ``module`` is the module on which
+        ``load_state_dict`` was called, no value has been written.
     """
     empty = {
         strip_wrapper(key)
         for key, value in state_dict.items()
         if isinstance(value, Tensor) and value.is_meta and key.startswith(prefix)
     }
+    # Most state dicts have no tensor on meta: skip the walk over the module.
     if not empty:
         return
     named = chain(
@@ -81,10 +89,17 @@ def take_values(
     local_metadata: Mapping[str, Any],
     error_msgs: list[str],
 ) -> None:
-    """Write this rank's part of each value under the keys of ``slots`` into its shard.
+    """Write this rank's part of each value under the keys of ``slots`` into the shard.
 
-    In its place comes the leaf, so that torch has nothing to copy, or for a leaf on
-    meta the part, if it is to be assigned. Sends nothing.
+    Args:
+        state: The unit.
+        slots: The keys of the unit's parameters, with their slot indices.
+        state_dict: The state dict. An entry is replaced by the sharded parameter, or,
+            for ``assign=True`` and a parameter on meta, by this rank's part.
+        local_metadata: torch's metadata, which says whether torch assigns.
+        error_msgs: torch's list of errors; values that do not fit are added.
+
+    Collective: none.
     """
     handle, local = state.handle, is_local(state)
     places = {
@@ -94,6 +109,7 @@ def take_values(
     }
     for key, index in slots.items():
         value = state_dict.get(key)
+        # torch itself reports missing keys and values of a wrong type.
         if not isinstance(value, Tensor):
             continue
         if isinstance(value, LocalValue):
@@ -107,14 +123,19 @@ def take_values(
                     part = value.local
                 elif not local:
                     part = part_of(region, slot, value, like=leaf)
-                # Torch makes a parameter of it, and the unit takes it up.
+                # torch makes a parameter of the part and assigns this parameter, which
+                # the unit adopts later. Note the value, because a hook of a part of the
+                # unit must not cut the value again.
                 part = part.to(leaf.dtype, copy=True)
                 state_dict[key] = _PARTS[id(part)] = part
                 continue
+            # torch ignores a copy into a tensor on meta with a mere warning, so report
+            # an error.
             problem = _ON_META
         if problem:
             error_msgs.append(f"{quoted(strip_wrapper(key))}: {problem}")
-        # The leaf itself: copying it is nothing, and assign=True keeps it.
+        # torch copies the parameter onto itself, which changes nothing, and
+        # ``assign=True`` keeps the parameter object.
         state_dict[key] = leaf
 
 
@@ -128,12 +149,17 @@ def _take(
     *,
     local: bool,
 ) -> str:
-    """Copy into this rank's shard what is its part; say why ``value`` does not fit."""
+    """Copy this rank's part of ``value`` into the shard, or return the problem.
+
+    The result is empty if ``value`` fits.
+    """
     if isinstance(value, ShardedValue):
         problem = mismatch(handle, region, slot, value)
         if not problem:
             leaf.copy_(value.local)
         return problem
+    # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before torch
+    # 0.4).
     if value.shape == (1,) and slot.shape == () and not local:
         value = value[0]
     expected = tuple(leaf.shape) if local else slot.shape

@@ -1,12 +1,8 @@
-"""LOCAL_STATE_DICT: this rank's shards as they lie, and the plan they belong to.
+"""LOCAL_STATE_DICT: this rank's shards as plain tensors, and the plan they belong to.
 
-The tensors are plain and their names are the plain model's; what part of a parameter
-each one is follows from the plan alone. So the plan travels with them, in the metadata
-of a module's state dict, and loading compares it.
-
-torch.distributed.checkpoint takes a plain tensor for one that every rank holds whole
-and gives all ranks the first one's. So a part is a ``LocalValue`` until it is pickled:
-a plain tensor to everybody but that package, which is refused.
+Names are those of the plain model. Only the plan tells which elements of a parameter a
+shard holds, so the plan is stored in the metadata of a module's state dict and compared
+on load.
 """
 
 from __future__ import annotations
@@ -23,17 +19,18 @@ from composable_fsdp.state_dict.dcp_caller import is_checkpointing
 from composable_fsdp.tree.traversal import walk_states
 
 PLAN = "_composable_fsdp_plan"
-"""Key, in the metadata of a unit's module, of the plans of the units in it by name.
+"""Key in a module's metadata: the plans of all units in the module, by name.
 
-All of them, because metadata is found by the path of a module, and below a wrapper that
-is not the path under which it was saved.
+The metadata holds all plans and not only the module's own, because torch finds metadata
+by module path, and below a wrapper the path differs from the path at save time.
 """
 
 Plan = dict[str, Any]
+"""The facts that decide which elements the shards of a rank hold."""
 
 
 def plan_of(handle: FlatParamHandle) -> Plan:
-    """What decides which elements this rank's shards are; only numbers and names."""
+    """Return the plan of a unit on this rank; numbers and names only."""
     return {
         "rank": handle.groups.rank,
         "world_size": handle.groups.shard_world_size,
@@ -50,18 +47,19 @@ def plan_of(handle: FlatParamHandle) -> Plan:
 
 
 def plans_of(module: nn.Module) -> dict[str, Plan]:
-    """The plans of all units in ``module`` by name, its own under the empty one."""
+    """Return the plans of all units in ``module`` by name; its own name is empty."""
     return {fqn: plan_of(state.handle) for fqn, _, state in walk_states(module)}
 
 
 def require_plan(handle: FlatParamHandle, found: object) -> None:
     """Refuse local shards of another plan.
 
-    Raises: CheckpointError, with what differs first.
+    Raises: CheckpointError, with the first difference.
     """
     own = plan_of(handle)
     if found == own:
         return
+    # No metadata: a full state dict, or a copy into a plain dict.
     if not isinstance(found, dict) or found.keys() != own.keys():
         difference = "it carries no plan"
     else:
@@ -78,46 +76,59 @@ def require_plan(handle: FlatParamHandle, found: object) -> None:
 
 
 def _short(value: object) -> str:
+    """Return ``value`` as text of at most 200 characters."""
     text = str(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class LocalValue(Tensor):
-    """This rank's part of a parameter or of its state, of its own shape and memory.
+    """This rank's part of a parameter or of optimizer state, with own shape and memory.
 
-    Computes and is pickled as the plain tensor it is. Copies and moved ones are parts
-    as well; what is computed from it is a plain tensor.
+    Operators and pickle treat the value as a plain tensor. Copies and moves keep the
+    class; results of other operators are plain tensors.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run ``func`` on plain tensors; keep the class for copies and moves.
+
+        Raises: CheckpointError, if DCP is calling.
+        """
+        # DCP treats a plain tensor as equal on all ranks and would give every rank the
+        # first rank's part. The stagers of async_save make plain tensors before the
+        # planner sees the values, so refuse here.
         if is_checkpointing():
-            # Stagers of async_save make plain tensors, which the planner cannot tell.
             _refuse("a value of this state dict")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+        # A copy still holds only this rank's part, so DCP must keep refusing it.
         if func in _COPIES and type(result) is Tensor:
             return result.as_subclass(cls)
         return result
 
     def plain(self) -> Tensor:
-        """The same memory as a plain tensor."""
+        """Return a plain tensor with the same memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor."""
+        # The file holds plain tensors, so reading needs no class of this package.
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a clone, which is a ``LocalValue``, too."""
         made = memo[id(self)] = self.clone()
         return made
 
     def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """Refuse a save by DCP. Raises: CheckpointError."""
         _refuse(repr(fqn))
 
     def __create_chunk_list__(self) -> NoReturn:
+        """Refuse a load by DCP. Raises: CheckpointError."""
         _refuse("a value of this state dict")
 
 
@@ -139,9 +150,11 @@ _COPIES = frozenset(
         torch.detach,
     }
 )
+"""Functions whose result is a part, too."""
 
 
 def _refuse(name: str) -> NoReturn:
+    """Raise CheckpointError: DCP cannot save or load local shards."""
     raise CheckpointError(
         f"torch.distributed.checkpoint was given LOCAL_STATE_DICT: it takes {name} for "
         "a tensor that every rank holds whole and would give all ranks the first "
@@ -152,20 +165,27 @@ def _refuse(name: str) -> NoReturn:
 
 
 def as_local(handle: FlatParamHandle | None, part: Tensor, *, to_cpu: bool) -> Tensor:
-    """``part`` as a local value, if ranks hold parts of the whole; copied to the host.
+    """Return ``part`` as a ``LocalValue``; as a plain tensor if it is the full value.
 
-    Shares the memory of ``part`` unless it is copied.
+    Args:
+        handle: The unit of the parameter; None for a parameter without a unit.
+        part: This rank's elements.
+        to_cpu: Copy to host memory. Otherwise the result shares the memory of ``part``.
+
+    Returns: the tensor.
+    Collective: none.
     """
     value = part.detach()
     if to_cpu:
         value = value.to("cpu", copy=True)
+    # A full value is equal on all ranks, as DCP assumes.
     if handle is None or handle.groups.shard is None:
         return value
     return value.as_subclass(LocalValue)
 
 
 def local_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
-    """This rank's shards by slot index; the model's memory, or copies on the host."""
+    """Return this rank's shards by slot index, or copies in host memory."""
     return {
         slot.index: as_local(handle, leaf, to_cpu=to_cpu)
         for region in handle.regions

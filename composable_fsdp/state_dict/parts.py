@@ -1,8 +1,8 @@
-"""State dicts of a module inside a unit: whole values, as those of the unit.
+"""State dicts of a module inside a unit: full values, as in the unit's state dict.
 
-``model.encoder.state_dict()``, where the unit is above ``encoder``, runs no hook of the
-unit. So its parts have hooks of their own, which leave everything to the unit's where
-the call came from above::
+``model.encoder.state_dict()`` does not run the hooks of a unit above ``encoder``. So
+the modules inside a unit (its parts) have hooks, too, which do nothing if the call came
+from above::
 
     model.state_dict()             unit's hook            parts' hooks do nothing
     model.encoder.state_dict()     hook of ``encoder``    parts below do nothing
@@ -28,16 +28,17 @@ from composable_fsdp.state_dict.unit_keys import HookScope, hook_scopes
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 _PART = -1 << 20
-"""Key of our hooks, apart from those of units. Torch numbers from 0 up."""
+"""Key of the hooks of parts, far below the keys of units. torch counts from 0 up."""
 
 
 def install_part_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
-    """Make modules of the unit give and take full parameters. Called once, at build.
+    """Install hooks on the parts of the unit. Called once, at build.
 
-    ``members``: all modules in the unit's tree. Its own, and those to which it passes
-    calls on, have the unit's hooks. Nothing to do where nothing is cut.
+    ``members`` are all modules of the unit. The unit's own modules, and modules to
+    which they pass ``state_dict()`` on, have the unit's hooks instead.
     """
     handle = state.handle
+    # Without a shard group every module holds full values.
     if handle.groups.shard is None:
         return
     others = {id(at) for top in state.modules for at, _ in hook_scopes(state, top)}
@@ -45,9 +46,14 @@ def install_part_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
     for module in members:
         if OWNERS.get(module) is not state or id(module) in others:
             continue
+        # A module without children that owns no parameter of the unit has no entry to
+        # replace.
         if module._modules or id(module) in owners:
+            # A direct entry, as in ``install_state_dict_hooks``.
             hooks: Any = module._state_dict_hooks
             hooks[_PART] = _save_part
+        # torch calls load hooks module by module, so only modules with own parameters
+        # need a hook.
         if id(module) in owners:
             module._load_state_dict_pre_hooks[_PART] = _LoadPart(module)
 
@@ -58,15 +64,15 @@ def _save_part(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """Put the values that the unit's setting asks for under the part's names.
+    """Replace the part's entries in ``state_dict`` by the values of the unit's setting.
 
-    Unless the call came from the unit or from another part: their hooks do it.
+    If the call came from the unit or from another part, the caller's hook does so.
 
-    Collective, Raises: as the hook of the unit.
+    Collective, Raises: as the unit's hook.
     """
     state = OWNERS.get(module)
     if state is None or _is_called_by(state, sys._getframe(1), state_dict):
-        return  # without a state, a copy of a part alone
+        return  # no state: a deep copy of a part without its unit
     places, keys = _places(state), {}
     for name, owner in module.named_modules(remove_duplicate=False):
         for key in owner._parameters:
@@ -74,42 +80,53 @@ def _save_part(
             full_key = prefix + strip_wrapper(join_name(name, key))
             if index is not None and full_key in state_dict:
                 keys[full_key] = index
+    # The unit's pre-hook with the barrier did not run, so wait here, before the gather.
     if keys:
         barrier_before_gather(state, module, prefix, keep_vars=False)
+    # ``is_split``, because other parts have hooks, too: without keys do not gather.
     reach = HookScope(_start(state, module), is_split=True)
     write_unit_values(state, reach, module, keys, state_dict, prefix, local_metadata)
 
 
 def _places(state: _FSDPState) -> dict[tuple[int, str], int]:
-    """The slots of the unit's parameters by identity of their owner, and key there."""
+    """Return the slots of the unit's parameters, by identity of the owner and key."""
     return {
         (id(info.module), info.name): info.slot_index for info in state.handle.infos
     }
 
 
 def _start(state: _FSDPState, module: nn.Module) -> str:
-    """What the unit's names of this part begin with."""
+    """Return the prefix that the unit's names of this part have."""
     for top in state.modules:
         try:
             return strip_wrapper(walk.name_of(top, module)) + "."
         except KeyError:
-            continue  # of another module of a list, or held elsewhere since
+            continue  # in another module of the unit, or moved to another place
     return ""
 
 
 def _is_called_by(
     state: _FSDPState, frame: FrameType | None, state_dict: dict[str, Any]
 ) -> bool:
-    """Whether a module of the unit above fills the same ``state_dict``.
+    """Return whether a module of the unit above fills the same ``state_dict``.
 
-    ``frame`` is the call of ``nn.Module.state_dict`` that runs the part's hook; names
-    in it checked on torch 2.13 and 2.11. A module that holds the part without being of
-    its unit has no hook, and names in the dict do not tell the two apart.
+    Args:
+        state: The unit.
+        frame: The call of ``nn.Module.state_dict`` that runs the part's hook.
+        state_dict: The dict that the call fills.
+
+    Returns: whether a frame further out belongs to a module of the unit.
+    Collective: none.
     """
     assert frame is not None
     frame = frame.f_back
+    # Local names ``destination`` and ``self`` checked on torch 2.13 and 2.11. The names
+    # in the dict cannot tell: a module may hold the part without belonging to the unit,
+    # and then has no hook.
     while frame is not None:
         if frame.f_code is nn.Module.state_dict.__code__:
+            # Another dict belongs to a separate call, made inside a hook or inside an
+            # overridden ``state_dict``.
             if frame.f_locals.get("destination") is not state_dict:
                 return False
             if OWNERS.get(frame.f_locals["self"]) is state:
@@ -119,7 +136,7 @@ def _is_called_by(
 
 
 class _LoadPart:
-    """The load hook of a part: this rank's rows in the place of each full value."""
+    """The load hook of a part: replaces each full value by this rank's part."""
 
     __slots__ = ("module",)
 
@@ -136,12 +153,24 @@ class _LoadPart:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Write the shards, unless the unit's hook has. Sends nothing.
+        """Write the shards, unless the unit's hook has done so.
 
+        Args:
+            state_dict: The state dict; entries of the part are replaced.
+            prefix: The prefix of the module's keys.
+            local_metadata: torch's metadata of the module.
+            strict: torch's argument; unused.
+            missing_keys: torch's list; unused.
+            unexpected_keys: torch's list; unused.
+            error_msgs: torch's list of errors; values that do not fit are added.
+
+        Collective: none.
         Raises: PhaseError, inside forward or backward; CheckpointError, for values on
-        meta.
+            meta.
         """
         state, own = OWNERS.get(self.module), self.module._parameters
+        # The unit's hook replaces entries by the parameters themselves or by noted
+        # parts; both are finished.
         given = {
             key: value
             for key in own
@@ -152,9 +181,12 @@ class _LoadPart:
         if state is None or not given:
             return
         handle = state.handle
+        # The modules show full parameters, into which torch copies itself.
         if handle.phase is Phase.SUMMON and handle.is_full:
             return
-        if not handle.on_meta:  # else some parts have values, and others get theirs
+        if (
+            not handle.on_meta
+        ):  # with values on meta the parts are loaded one after the other
             require_between_steps(state, "load_state_dict")
             free_all_full_params(state)
         places = _places(state)

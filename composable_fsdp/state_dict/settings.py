@@ -1,7 +1,7 @@
-"""Which type of state dict a model gives and takes: set, asked for, or for one block.
+"""Set the type of the state dicts that a model returns and loads.
 
-The setting stands on each unit, so it reaches ``module.state_dict()`` of any module
-that holds one, on both paths.
+Each unit holds the setting, so the setting also applies to ``state_dict()`` of any
+module that contains the unit.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _CONFIGS: dict[
         ShardedOptimStateDictConfig,
     ),
 }
+"""The configuration classes of each type, of the model and of the optimizer."""
 
 
 _NO_DTENSOR = (
@@ -47,6 +48,7 @@ _NO_DTENSOR = (
     "out: sharded values are ShardedValue, whose checkpoints load into DTensors, and "
     "the other way round."
 )
+"""The error for ``_use_dtensor=True``."""
 
 
 def set_state_dict_type(
@@ -55,15 +57,25 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set what state dicts of ``module`` and of its optimizers hold from now on.
+    """Set the type of the state dicts of ``module`` and of its optimizers from now on.
 
-    A configuration that is left out is the default one of its type. Returns what was
-    set on the first unit before. Sends nothing; every rank must set the same.
+    Every rank must set the same.
 
-    Raises: CompositionError, without a fully sharded module; TypeError, for something
-    else than a type or for a configuration of another type; ValueError, for
-    ``_use_dtensor=True``.
+    Args:
+        module: A module that holds fully sharded modules.
+        state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT.
+        state_dict_config: The configuration for model state dicts. Default: the default
+            configuration of the type.
+        optim_state_dict_config: The configuration for optimizer state dicts. Default:
+            the default configuration of the type.
+
+    Returns: the settings of the first unit before the call.
+    Collective: none.
+    Raises: CompositionError, without a fully sharded module; TypeError, for a wrong
+        type or a configuration of another type; ValueError, for ``_use_dtensor=True``.
     """
+    # by_name and by_fields also accept torch's own enum and configuration classes,
+    # which FSDP1 scripts import.
     kind = by_name(StateDictType, state_dict_type, argument="state_dict_type")
     model_form, optim_form = _CONFIGS[kind]
     settings = StateDictSettings(
@@ -78,9 +90,11 @@ def set_state_dict_type(
         ),
     )
     for config in (settings.state_dict_config, settings.optim_state_dict_config):
+        # Refused for the model and for the optimizer before any unit changes.
         if getattr(config, "_use_dtensor", False):
             raise ValueError(_NO_DTENSOR.format(type(config).__name__))
     states = units_of(module, "set_state_dict_type", recurse=True)
+    # As FSDP1, which returns the settings of the first unit for the whole model.
     before = states[0].state_dict_settings
     for state in states:
         state.state_dict_settings = settings
@@ -88,7 +102,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return what is set on the units in ``module``; full tensors, if nothing was.
+    """Return the settings of the units in ``module``; the default is full tensors.
 
     Raises: CompositionError, without a fully sharded module, or if units differ.
     """
@@ -112,12 +126,24 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Set what state dicts hold while the block runs; see ``set_state_dict_type``.
+    """Set the type while the block runs; see ``set_state_dict_type``.
+
+    Args:
+        module: A module that holds fully sharded modules.
+        state_dict_type: The type inside the block.
+        state_dict_config: The configuration for model state dicts. Default: the default
+            configuration of the type.
+        optim_state_dict_config: The configuration for optimizer state dicts. Default:
+            the default configuration of the type.
+
+    Collective: none.
+    Raises: as ``set_state_dict_type``.
 
     >>> with state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
     ...     mine = model.state_dict()
     """
     states = units_of(module, "state_dict_type", recurse=True)
+    # Per unit, because units may have had different settings.
     before = [state.state_dict_settings for state in states]
     set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config

@@ -1,16 +1,17 @@
-"""SHARDED_STATE_DICT: tensors that know which part of the whole this rank holds.
+"""SHARDED_STATE_DICT: tensors that know which part of the full value this rank holds.
 
-A ``ShardedValue`` has the shape of the whole parameter and memory for this rank's part
-alone: a copy, which the next step leaves as it is. torch.distributed.checkpoint asks it
-for boxes, so a checkpoint is written and read without a tensor moving between ranks::
+A ``ShardedValue`` has the shape of the full parameter and memory only for this rank's
+part: a copy, which later steps do not change. torch.distributed.checkpoint (DCP) asks
+the value for boxes, so a checkpoint is written and read without communication of
+tensors::
 
     weight (5, 4) on 2 ranks, shard_numel 12
 
     rank 0   shape (5, 4), local (3, 4)   box at (0, 0) of size (3, 4)
     rank 1   shape (5, 4), local (2, 4)   box at (3, 0) of size (2, 4)
 
-It is not a tensor to compute with: whatever needs all of it raises ``TypeError``.
-``to_local()`` and ``local_shards()`` give what is here, ``full_tensor()`` gathers.
+Operators that need the full value raise ``TypeError``. ``to_local()`` and
+``local_shards()`` return this rank's elements, ``full_tensor()`` gathers.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict import dcp_caller, dcp_items
 
 Op = Callable[..., Any]
+"""An operator's implementation."""
 
 
 class ShardPlace(NamedTuple):
-    """Which box of the whole a ``LocalShard`` is; names as in torch's ShardedTensor."""
+    """The box of a local shard; the names are those of torch's ShardedTensor."""
 
     shard_offsets: tuple[int, ...]
     shard_sizes: tuple[int, ...]
 
 
 class LocalShard(NamedTuple):
-    """A box of a sharded value that this rank holds, and where it lies in the whole."""
+    """A box of a sharded value on this rank, and its place in the full value."""
 
     tensor: Tensor
     metadata: ShardPlace
 
 
 class GroupAndDevice:
-    """Where the parts of a value can be gathered. Not pickled: it names a group."""
+    """The process group and device for ``full_tensor``; not pickled with the value."""
 
     __slots__ = ("device", "group")
 
@@ -58,30 +60,34 @@ class GroupAndDevice:
         self.device = device
 
     def __deepcopy__(self, memo: dict[int, object]) -> GroupAndDevice:
+        """Return ``self``: copies share the process group."""
         return self
 
 
 class ShardedValue(Tensor):
-    """This rank's part of one parameter, or of one element-wise state of it.
+    """This rank's part of a parameter, or of element-wise optimizer state.
 
-    ``shape``, ``size()``, ``dtype`` and ``device`` are those of the whole; ``local``
-    holds the elements ``[start, stop)`` of the flattened whole that this rank has, in
-    the sharded parameter's shape.
+    ``shape``, ``size()``, ``dtype`` and ``device`` are those of the full value;
+    ``local`` holds this rank's elements ``[start, stop)`` of the flattened full value,
+    in the sharded parameter's shape.
     """
 
-    # Ordinary attributes, because torch's stagers copy them one by one.
+    # Ordinary attributes, because torch's stagers copy each attribute.
     local: Tensor
     offset: int
-    """Where the parameter begins in its flat buffer."""
+    """The first element of the parameter in the flat buffer."""
     shard_numel: int
     """Elements of the flat buffer per rank."""
     rank: int
     world_size: int
     home: GroupAndDevice | None
-    """None once it was pickled."""
+    """The group and device for ``full_tensor``; None after unpickling."""
     not_alone: str = ""
-    """Of what ``optimizer.state_dict()`` shows unasked: what it is, for the message
-    that refuses to pickle it. A file of one rank would lose the parts of others."""
+    """The description of a value in ``optimizer.state_dict()``, for an error text.
+
+    If the text is not empty, pickling raises: a file of a single rank would lose the
+    parts of the other ranks.
+    """
 
     def __new__(
         cls,
@@ -93,18 +99,22 @@ class ShardedValue(Tensor):
         world_size: int,
         home: GroupAndDevice | None = None,
     ) -> ShardedValue:
+        # A wrapper subclass has the shape of the full value without memory for its
+        # elements.
         value: ShardedValue = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device
         )
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
         value.home = home
+        # Unpickled, perhaps in a process that saves without having made a unit: the
+        # checks need DCP's wrapped functions.
         if home is None:
-            # Unpickled, perhaps in a process that saves and has made no unit.
             dcp_caller.install()
         return value
 
-    # No type is looked at before dispatch, which alone decides.
+    # All decisions are made in __torch_dispatch__, so skip the Python dispatch above
+    # it.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
 
     @classmethod
@@ -115,7 +125,12 @@ class ShardedValue(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run the operators of ``_OPS``; refuse all others.
+
+        Raises: TypeError.
+        """
         act = _OPS.get(func.overloadpacket)
+        # Any other operator would take this rank's part for the full value.
         if act is None:
             given = next(v for v in args_of(args, kwargs) if isinstance(v, cls))
             raise TypeError(_refusal(func, given))
@@ -123,21 +138,24 @@ class ShardedValue(Tensor):
 
     @property
     def start(self) -> int:
-        """The first element of the flattened whole that ``local`` holds."""
+        """Return the first element of the flattened full value that ``local`` holds."""
         return self._interval(self.rank)[0]
 
     @property
     def stop(self) -> int:
-        """One past the last one; ``start`` if this rank holds none."""
+        """Return the end of ``local``'s elements; ``start`` if this rank holds none."""
         return self.start + self.local.numel()
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """``local`` as rectangles of the whole: one if rows are not cut, or none."""
+        """Return ``local`` as rectangles of the full value.
+
+        A single rectangle if no row is cut; none without elements on this rank.
+        """
         return interval_boxes(tuple(self.shape), self.start, self.stop)
 
     def with_local(self, local: Tensor) -> ShardedValue:
-        """The same part of another whole: ``local`` holds its elements."""
+        """Return the same part of another full value, with the elements ``local``."""
         return ShardedValue(
             local,
             tuple(self.shape),
@@ -155,7 +173,8 @@ class ShardedValue(Tensor):
     def local_shards(self) -> list[LocalShard]:
         """Return this rank's boxes as tensors of their own shape, views of ``local``.
 
-        One, unless rows are cut; none where this rank holds nothing.
+        The list has a single entry unless a row is cut, and none if this rank holds no
+        element.
         """
         flat = self.local.reshape(-1)
         return [
@@ -167,15 +186,16 @@ class ShardedValue(Tensor):
         ]
 
     def full_tensor(self) -> Tensor:
-        """Return the whole, a new tensor on the value's device, on every rank.
+        """Return the full value on every rank, a new tensor on the value's device.
 
-        Collective: one broadcast over the shard group from each rank that holds
-        elements; none if one rank holds all. All its ranks must call.
-        Raises: CheckpointError, for a value that came from a file, another process or
-        ``optimizer.state_dict()`` and is in several parts; PhaseError, if the group was
-        destroyed.
+        Collective: over the shard group a broadcast from each rank that holds elements;
+            none if a single rank holds all. All its ranks must call.
+        Raises: CheckpointError, for a value in several parts that came from a file,
+            another process or ``optimizer.state_dict()``; PhaseError, if the group was
+            destroyed.
         """
         shape = tuple(self.shape)
+        # A value on meta has nothing to gather.
         if self.is_meta:
             return self.local.new_empty(shape)
         if self.world_size == 1:
@@ -189,31 +209,37 @@ class ShardedValue(Tensor):
                 "the state dict under StateDictType.FULL_STATE_DICT, that of an "
                 "optimizer by optim_state_dict(model, optim)."
             )
+        # All ranks compute all intervals from the same cut, so no sizes are exchanged.
         intervals = [self._interval(rank) for rank in range(self.world_size)]
         group, device = self.home.group.get(), self.home.device
         whole = gather_part(self.local, shape, intervals, group, device)
+        # The backend sent from the compute device; the value may be in host memory.
         return whole.to(self.device)
 
     def _interval(self, rank: int) -> tuple[int, int]:
-        """Elements of the flattened whole that ``rank`` holds; may be empty."""
+        """Return the elements ``[start, stop)`` of the full value on ``rank``."""
+        # ``rank`` holds the elements [rank * shard_numel, (rank + 1) * shard_numel) of
+        # the flat buffer. Shift by the parameter's offset, and clip to the parameter.
         low, numel = rank * self.shard_numel - self.offset, self.shape.numel()
         start = min(max(low, 0), numel)
         return start, min(max(low + self.shard_numel, 0), numel)
 
     def is_part_like(self, other: ShardedValue) -> bool:
-        """Whether both are cut alike, on every rank and not just on this one."""
+        """Return whether both values are cut alike, on every rank."""
         return _cut(self) == _cut(other) and self.rank == other.rank
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        """Return DCP's write items for the boxes."""
         return dcp_items.write_items(
             fqn, self.local, self.shape, self.boxes, world_size=self.world_size
         )
 
     def __create_chunk_list__(self) -> list[Any]:
+        """Return DCP's chunks to load for the boxes."""
         return dcp_items.chunks_to_load(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The box that begins at ``index.offset``, as a view of ``local``."""
+        """Return the box at ``index.offset``, as a view of ``local``; for DCP."""
         return dcp_items.view_at(self.local, self.boxes, index)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch has an option
@@ -223,6 +249,10 @@ class ShardedValue(Tensor):
         )
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickle without the process group.
+
+        Raises: CheckpointError, for a value of ``optimizer.state_dict()``.
+        """
         if self.not_alone:
             raise CheckpointError(
                 f"optimizer.state_dict() holds this rank's part of {self.not_alone}, "
@@ -248,7 +278,7 @@ class ShardedValue(Tensor):
 
 
 def describe(value: ShardedValue) -> str:
-    """Which part it is, in words."""
+    """Describe the part in words."""
     return (
         f"elements [{value.start}, {value.stop}) of {value.shape.numel()} on rank "
         f"{value.rank} of {value.world_size}"
@@ -256,11 +286,12 @@ def describe(value: ShardedValue) -> str:
 
 
 def _cut(value: ShardedValue) -> tuple[object, ...]:
+    """Return the facts that decide how all ranks cut the value."""
     return tuple(value.shape), value.offset, value.shard_numel, value.world_size
 
 
 def args_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
-    """All arguments of an op, those in lists too."""
+    """Return all arguments of an operator, with the elements of lists."""
     flat: list[Any] = []
     for each in [*args, *(kwargs or {}).values()]:
         flat.extend(each if isinstance(each, (list, tuple)) else [each])
@@ -268,6 +299,7 @@ def args_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
 
 
 def _refusal(func: object, value: ShardedValue) -> str:
+    """Return the error text for an operator that needs the full value."""
     return (
         f"{func} expects a whole tensor of shape {tuple(value.shape)}, got a "
         f"ShardedValue with {describe(value)}. Use value.local for this rank's "
@@ -278,10 +310,13 @@ def _refusal(func: object, value: ShardedValue) -> str:
 
 
 def _on_local(func: Op, value: ShardedValue, *args: Any, **kwargs: Any) -> ShardedValue:
+    """Apply an operator to ``local``."""
     return value.with_local(func(value.local, *args, **kwargs))
 
 
 def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tensor:
+    """Return a new value of the same cut, or a plain tensor for another size."""
+    # The value's own size asks for another value of the same cut.
     if tuple(size) == tuple(value.shape):
         return value.with_local(func(value.local, value.local.shape, **kwargs))
     made: Tensor = func(value.local, size, **kwargs)
@@ -289,22 +324,27 @@ def _new_empty(func: Op, value: ShardedValue, size: Any, **kwargs: Any) -> Tenso
 
 
 def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """Copy between values of the same cut, or from this rank's plain part.
+
+    Raises: TypeError, for another combination.
+    """
     plain = isinstance(to, ShardedValue) and type(source) is Tensor
+    # Optimizers that load in place pass this rank's part as a plain tensor.
     if plain and source.shape == to.local.shape:
-        # This rank's part, as optimizers that load in place give it.
         func(to.local, source, *args, **kwargs)
         return to
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         given = to if isinstance(to, ShardedValue) else source
         text = _refusal(func, given)
+        # The single element is on a single rank, so no other rank could save it.
         if not given.shape:
-            # One number, and only one rank has it: no other could save it instead.
             text += (
                 " If this is async_save with a storage_writer, pass checkpoint_id "
                 "instead: the writer's own stager makes a plain tensor of a parameter "
                 "without dimensions."
             )
         raise TypeError(text)
+    # Under another cut the same positions hold other elements.
     if not to.is_part_like(source):
         raise TypeError(
             f"{func} expects another ShardedValue with {describe(to)} of shape "
@@ -317,8 +357,8 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _aten = torch.ops.aten
+# Operators that move a state dict, and operators that torch's stagers call.
 _OPS: dict[Any, Callable[..., Any]] = {
-    # What moves a state dict about, and what torch's stagers ask for.
     _aten.detach: _on_local,
     _aten.clone: _on_local,
     _aten._to_copy: _on_local,
@@ -332,16 +372,26 @@ _OPS: dict[Any, Callable[..., Any]] = {
 def sharded_value(
     handle: FlatParamHandle, region: FlatParameter, slot: ParameterSlot, local: Tensor
 ) -> Tensor:
-    """``local``, this rank's part of the parameter in ``slot``, as a sharded value.
+    """Return ``local``, this rank's part of a parameter, as a sharded value.
 
-    So is a whole one on a rank that holds everything: a load then looks for holes. A
-    parameter without elements, which no box could tell of, is a plain tensor, and so is
-    a number that this rank has.
+    Args:
+        handle: The unit.
+        region: The region of the parameter.
+        slot: The parameter's place in the layout.
+        local: This rank's elements.
+
+    Returns: a ``ShardedValue``, also if this rank holds the full value. A plain tensor
+        for a parameter without elements, and for a 0-d parameter of a unit without a
+        shard group.
+    Collective: none.
     """
+    # No box could represent a parameter without elements.
     if not slot.numel:
         return local.new_empty(slot.shape)
     if handle.groups.shard is None and not slot.shape:
         return local
+    # Also without a shard group: a load by DCP then checks that the checkpoint has no
+    # holes (``chunks_to_load``).
     return ShardedValue(
         local,
         slot.shape,
@@ -354,7 +404,7 @@ def sharded_value(
 
 
 def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
-    """Copies of this rank's part of the unit's parameters, by slot index."""
+    """Return copies of this rank's part of the unit's parameters, by slot index."""
     return {
         slot.index: sharded_value(handle, region, slot, copied(leaf, to_cpu=to_cpu))
         for region in handle.regions
@@ -363,7 +413,7 @@ def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor
 
 
 def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
-    """A tensor of its own with these values, on the host or where they are."""
+    """Return a copy of ``value``, in host memory or on the same device."""
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
@@ -373,9 +423,18 @@ def mismatch(
     slot: ParameterSlot,
     value: ShardedValue,
 ) -> str:
-    """Say why ``value`` is no part of ``slot`` as this rank has it; empty if it is.
+    """Return why ``value`` is not this rank's part of ``slot``; empty if it is.
 
-    All ranks find the same, unless one rank's values were given to another.
+    All ranks get the same answer, unless a rank was given another rank's values.
+
+    Args:
+        handle: The unit.
+        region: The region of the parameter.
+        slot: The parameter's place in the layout.
+        value: The value to compare.
+
+    Returns: the reason in words, or the empty string.
+    Collective: none.
     """
     own = sharded_value(handle, region, slot, value.local)
     if isinstance(own, ShardedValue) and own.is_part_like(value):
@@ -391,5 +450,5 @@ def mismatch(
     )
 
 
-# To rebuild one is to make a tensor: ``torch.load(weights_only=True)`` may.
+# Construction only makes a tensor, so ``torch.load(weights_only=True)`` may do so.
 torch.serialization.add_safe_globals([ShardedValue])

@@ -1,4 +1,4 @@
-"""Which keys of a state dict are a unit's parameters, and where its hooks belong."""
+"""The keys of a unit's parameters in a state dict, and the modules of its hooks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from composable_fsdp.tree.traversal import wrapped_in
 
 
 class HookScope(NamedTuple):
-    """What the hooks on a module see of a unit."""
+    """The part of a unit that the hooks on a module serve."""
 
     start: str = ""
-    """What the unit's names begin with there, and the module's own do not."""
+    """The prefix of the unit's names there, which the module's own names do not
+    have.
+    """
     alone: bool = False
-    """Only what the module holds itself; its children have hooks of their own."""
+    """Whether the hooks serve only the module's own parameters, not its children."""
     is_split: bool = False
-    """Whether several modules of the unit's module have hooks."""
+    """Whether several modules of the unit have hooks."""
 
 
 _ALL = HookScope()
+"""The scope of a hook that serves the whole unit."""
 
 
 def hook_scopes(
     state: _FSDPState, module: nn.Module
 ) -> list[tuple[nn.Module, HookScope]]:
-    """Where the hooks of a unit belong: on its module, unless that passes calls on.
-
-    A class with a ``state_dict`` of its own may call that of a child, and its own hooks
-    are then not run; so its children have some as well, each for what is below it.
-    """
+    """Return the modules that get the hooks of a unit, with the scope of each."""
+    # A class that overrides ``state_dict`` may call ``state_dict`` of a child instead
+    # of its own base implementation, and its hooks then do not run. So the children get
+    # hooks as well, each for the part below it.
     if type(module).state_dict is nn.Module.state_dict:
         return [(module, _ALL)]
     found, stack = [], [("", module)]
@@ -41,10 +43,12 @@ def hook_scopes(
         start, current = stack.pop()
         alone = type(current).state_dict is not nn.Module.state_dict
         reach = HookScope(start, alone=alone, is_split=True)
+        # A child without parameters of the unit needs no hook.
         if current is module or names_below(state, current, reach):
             found.append((current, reach))
         for name, child in current._modules.items() if alone else ():
             if child is not None:
+                # The unit's names contain no wrapper components.
                 inside = start if name in TRANSPARENT else f"{start}{name}."
                 stack.append((inside, child))
     return found
@@ -53,7 +57,16 @@ def hook_scopes(
 def names_below(
     state: _FSDPState, module: nn.Module, reach: HookScope
 ) -> dict[str, ParameterSlot]:
-    """The unit's parameters that the hooks on ``module`` see, by their names there."""
+    """Return the unit's parameters that the hooks on ``module`` serve, by name there.
+
+    Args:
+        state: The unit.
+        module: The module of the hooks.
+        reach: The scope of the hooks.
+
+    Returns: slots by name; a tied parameter has several names.
+    Collective: none.
+    """
     start = len(reach.start)
     return {
         name[start:]: slot
@@ -72,12 +85,21 @@ def keys_of(
     state_dict: dict[str, Any],
     prefix: str,
 ) -> dict[str, ParameterSlot]:
-    """The keys in ``state_dict`` under which the unit's parameters stand.
+    """Return the keys in ``state_dict`` of the unit's parameters, with their slots.
 
-    Where a module below has passed the call on, they are the names that it gives.
+    Args:
+        state: The unit.
+        module: The module of the hook.
+        reach: The scope of the hook.
+        state_dict: The state dict that torch has filled in.
+        prefix: The prefix of the module's keys.
+
+    Returns: slots by key.
+    Collective: none.
     """
     names = names_below(state, module, reach)
     keys = {prefix + n: slot for n, slot in names.items() if prefix + n in state_dict}
+    # The usual case: each name of the plan is a key.
     if len(keys) == len(names):
         return keys
     found = {slot.index for slot in keys.values()}
@@ -88,6 +110,8 @@ def keys_of(
         for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
         if slot.index in lost
     }
+    # A module below has passed ``state_dict`` on, so the keys are the names that
+    # ``named_parameters`` gives, not the plan's: search by identity.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         key = prefix + strip_wrapper(name)
         if id(parameter) in leaves and key in state_dict:
@@ -96,7 +120,7 @@ def keys_of(
 
 
 def _slots(state: _FSDPState, module: nn.Module) -> list[ParameterSlot]:
-    """The unit's parameters below ``module``; all of them unless the unit is a list."""
+    """Return the slots of the unit's parameters below ``module``."""
     slots = [slot for r in state.handle.plan.regions for slot in r.parameters]
     if len(state.modules) == 1:
         return slots
@@ -108,7 +132,8 @@ def _slots(state: _FSDPState, module: nn.Module) -> list[ParameterSlot]:
 def _holds(
     state: _FSDPState, module: nn.Module, slot: ParameterSlot, name: str
 ) -> bool:
-    """Whether ``name`` from ``module`` is this parameter: in a list, names repeat."""
+    """Return whether ``name`` from ``module`` is the parameter in ``slot``."""
+    # Only in a unit of several modules can a name occur more than once.
     if len(state.modules) == 1:
         return True
     owner, _, key = name.rpartition(".")
@@ -121,7 +146,7 @@ def _holds(
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:
-    """The submodule of that plain name; wrappers are gone through."""
+    """Return the submodule of a plain name; wrappers on the way are passed through."""
     for part in [*name.split("."), ""] if name else [""]:
         while (inner := wrapped_in(module)) is not None:
             module = inner

@@ -1,4 +1,10 @@
-"""The wrapper's component stays out of the keys that it gives, takes and reports."""
+"""Remove the wrapper's component from the keys of state dicts and of reports.
+
+::
+
+    state_dict        a._fsdp_wrapped_module.weight   ->  a.weight
+    load_state_dict   a.weight                        ->  a._fsdp_wrapped_module.weight
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,8 @@ from composable_fsdp.state_dict.local import PLAN
 
 
 def install_wrapper_hooks(wrapper: nn.Module, component: str = WRAPPED_MODULE) -> None:
-    """Keep the wrapper's component out of the keys that it gives, takes and reports."""
-    hooks: Any = wrapper  # torch has no types for these
+    """Install the hooks that remove ``component`` on save and insert it on load."""
+    hooks: Any = wrapper  # torch does not annotate these methods
     hooks._register_state_dict_hook(partial(_strip_keys, component))
     hooks.register_load_state_dict_pre_hook(partial(_add_component, component))
     hooks.register_load_state_dict_post_hook(_strip_reports)
@@ -27,11 +33,17 @@ def _strip_keys(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
+    """Rename the wrapped module's keys and metadata to the wrapper's names.
+
+    ``state_dict`` is changed in place.
+    """
     inner = f"{prefix}{component}"
-    # Everything below was added last, so re-inserting keeps the order.
+    # The wrapped module's entries were added last, so removing and adding them keeps
+    # the order.
     _rename(state_dict, lambda key: key.startswith(inner + "."), inner + ".", prefix)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
+        # The wrapped module's metadata (its version) moves to the wrapper's path.
         metadata[prefix[:-1]] = metadata.pop(inner, metadata.get(prefix[:-1]))
         _rename(metadata, lambda key: key.startswith(inner + "."), inner + ".", prefix)
 
@@ -39,6 +51,7 @@ def _strip_keys(
 def _rename(
     table: dict[str, Any], chosen: Callable[[str], bool], old: str, new: str
 ) -> None:
+    """Replace the prefix ``old`` by ``new`` in the chosen keys, in place."""
     for key in [key for key in table if chosen(key)]:
         table[new + key[len(old) :]] = table.pop(key)
 
@@ -54,8 +67,10 @@ def _add_component(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    # From here on metadata is not found: plans go with the values they belong to, and
-    # get each wrapper's component as those do.
+    """Insert the component into the keys below the wrapper, before torch loads them."""
+    # torch looks metadata up by path, and the plain state dict has no metadata under
+    # the paths with components. So move each plan into the state dict, where the plan
+    # gets the components together with the values.
     for name, plan in local_metadata.get(PLAN, {}).items():
         state_dict[prefix + join_name(name, PLAN)] = plan
     inner = f"{prefix}{component}."
@@ -63,5 +78,6 @@ def _add_component(
 
 
 def _strip_reports(module: nn.Module, incompatible_keys: Any) -> None:
+    """Remove components from the reported missing and unexpected keys."""
     for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
         keys[:] = [strip_wrapper(key) for key in keys]
