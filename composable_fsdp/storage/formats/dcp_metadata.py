@@ -1,10 +1,10 @@
-"""The ``.metadata`` pickle of torch.distributed.checkpoint, read as the data it is.
+"""Reads the ``.metadata`` pickle of torch.distributed.checkpoint (DCP) as plain data.
 
-Unpickling calls what the pickle names. Here every name that a DCP directory needs is
-answered by a stand-in that only keeps its arguments, and any other name is refused, so
-nothing of torch, of the standard library or of the user's code is called by a file.
-What comes out is checked again before it is believed. The names are those that torch
-2.13 writes, checked there, and two that the first versions of DCP wrote.
+Unpickling calls the functions that a pickle names. In this file, each name that a DCP
+directory needs is replaced by a stand-in that only keeps its arguments, and any other
+name is refused. So a file can call no function of torch, of the standard library or of
+the user's code. The unpickled values are then validated. The names are those that torch
+2.13 writes (checked there), and two names of the first versions of DCP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PathOf = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Where one saved object lies: ``length`` bytes at ``offset`` of a file."""
+    """The place of a saved object: ``length`` bytes at byte ``offset`` of a file."""
 
     file: Path
     offset: int
@@ -41,7 +41,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and where its values lie."""
+    """A box of a tensor, and the place of the box's values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -50,7 +50,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of the checkpoint: a tensor in chunks, or (``info`` None) an object."""
+    """A key of the checkpoint: a tensor in chunks, or an object (``info`` is None)."""
 
     path: PathOf
     info: TensorInfo | None
@@ -59,22 +59,25 @@ class Entry:
 
 
 class _Kept:
-    """Stands in for a class of DCP: keeps the state that the pickle gives it."""
+    """A stand-in for a class of DCP: keeps the state that the pickle sets."""
 
     kind = ""
     state: Any = None
 
     def __init__(self, *args: Any) -> None:
-        """Enums are made with an argument, which does not matter here."""
+        """Accept and ignore arguments, which a pickle passes to enums."""
 
     def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
         self.state = state
 
     def get(self, name: str) -> Any:
+        """Return a field of the state; None if there is no such field."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def _text(*parts: Any) -> str:
+    """Return the parts of a path as text."""
     return "/".join(map(str, parts))
 
 
@@ -89,14 +92,14 @@ _KEPT = {
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_DCP}.metadata", "StorageMeta"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
-    # Where two of them were in the first versions of DCP.
+    # The module of these two classes in the first versions of DCP.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 }
 _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
     ("torch.serialization", "_get_layout"): _text,
-    # The path that it was saved to, a str or any of these.
+    # The path that the checkpoint was saved to: a str, or any of these classes.
     ("pathlib", "Path"): _text,
     ("pathlib", "PosixPath"): _text,
     ("pathlib", "WindowsPath"): _text,
@@ -107,12 +110,15 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _Reader(pickle._Unpickler):
-    """The reader in Python: for one in C, a few bytes that number a value by 2 ** 31
-    fill 32 GiB of memory.
-    """
+    """An unpickler that knows only the names of DCP's metadata."""
 
+    # The base class is the unpickler written in Python. The unpickler in C fills 32 GiB
+    # of memory for a few bytes of pickle that memoize a value under the number 2 ** 31.
     def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name. Raises: UnpicklingError, for other names."""
         if (module, name) in _KEPT:
+            # Never the real class: its ``__setstate__`` would run with data from the
+            # file.
             return type(name, (_Kept,), {"kind": name})
         if (module, name) in _CALLS:
             return _CALLS[module, name]
@@ -121,14 +127,15 @@ class _Reader(pickle._Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no part of DCP's metadata")
 
     def persistent_load(self, pid: Any) -> Any:
+        """Refuse persistent ids, which DCP does not use."""
         raise pickle.UnpicklingError("DCP's metadata has no persistent ids")
 
 
 def read_metadata(directory: Path) -> dict[str, Entry]:
-    """The keys of the checkpoint in ``directory``, checked.
+    """Return the validated keys of the checkpoint in ``directory``.
 
-    Every file named lies in the directory and is long enough, and every tensor is
-    covered by its chunks, each element once.
+    Each named file lies in the directory and is long enough. The chunks of each tensor
+    cover every element exactly once.
 
     Raises: CheckpointError, naming the file and the key.
     """
@@ -136,13 +143,13 @@ def read_metadata(directory: Path) -> dict[str, Entry]:
     try:
         with file.open("rb") as stream:
             metadata = _Reader(stream).load()
-    except Exception as error:  # a damaged pickle raises all kinds
+    except Exception as error:  # A damaged pickle raises many kinds of errors.
         raise refusal(file, error) from error
     try:
         return dict(_entries(directory, metadata))
     except CheckpointError:
         raise
-    except Exception as error:  # so do values that are of other kinds
+    except Exception as error:  # Values of unexpected types do, too.
         raise CheckpointError(
             f"{file} is damaged: {error}. Copy the checkpoint again, with all its "
             "files."
@@ -150,15 +157,17 @@ def read_metadata(directory: Path) -> dict[str, Entry]:
 
 
 class _Malformed(Exception):
-    """The metadata is not of the form that DCP gives it."""
+    """The metadata does not have the form that DCP writes."""
 
 
 def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, Entry]]:
+    """Yield the validated keys of the metadata."""
     kept = _kept(metadata, "Metadata")
     keys = _a(dict, kept.get("state_dict_metadata"))
     paths = kept.get("planner_data")
     items = _items(directory, _a(dict, kept.get("storage_data")))
     for key, about in keys.items():
+        # The path in the nested state dict; a flat state dict has no paths.
         path = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
         if not isinstance(about, _Kept) or not isinstance(key, str):
             raise _Malformed(f"{_short(key)} is of no known kind")
@@ -178,6 +187,8 @@ def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, Entry]]:
 
 
 def _info(about: _Kept) -> TensorInfo:
+    """Return dtype and shape of a tensor."""
+    # DCP pickles the properties as a tuple that begins with the dtype.
     properties = _kept(about.get("properties"), "TensorProperties").state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, torch.dtype):
@@ -188,6 +199,7 @@ def _info(about: _Kept) -> TensorInfo:
 def _chunks(
     key: str, about: _Kept, items: dict[tuple[str, Any], Item], dims: int
 ) -> Iterator[Chunk]:
+    """Yield the chunks of a tensor, each with the place of its values."""
     for each in _a(list, about.get("chunks")):
         chunk = _kept(each, "ChunkStorageMetadata")
         offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
@@ -200,12 +212,15 @@ def _chunks(
 
 
 def _items(directory: Path, storage: dict[Any, Any]) -> dict[tuple[str, Any], Item]:
+    """Return the place of each saved object, by key and box offsets or None."""
     files: dict[str, tuple[Path, int]] = {}
     items: dict[tuple[str, Any], Item] = {}
     for index, about in storage.items():
         place, info = _kept(index, "MetadataIndex"), _kept(about, "_StorageInfo")
         name, fqn = info.get("relative_path"), place.get("fqn")
         start, length = info.get("offset"), info.get("length")
+        # Extensions such as compression: the bytes in the file are not the saved
+        # object.
         if info.get("transform_descriptors"):
             raise _Malformed(
                 f"{_short(fqn)} was written through "
@@ -214,6 +229,8 @@ def _items(directory: Path, storage: dict[Any, Any]) -> dict[tuple[str, Any], It
             )
         if not isinstance(name, str) or not isinstance(fqn, str):
             raise _Malformed(f"{_short(fqn)} lies in the file {_short(name)}")
+        # ``inner_file`` refuses paths outside the directory; resolve each file only
+        # once.
         if name not in files:
             path = inner_file(directory, name)
             files[name] = (path, path.stat().st_size)
@@ -234,12 +251,18 @@ def _items(directory: Path, storage: dict[Any, Any]) -> dict[tuple[str, Any], It
 def require_cover(
     directory: Path, key: str, info: TensorInfo, chunks: tuple[Chunk, ...]
 ) -> None:
-    """Refuse chunks that leave elements out, overlap, or lie outside the tensor.
+    """Raise if chunks leave elements out, overlap, or reach beyond the tensor.
 
-    A gap would be filled by what memory held before, without an error.
+    Args:
+        directory: the checkpoint, for messages.
+        key: the key of the tensor, for messages.
+        info: the dtype and shape of the tensor.
+        chunks: the boxes of the tensor.
 
-    Raises: CheckpointError, naming the tensor.
+    Raises: CheckpointError, naming the tensor; ``_Malformed``, for a box that reaches
+    beyond the shape (``read_metadata`` turns this error into CheckpointError).
     """
+    # A gap would leave elements of ``torch.empty`` unfilled, without an error.
     filled = [chunk for chunk in chunks if 0 not in chunk.sizes]
     held = 0
     for chunk in filled:
@@ -257,10 +280,11 @@ def require_cover(
 
 
 def _overlap(chunks: list[Chunk], dims: int) -> Chunk | None:
-    """A chunk that shares elements with another one."""
+    """Return a chunk that shares elements with another chunk, or None."""
     if dims == 0:
         return chunks[1] if len(chunks) > 1 else None
-    # Along the dim that was cut most, boxes rarely meet: few pairs to look at.
+    # Sweep along the dimension with the most cuts: few boxes overlap along it, so there
+    # are few pairs to compare.
     cut = max(range(dims), key=lambda dim: len({c.offsets[dim] for c in chunks}))
     active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda c: c.offsets[cut]):
@@ -283,12 +307,14 @@ def _overlap(chunks: list[Chunk], dims: int) -> Chunk | None:
 
 
 def _kept(value: Any, kind: str) -> _Kept:
+    """Return ``value`` if it is a stand-in for the class ``kind``, or raise."""
     if not isinstance(value, _Kept) or value.kind != kind:
         raise _Malformed(f"it has a {type(value).__name__} in place of a {kind}")
     return value
 
 
 def _a(kind: type, value: Any) -> Any:
+    """Return ``value`` if it is of type ``kind``, or raise."""
     if not isinstance(value, kind):
         raise _Malformed(
             f"it has a {type(value).__name__} in place of a {kind.__name__}"
@@ -297,6 +323,7 @@ def _a(kind: type, value: Any) -> Any:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
+    """Return ``value`` if it is a tuple of sizes or offsets, or raise."""
     if not isinstance(value, tuple) or not all(
         type(size) is int and 0 <= size <= LARGEST for size in value
     ):
@@ -305,8 +332,10 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _short(value: Any) -> str:
-    """``repr``, cut off: a few bytes of pickle can stand for endless nested tuples."""
+    """Return a shortened ``repr``."""
+    # A few bytes of pickle can stand for endlessly nested tuples, so a full ``repr``
+    # might never end.
     try:
         return _SHORT.repr(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # An integer with more digits than Python prints.
         return f"a {type(value).__name__}"

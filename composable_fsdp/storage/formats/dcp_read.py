@@ -1,11 +1,14 @@
-"""Directories of torch.distributed.checkpoint, read without its loader.
+"""Reads directories of torch.distributed.checkpoint (DCP) without DCP's loader.
 
-That one runs the pickles it finds. Here ``.metadata`` goes through ``dcp_metadata.py``,
-and each saved object, a small ``torch.save`` archive somewhere in a ``.distcp`` file,
-through torch's restricted reader. Boxes of any form are put together slice by slice::
+DCP's loader runs the pickles that it finds. Here, ``dcp_metadata.py`` reads
+``.metadata``, and torch's restricted reader reads each saved object: a small
+``torch.save`` archive somewhere in a ``.distcp`` file. Slices are assembled from boxes
+of any form:
+
+::
 
     interval [3, 17) of (4, 5)     ->  boxes of rows         (planning/boxes.py)
-    each box  x  each saved chunk  ->  what the two share is copied
+    each box  x  each saved chunk  ->  the common part is copied
 """
 
 from __future__ import annotations
@@ -38,18 +41,18 @@ from composable_fsdp.storage.formats.torch_read import (
 )
 
 NOTES = "composable_fsdp.notes"
-"""Key of what our own converter keeps beside what DCP does, as JSON text.
+"""The key of additional facts that our converter saves, as JSON text.
 
-``aliases``, from names of tied parameters to the one each is tied to; ``empty``, the
-paths of empty dictionaries, for which DCP has no entry.
+``aliases`` maps names of tied parameters to the name that each is tied to. ``empty``
+lists the paths of empty dictionaries, for which DCP has no entry.
 """
 
 
 def open_dcp(directory: Path) -> NestedSource:
     """Open a directory that torch.distributed.checkpoint wrote.
 
-    Raises: CheckpointError, naming the file, for a directory that is damaged,
-    incomplete, or holds a pickle with more in it than tensors and plain values.
+    Raises: CheckpointError, naming the file, for a directory that is damaged or
+    incomplete, or with a pickle of anything else than tensors and plain values.
     """
     reader = _Items()
     entries = read_metadata(directory)
@@ -62,12 +65,14 @@ def open_dcp(directory: Path) -> NestedSource:
             aliases, empty = _read_notes(directory, value)
         else:
             _place(directory, tree, entry.path, value, longest=len(entries))
+    # After all other values, because an empty dictionary may be an item of a list.
     for path in empty:
         _place(directory, tree, path, {}, longest=len(entries) + len(empty))
     return NestedSource(str(directory), tree, aliases)
 
 
 def _value(reader: _Items, key: str, entry: Entry) -> Any:
+    """Return the value of a key: a ``Stored`` for a tensor, else the object itself."""
     if entry.info is not None:
 
         def read(start: int, stop: int) -> Tensor:
@@ -80,29 +85,29 @@ def _value(reader: _Items, key: str, entry: Entry) -> Any:
 
 
 class _Items:
-    """Saved objects, one read after the other; the last one stays at hand.
-
-    A large chunk is asked for in many slices, one after the other.
-    """
+    """Reads saved objects, and keeps the last object."""
 
     def __init__(self) -> None:
+        # A large chunk is requested in many slices, one after the other: without the
+        # cache, each slice would read the whole chunk.
         self._item: Item | None = None
         self._value: Any = None
 
     def load(self, key: str, item: Item) -> Any:
-        """The object, read by torch's restricted reader."""
+        """Return the object of ``item``, read by torch's restricted reader."""
         if item == self._item:
             return self._value
-        self._item = self._value = None  # before the next one, so that one is held
+        self._item = self._value = None  # Free the last object first.
         try:
             with item.file.open("rb") as file:
                 file.seek(item.offset)
                 data = io.BytesIO(file.read(item.length))
+            # torch's reader does not compare the checksums of the archive.
             _require_checksums(data)
             value = torch.load(data, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise refusal(f"{item.file}, {key!r},", error) from error
-        except Exception as error:  # torch raises what its reader met: all kinds
+        except Exception as error:  # torch's reader raises many kinds of errors.
             raise CheckpointError(
                 f"{item.file} is damaged where {key!r} should be: {error}. Copy the "
                 "checkpoint again."
@@ -112,21 +117,24 @@ class _Items:
 
 
 def _require_checksums(data: io.BytesIO) -> None:
-    """Raise unless the archive's records have the checksums that they say."""
+    """Raise if a record of the archive does not match its checksum."""
     if zipfile.is_zipfile(data):
         require_uncompressed(data)
         record = zipfile.ZipFile(data).testzip()
         if record is not None:
             raise zipfile.BadZipFile(f"the record {record!r} has another checksum")
+    # For ``torch.load``, which reads from the current position.
     data.seek(0)
 
 
 def _read_interval(
     reader: _Items, key: str, entry: Entry, start: int, stop: int
 ) -> Tensor:
-    """Elements ``[start, stop)`` of the flattened tensor."""
+    """Return elements ``[start, stop)`` of the flattened tensor."""
     assert entry.info is not None
     result = torch.empty(stop - start, dtype=entry.info.dtype)
+    # An interval of a flattened tensor is a few boxes: a part of a row, whole rows, a
+    # part of a row, and so on for each dimension.
     for box in interval_boxes(entry.info.shape, start, stop):
         target = result[box.start : box.stop].view(box.sizes)
         for chunk in entry.chunks:
@@ -134,6 +142,7 @@ def _read_interval(
             if common is None:
                 continue
             saved = reader.load(key, chunk.item)
+            # The metadata was checked without reading the objects.
             if (
                 not isinstance(saved, Tensor)
                 or tuple(saved.shape) != chunk.sizes
@@ -157,7 +166,7 @@ def _common(
     other_offsets: Sequence[int],
     other_sizes: Sequence[int],
 ) -> list[Span] | None:
-    """What two boxes share, per dim from where to where; None if nothing."""
+    """Return the intersection of two boxes as (begin, end) per dimension, or None."""
     spans = [
         (max(a, b), min(a + n, b + m))
         for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
@@ -166,6 +175,7 @@ def _common(
 
 
 def _within(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices of ``spans`` in a box that begins at ``offsets``."""
     return tuple(
         slice(begin - offset, end - offset)
         for (begin, end), offset in zip(spans, offsets, strict=True)
@@ -175,16 +185,15 @@ def _within(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
 def _place(
     directory: Path, tree: dict[str, Any], path: PathOf, value: Any, *, longest: int
 ) -> None:
-    """Put ``value`` at ``path`` of nested dicts, and lists where a part is a number.
-
-    Empty dictionaries come last, so their places in lists are None until then.
-    """
+    """Put ``value`` at ``path`` in nested dicts and lists (a number is an index)."""
     at: Any = tree
     for part, following in zip(path, (*path[1:], None), strict=True):
         here = value
         if following is not None:
             here = [] if isinstance(following, int) else {}
         if isinstance(part, int) and isinstance(at, list) and 0 <= part < longest:
+            # Keys come in any order, so a list may have unfilled items (None) for a
+            # while.
             at.extend([None] * (part + 1 - len(at)))
             if at[part] is None:
                 at[part] = here
@@ -199,6 +208,7 @@ def _place(
 
 
 def _read_notes(directory: Path, value: Any) -> tuple[dict[str, str], list[PathOf]]:
+    """Return the aliases and the paths of empty dictionaries."""
     try:
         notes = json.loads(value)
         aliases = {str(name): str(kept) for name, kept in notes["aliases"].items()}

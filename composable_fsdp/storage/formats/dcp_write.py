@@ -1,9 +1,7 @@
-"""A directory that torch.distributed.checkpoint loads, written one tensor at a time.
+"""Writes a directory for torch.distributed.checkpoint (DCP), tensor by tensor.
 
-DCP's own writer keeps every tensor until its file is done. Its format is plain: saved
-objects one after the other in a file, and a pickled table of where each lies, which
-here is made of DCP's own classes. Keys and paths are those that its planner makes of
-``{"model": ..., "optim": ..., "extra": ...}``, so a user's ``dcp.load`` finds them.
+The keys and paths are those that DCP's planner makes of ``{"model": ..., "optim": ...,
+"extra": ...}``, so a user's ``dcp.load`` finds them.
 """
 
 from __future__ import annotations
@@ -27,11 +25,14 @@ DATA = "__0_0.distcp"
 
 
 def write_dcp(out: Path, source: Source) -> None:
-    """Make the directory ``out``. Holds one tensor at a time."""
-    # Here and below, because it loads half of torch.distributed, FSDP included, which
-    # who only imports this package should not wait for.
+    """Make the directory ``out``. Memory holds a single tensor at a time."""
+    # Imported in functions: these modules import half of torch.distributed, FSDP
+    # included, and an import of this package should not take that time.
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+    # DCP's own writer keeps every tensor in memory until its file is complete. The
+    # format is simple: saved objects one after the other in a file, and a pickled table
+    # of their places, made of DCP's own classes.
     out.mkdir()
     tree = nested_tree(source)
     leaves = list(_leaves(tree, ()))
@@ -43,8 +44,8 @@ def write_dcp(out: Path, source: Source) -> None:
     metadata.storage_meta = StorageMeta()
     with (out / DATA).open("wb") as file:
         for path, value in leaves:
-            # DCP has no entry for these, and one would make its loader take the
-            # directory for one of an old version.
+            # DCP writes no entry for empty dictionaries. With such an entry, DCP's
+            # loader would take the directory for a directory of an old version.
             if path not in empty:
                 _write(file, metadata, path, value)
     with (out / METADATA).open("wb") as stream:
@@ -52,7 +53,10 @@ def write_dcp(out: Path, source: Source) -> None:
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What DCP's planner saves apart: dicts are gone into, lists if tensors are in."""
+    """Yield (path, value) of the objects that DCP's planner saves separately.
+
+    The planner descends into dicts, and into lists that contain tensors or dicts.
+    """
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
             if not isinstance(key, str):
@@ -69,6 +73,7 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 
 def _has_parts(values: list[Any]) -> bool:
+    """Return whether the planner descends into a list."""
     return any(
         isinstance(each, Mapping | DeferredTensor | Tensor)
         or (isinstance(each, list) and _has_parts(each))
@@ -77,6 +82,7 @@ def _has_parts(values: list[Any]) -> bool:
 
 
 def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Append ``value`` to ``file``, and add its place to ``metadata``."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -91,6 +97,7 @@ def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> 
     begin, offset = file.tell(), None
     torch.save(value, file)
     if isinstance(value, Tensor):
+        # The whole tensor is a single chunk at the origin.
         offset = torch.Size([0] * value.ndim)
         chunk = ChunkStorageMetadata(offsets=offset, sizes=value.shape)
         metadata.state_dict_metadata[key] = TensorStorageMetadata(

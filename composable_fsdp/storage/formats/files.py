@@ -1,8 +1,4 @@
-"""Paths that a checkpoint may name, and paths that it is written to.
-
-A checkpoint comes from somebody else: a file name in it is data, and opens nothing
-outside its directory. What is written here appears at once and whole, or not at all.
-"""
+"""Checks paths that a checkpoint names, and makes new checkpoints appear at once."""
 
 from __future__ import annotations
 
@@ -17,11 +13,13 @@ from composable_fsdp.storage.directory import commit, make_temporary, sync
 
 
 def inner_file(directory: Path, name: object) -> Path:
-    """The path of the regular file ``name`` that lies in ``directory`` itself.
+    """Return the path of the regular file ``name`` in ``directory`` itself.
 
-    Raises: CheckpointError, for a name with a folder in it, a link that leads out of
-    the directory, or a file that is missing or not a regular one.
+    Raises: CheckpointError, for a name with a folder, a symbolic link out of the
+    directory, or a file that is missing or not regular.
     """
+    # A checkpoint may come from an unknown author: a file name in a checkpoint is data,
+    # and must not open a file outside of the directory.
     plain = isinstance(name, str) and name not in ("", "..") and "\0" not in name
     if not isinstance(name, str) or not plain or PurePosixPath(name).name != name:
         raise CheckpointError(
@@ -49,13 +47,11 @@ def inner_file(directory: Path, name: object) -> Path:
 
 
 def _link_targets(directory: Path) -> set[Path]:
-    """Folders that a link may point to: its own, and the blobs of a download cache.
-
-    The cache of Hugging Face's hub keeps ``snapshots/<revision>/<name>`` as links into
-    ``blobs`` beside ``snapshots``.
-    """
+    """Return the folders that a symbolic link in ``directory`` may point into."""
     own = directory.resolve()
     allowed = {own}
+    # The cache of Hugging Face's hub keeps ``snapshots/<revision>/<name>`` as links
+    # into ``blobs`` beside ``snapshots``.
     if own.parent.name == "snapshots":
         allowed.add(own.parent.parent / "blobs")
     return allowed
@@ -63,12 +59,12 @@ def _link_targets(directory: Path) -> set[Path]:
 
 @contextmanager
 def appear(path: Path) -> Iterator[Path]:
-    """Give a fresh directory to work in; its ``out`` becomes ``path`` when all is done.
+    """Yield a new working directory; rename its ``out`` to ``path`` at the end.
 
     ``out`` is a file or a directory that the block makes. It is synced to the disk and
-    renamed; an error leaves neither ``path`` nor the working directory.
+    then renamed. After an error, neither ``path`` nor the working directory exists.
 
-    Raises: CheckpointError, if ``path`` exists, or if it cannot be written.
+    Raises: CheckpointError, if ``path`` exists or cannot be written.
     """
     work = begin(path)
     try:
@@ -81,27 +77,28 @@ def appear(path: Path) -> Iterator[Path]:
 
 
 OUT = "out"
-"""Name, in the working directory, of what is being written."""
+"""The name of the new file or directory in the working directory."""
 
 
 def begin(path: Path) -> Path:
-    """Make the working directory of a checkpoint that is to stand at ``path``.
+    """Make the working directory for a checkpoint at ``path``.
 
-    Raises: CheckpointError, if ``path`` exists, or if it cannot be written.
+    Raises: CheckpointError, if ``path`` exists or cannot be written.
     """
     return Path(make_temporary(str(path.absolute())))
 
 
 def finish(work: Path, path: Path) -> None:
-    """Sync what stands in ``work`` and rename it to ``path``."""
+    """Sync the output in ``work`` and rename it to ``path``."""
     out = work / OUT
+    # ``commit`` syncs ``out`` itself, but not the files in it.
     for each in out.rglob("*"):
         sync(each)
     commit(str(out), str(path.absolute()))
 
 
 def unwritable(path: Path, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that could not be written, after its cleaning up."""
+    """Return the error for a checkpoint that failed to be written and was removed."""
     return CheckpointError(
         f"{path} could not be written: {error}. Nothing was left behind; free space or "
         "choose another destination."

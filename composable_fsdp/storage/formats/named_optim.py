@@ -1,9 +1,13 @@
-"""An optimizer's saved state, keyed by the names of the plain model.
+"""Converts saved optimizer state into a single form, keyed by the plain model's names.
 
-Three ways of saving it are told apart: nested by name, as ``optim_state_dict`` and
-torch's ``get_optimizer_state_dict`` give it; the latter's flattened form, where
-``state.<name>.<state>`` and ``param_groups.<name>.<option>`` are keys; and
-``optimizer.state_dict()``, whose ids have names only in ``param_names`` of the groups.
+::
+
+    {"state": {name: ...}, "param_groups": [...]}   optim_state_dict, and torch's
+                                                    get_optimizer_state_dict
+    {"state.<name>.<state>": ...,                   get_optimizer_state_dict, flattened
+     "param_groups.<name>.<option>": ...}
+    {"state": {0: ...}, "param_groups": [...]}      optimizer.state_dict(): needs
+                                                    ``param_names`` in the groups
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Optim:
-    """State by parameter name and name of the state; groups with ``params`` by name."""
+    """State by parameter name and state name; groups whose ``params`` are names."""
 
     state: dict[str, dict[str, Any]]
     groups: Sequence[Group] | None
@@ -28,12 +32,16 @@ class Optim:
 def named_optim(
     where: str, tree: Mapping[str, Any] | None, names: Mapping[str, str]
 ) -> Optim:
-    """Bring ``tree``, as it was saved, into one form.
+    """Return the saved optimizer ``tree`` with all parameters by name.
 
-    ``names`` maps each name of a tensor in the model to the first one that it has.
+    Args:
+        where: the name of the checkpoint in messages.
+        tree: the saved optimizer in any of the three forms; None without optimizer.
+        names: each name of a tensor in the model -> the first name of the same tensor.
 
-    Raises: CheckpointError, for state by ids, of unknown parameters, or of a form that
-    is none of the three.
+    Returns: the state and the groups; ``groups`` is None without optimizer.
+    Raises: CheckpointError, for state by ids without names, state of unknown
+    parameters, or another form.
     """
     if tree is None:
         return Optim({}, None)
@@ -62,6 +70,7 @@ def named_optim(
 def _checked(
     where: str, state: Mapping[Any, Any], names: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
+    """Return the state by first names; raise for names that are not in the model."""
     for name, values in state.items():
         if name not in names or not isinstance(values, Mapping):
             raise CheckpointError(
@@ -73,7 +82,7 @@ def _checked(
 
 
 def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
-    """Names of the numbers that stand in ``params``; empty if those are names."""
+    """Return id -> name for groups whose ``params`` are ids; empty without ids."""
     found: dict[str, str] = {}
     for group in groups:
         params = group.get("params", []) if isinstance(group, Mapping) else None
@@ -97,6 +106,7 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
 
 
 def _named(group: Mapping[str, Any], by_id: Mapping[str, str]) -> Group:
+    """Return the group with ``params`` by first name and without ``param_names``."""
     options = {key: value for key, value in group.items() if key != "param_names"}
     params = [by_id.get(str(param), param) for param in group.get("params", [])]
     return {**options, "params": params}
@@ -105,10 +115,12 @@ def _named(group: Mapping[str, Any], by_id: Mapping[str, str]) -> Group:
 def _unflatten(
     where: str, tree: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, dict[str, Any]], list[Group]]:
-    """Nested state, and groups of the parameters whose options are all equal."""
+    """Return the nested state, and groups of parameters whose options are all equal."""
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, Group] = {}
     for key, value in tree.items():
+        # A parameter name contains dots, so the state's name is the text after the last
+        # dot.
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         if name not in names:
@@ -117,6 +129,7 @@ def _unflatten(
                 "model in it. Convert with --weights-only, or save the two again."
             )
         (state if kind == "state" else options).setdefault(name, {})[last] = value
+    # The flattened form has options per parameter: the original groups are not known.
     groups: list[Group] = []
     for name, own in options.items():
         own = {key: value for key, value in own.items() if key != "params"}

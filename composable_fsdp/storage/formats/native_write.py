@@ -1,7 +1,7 @@
-"""A native checkpoint directory of one file, made from any source.
+"""Writes a native checkpoint directory of a single file, from any source.
 
-Every tensor is whole in it, as those that no unit holds are after ``save``; whoever
-loads reads the slices that it needs.
+Every tensor is stored whole, as ``save`` stores tensors in no unit. A rank that loads
+the checkpoint reads only its own slices.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ DATA = "rank00000.safetensors"
 
 
 def write_native(out: Path, source: Source) -> None:
-    """Make the directory ``out``. Holds one piece of a tensor at a time.
+    """Make the directory ``out``. Memory holds a single piece of a tensor at a time.
 
-    Without random states: a rank that loads it keeps its own.
+    Random states are not written: a rank that loads the checkpoint keeps its own.
 
-    Raises: CheckpointError, for extra state that is not JSON and tensors.
+    Raises: CheckpointError, for extra state of other types than JSON and tensors.
     """
     out.mkdir()
     maker = _Maker(source)
@@ -52,15 +52,16 @@ def write_native(out: Path, source: Source) -> None:
             f"{error} Convert with --weights-only, or to another format."
         ) from error
     entries = in_order(maker.pieces)
+    # The file lists entries of large elements first, so all entries are aligned.
     file = write_file(str(out / DATA), entries)
     manifest: Manifest = merge([(part, file, places_of(entries))])
     manifest = dataclasses.replace(manifest, rng=())
-    parse(manifest.to_json(), str(out / MANIFEST))  # readable, before it has a name
+    parse(manifest.to_json(), str(out / MANIFEST))  # A load must be able to parse it.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))
 
 
 class _Maker:
-    """Lists the entries of the file, and describes them."""
+    """Collects the entries of the file and their description."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -68,8 +69,9 @@ class _Maker:
         self._part = Part()
 
     def part(self) -> Part:
-        """The description. Raises: TypeError, for a value that is no JSON."""
+        """Return the description. Raises: TypeError, for a value that is not JSON."""
         source, part = self.source, self._part
+        # First name -> other names of a tied parameter.
         others: dict[str, list[str]] = {}
         for name, kept in source.aliases.items():
             others.setdefault(kept, []).append(name)
@@ -91,6 +93,8 @@ class _Maker:
                 self._encode(dict(group), f"param_groups[{g}]")
                 for g, group in enumerate(source.param_groups)
             ]
+        # Checkpoints of other formats may hold tuples in ``extra``, which ``encode``
+        # refuses.
         part.extra = encode(_lists(source.extra), "extra", self._put)
         for piece in self.pieces:
             part.tensors[piece.key] = (piece.dtype, piece.shape)
@@ -99,6 +103,7 @@ class _Maker:
     def _add(
         self, key: str, info: TensorInfo, read: Callable[[int, int], Tensor]
     ) -> None:
+        """Add the entry of a tensor; ``read`` returns elements ``[start, stop)``."""
         require_storable(info.dtype, repr(key))
 
         def slices() -> Iterator[Tensor]:
@@ -107,9 +112,11 @@ class _Maker:
         self.pieces.append(Piece(key, info.dtype, info.shape, slices))
 
     def _encode(self, value: Any, where: str) -> Any:
+        """Encode a value of the optimizer or of a module."""
         return encode(value, where, self._put, python_values=True)
 
     def _put(self, tensor: Tensor, where: str) -> int:
+        """Add a loose tensor and return its index, for ``encode``."""
         require_storable(tensor.dtype, where)
         key = f"loose.{len(self._part.loose)}"
         self._part.loose.append(key)
@@ -118,7 +125,7 @@ class _Maker:
 
 
 def _lists(value: Any) -> Any:
-    """``value`` with lists for tuples, which JSON does not have."""
+    """Return ``value`` with all tuples replaced by lists."""
     if isinstance(value, list | tuple):
         return [_lists(each) for each in value]
     if isinstance(value, dict):

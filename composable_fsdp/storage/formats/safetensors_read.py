@@ -1,8 +1,8 @@
-"""Safetensors: one file, or a directory as Hugging Face libraries write it.
+"""Reads weights from safetensors: a file, or a directory as Hugging Face writes it.
 
-Such a directory holds ``model.safetensors``, or several files and an index that says
-which tensor is in which. Weights only. Ties stand in a file's metadata as
-``{other name: kept name}``, where ``safetensors.torch.save_model`` puts them.
+Such a directory holds ``model.safetensors``, or several files and an index that maps
+tensors to files. Ties are in a file's metadata as ``{other name: kept name}``, where
+``safetensors.torch.save_model`` puts them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def is_safetensors(path: str) -> bool:
-    """Whether a file begins as they do: the length of a JSON object, and the object."""
+    """Return whether the file starts with a length and the start of a JSON object."""
     return file_start(path)[8:] == b"{"
 
 
 def file_start(path: str) -> bytes:
-    """The first nine bytes of a regular file; nothing of anything else."""
+    """Return the first nine bytes of a regular file; empty for any other path."""
     if not os.path.isfile(path):
         return b""
     try:
@@ -45,10 +45,12 @@ def file_start(path: str) -> bytes:
 
 
 class SafetensorsSource(Source):
-    """Weights in safetensors files; no optimizer and no extra state.
+    """Weights in safetensors files; without optimizer and extra state.
 
-    The files are mapped into memory, and what is read shares the mapping.
-    Raises: CheckpointError, for a file that is missing, damaged or outside.
+    The files are mapped into memory, and tensors that are read share the mapping.
+
+    Raises: CheckpointError, for a file that is missing, damaged, or outside the
+    directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,6 +65,8 @@ class SafetensorsSource(Source):
         for file, wanted in _files(path).items():
             told.update(self._open(file, wanted))
         self.model = self._model
+        # The metadata may hold any texts, also of other programs: keep only pairs that
+        # name a missing tensor and an existing tensor.
         self.aliases = {
             name: kept
             for name, kept in told.items()
@@ -70,7 +74,7 @@ class SafetensorsSource(Source):
         }
 
     def _open(self, file: Path, wanted: set[str] | None) -> dict[str, str]:
-        """Take up the tensors of one file, and return its metadata."""
+        """Add the tensors of a file, and return the file's metadata."""
         header, begin = _header(file)
         metadata: dict[str, str] = header.pop("__metadata__", {})
         if wanted is not None and not wanted <= header.keys():
@@ -93,14 +97,23 @@ class SafetensorsSource(Source):
         return metadata
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
-        """See ``Source``."""
+        """Return elements ``[start, stop)`` of a tensor; see ``Source``.
+
+        Args:
+            name: a key of ``model``.
+            start: the first element.
+            stop: the element after the last.
+
+        Raises: CheckpointError, if the file is too short.
+        """
         info = self.model[name]
         file, begin = self._at[name]
         if start == stop:
             return torch.empty(0, dtype=info.dtype)
         if file not in self._maps:
             size = file.stat().st_size
-            # Private: whoever writes into what was read changes no file.
+            # A private mapping (``shared=False``): writing into the result changes no
+            # file.
             self._maps[file] = torch.from_file(
                 str(file), shared=False, size=size, dtype=torch.uint8
             )
@@ -109,20 +122,27 @@ class SafetensorsSource(Source):
         if raw.numel() != (stop - start) * size:
             raise CheckpointError(f"{file} ends before {name!r} does.")
         if raw.storage_offset() % size:
-            raw = raw.clone()  # a view needs whole elements before it
+            raw = raw.clone()  # a view in ``dtype`` needs an aligned offset
         return raw.view(info.dtype)
 
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """There is none. Raises: KeyError."""
+        """Raise KeyError: there is no optimizer state.
+
+        Args:
+            name: the name of the parameter.
+            state: the name of the state.
+            start: the first element.
+            stop: the element after the last.
+        """
         raise KeyError((name, state))
 
     def close(self) -> None:
-        """See ``Source``."""
+        """Drop the mappings; each ends with the last tensor that shares the memory."""
         self._maps.clear()
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
-    """The files, and the names wanted from each (None: all that it has)."""
+    """Return the files, and the names to read from each (None: all tensors)."""
     if not path.is_dir():
         return {path: None}
     if not (path / INDEX).exists():
@@ -138,15 +158,16 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
         ) from error
     names: dict[object, set[str]] = {}
     for name, file in pairs:
+        # ``inner_file`` refuses a value that is not a plain file name.
         names.setdefault(file if isinstance(file, str) else repr(file), set()).add(name)
     return {inner_file(path, file): wanted for file, wanted in names.items()}
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The file's table of tensors, checked by the library, and where data begins."""
+    """Return a file's table of tensors, and the byte where the data begins."""
     try:
         with safe_open(file, framework="pt"):
-            pass  # checks offsets, sizes and the file's length
+            pass  # The library checks offsets, sizes and file length.
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             return json.loads(stream.read(length)), 8 + length

@@ -1,8 +1,9 @@
-"""Writing safetensors files whose tensors come in any order and in pieces.
+"""Writes safetensors files whose tensors arrive in any order and in pieces.
 
-Names, shapes and dtypes are known first, so every tensor's place in every file is, too:
-headers are written at once, and elements go where they belong as they arrive. Nothing
-is held in memory but the piece at hand. A tensor may have been cut in any way.
+Names, shapes and dtypes are known at the start, so the place of every tensor in every
+file is known, too. The headers are written first, and elements are written to their
+places as they arrive. Memory holds only the current piece. A tensor may be cut in any
+way.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ from composable_fsdp.storage.writer import bytes_of
 
 
 class SafetensorsWriter:
-    """The files of one set of tensors, being written.
+    """The files of a set of tensors while they are written.
 
-    Makes the directory ``out`` with Hugging Face's names for files and index; with
-    ``single`` the one file ``out``. ``write`` each tensor, then ``finish``.
+    Call ``write`` for all elements of each tensor, then ``finish``.
+
+    Args:
+        out: the directory to make, with Hugging Face's names for files and index; with
+            ``single`` the file to make.
+        tensors: dtype and shape of each tensor by name, in the order of the files.
+        aliases: other names of tied parameters -> the name in ``tensors``.
+        max_shard_bytes: the largest size of the tensors in a file, in bytes.
+        single: write all tensors to a single file. Default False.
 
     Raises: CheckpointError, for a dtype that safetensors does not have.
     """
@@ -44,6 +52,7 @@ class SafetensorsWriter:
         self._tensors = tensors
         self._files: list[BinaryIO] = []
         self._at: dict[str, tuple[BinaryIO, int]] = {}
+        # Elements that have not been written yet, by name.
         self._left = {name: info.numel for name, info in tensors.items()}
         shards = [list(tensors)] if single else _shards(tensors, max_shard_bytes)
         if single:
@@ -57,13 +66,14 @@ class SafetensorsWriter:
             _write_index(out, paths, shards, tensors)
 
     def _begin(self, path: Path, names: list[str], aliases: Mapping[str, str]) -> None:
-        """Write the header of one file, and note where its tensors go."""
+        """Write the header of a file, and compute the places of its tensors."""
         file = path.open("wb")
         self._files.append(file)
         told = {name: kept for name, kept in aliases.items() if kept in names}
         header: dict[str, object] = {"__metadata__": {"format": "pt", **told}}
         at, places = 0, {}
-        # Largest elements first: then each tensor begins at a multiple of its own.
+        # Largest elements first, so each tensor begins at a multiple of its element
+        # size.
         for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
             places[name] = at
             at += self._tensors[name].nbytes
@@ -75,42 +85,52 @@ class SafetensorsWriter:
                 "data_offsets": (places[name], places[name] + info.nbytes),
             }
         text = json.dumps(header, separators=(",", ":")).encode()
+        # The format allows trailing spaces: the data then begins at a multiple of 8.
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
+        # The file has its final size from the start; elements are written in any order.
         file.truncate(8 + len(text) + at)
         for name, place in places.items():
             self._at[name] = (file, 8 + len(text) + place)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Put ``values``, of any shape, at element ``start`` of tensor ``name``."""
+        """Write ``values`` of any shape at element ``start`` of tensor ``name``.
+
+        Args:
+            name: the name of the tensor.
+            start: the position of the first element in the flattened tensor.
+            values: the elements in row-major order, in the tensor's dtype, on any
+                device.
+        """
         file, begin = self._at[name]
         file.seek(begin + start * values.dtype.itemsize)
         write_elements(file, values)
         self._left[name] -= values.numel()
 
     def finish(self) -> None:
-        """Close the files. Raises: CheckpointError, naming a tensor not all written."""
+        """Close the files. Raises: CheckpointError, for tensors that are incomplete."""
         self.close()
         short = [name for name, left in self._left.items() if left]
         if short:
             raise CheckpointError(f"Elements of {short[:8]} were not written.")
 
     def close(self) -> None:
-        """Close the files as they are."""
+        """Close the files, complete or not."""
         for file in self._files:
             file.close()
 
 
 def write_elements(file: BinaryIO, values: Tensor) -> None:
-    """Write the elements of ``values`` in row-major order, without a copy of them."""
+    """Write the elements of ``values`` in row-major order, from their own memory."""
     host = values.detach().cpu().contiguous()
+    # A conjugated tensor is a lazy view whose memory holds other values.
     if host.is_complex():
         host = host.resolve_conj().resolve_neg()
     file.write(bytes_of(host))
 
 
 def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
-    """Names by file: in their order, each file up to ``limit`` bytes or one tensor."""
+    """Return the names per file, in order: up to ``limit`` bytes or a single tensor."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, info in tensors.items():
@@ -123,6 +143,7 @@ def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
 
 
 def _file_names(count: int) -> list[str]:
+    """Return the file names that Hugging Face uses for ``count`` files."""
     if count == 1:
         return [SINGLE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -134,6 +155,7 @@ def _write_index(
     shards: list[list[str]],
     tensors: Mapping[str, TensorInfo],
 ) -> None:
+    """Write the index that maps names to files."""
     index = {
         "metadata": {"total_size": sum(info.nbytes for info in tensors.values())},
         "weight_map": {

@@ -1,4 +1,4 @@
-"""A tensor that lies in a checkpoint, as the readers of formats pass it on."""
+"""A tensor in a checkpoint, as the readers of formats describe it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from composable_fsdp.storage.source import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a checkpoint: what it is, and how its elements are read.
+    """A tensor of a checkpoint: dtype, shape, and a function that reads elements.
 
-    ``storage`` is equal for names of one tensor; None where the format cannot tell.
+    ``read(start, stop)`` returns elements of the flattened tensor. ``storage`` is equal
+    for all names of a tied tensor; None if the format cannot tell.
     """
 
     info: TensorInfo

@@ -1,8 +1,8 @@
-"""``torch.save`` files, read without running what is in them.
+"""Reads ``torch.save`` files without running code in them.
 
-The file is unpickled by torch's restricted reader, which knows tensors and plain
-containers, and mapped into memory, so elements come from the disk when they are asked
-for. What the dictionary in it may look like stands in ``nested.py``.
+torch's restricted reader, which knows only tensors and plain containers, unpickles the
+file. The file is mapped into memory, so the disk is read when elements are used.
+``nested.py`` describes the accepted dictionaries.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from composable_fsdp.storage.source import TensorInfo
 def open_torch(path: Path) -> NestedSource:
     """Open a file that ``torch.save`` wrote.
 
-    Raises: CheckpointError, naming the file, for one that is damaged or holds more
-    than tensors and plain values: then nothing of it has run.
+    Raises: CheckpointError, naming the file, for a file that is damaged or holds more
+    than tensors and plain values; no code in the file has run then.
     """
     tree = load_safely(path)
     if not isinstance(tree, Mapping):
@@ -43,14 +43,14 @@ def open_torch(path: Path) -> NestedSource:
 
 
 def is_torch_file(path: str) -> bool:
-    """Whether a file begins as they do: an archive, or of old a pickle."""
+    """Return whether the file starts as an archive or (torch before 1.6) a pickle."""
     return file_start(path).startswith((b"PK\x03\x04", b"\x80\x02"))
 
 
 def require_checksums(path: Path) -> None:
-    """Compare what the archive ``path`` holds with its checksums, all of it.
+    """Compare all records of the archive ``path`` with their checksums.
 
-    A slice cannot be checked alone. Files of old have none.
+    Files from before torch 1.6 are no archives and have no checksums.
 
     Raises: CheckpointError, naming the file.
     """
@@ -70,16 +70,16 @@ def require_checksums(path: Path) -> None:
 
 
 def load_safely(path: Path) -> Any:
-    """What the file holds, tensors mapped. Raises: CheckpointError, as above."""
+    """Return the object in the file, with mapped tensors. Raises: as ``open_torch``."""
     try:
-        # Files from before torch 1.6 are no archives, and cannot be mapped.
+        # Files from before torch 1.6 are not archives and cannot be mapped.
         mapped = zipfile.is_zipfile(path)
         if mapped:
             require_uncompressed(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from error
-    except Exception as error:  # torch raises what its reader met: all kinds
+    except Exception as error:  # torch's reader raises many kinds of errors.
         raise CheckpointError(
             f"{path} is damaged or no torch.save file: {first_line(error)} Copy it "
             "again."
@@ -87,13 +87,9 @@ def load_safely(path: Path) -> Any:
 
 
 def require_uncompressed(file: Path | BytesIO) -> None:
-    """Refuse an archive with compressed records.
-
-    ``torch.save`` writes none. Mapped, their bytes would be taken for values, and a
-    small one may fill any memory.
-
-    Raises: zipfile.BadZipFile, naming the record.
-    """
+    """Raise zipfile.BadZipFile, naming the record, if a record is compressed."""
+    # ``torch.save`` compresses no record. Mapped, compressed bytes would be taken for
+    # values; unpacked, a small record may fill any memory.
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
@@ -101,7 +97,7 @@ def require_uncompressed(file: Path | BytesIO) -> None:
 
 
 def refusal(what: object, error: Exception) -> CheckpointError:
-    """The error for a pickle that holds more than tensors and plain values."""
+    """Return the error for a pickle with more than tensors and plain values."""
     return CheckpointError(
         f"{what} holds a pickle with more in it than tensors and plain values, or a "
         f"damaged one, and was refused; nothing in it was run: {first_line(error)} "
@@ -110,7 +106,8 @@ def refusal(what: object, error: Exception) -> CheckpointError:
 
 
 def first_line(error: Exception) -> str:
-    """The reason alone: torch adds how to switch its protection off."""
+    """Return the reason of a load error, without the rest of the message."""
+    # torch's message goes on to explain how to switch its protection off.
     asked = re.search(r"(?i:global) (?:GLOBAL )?([\w.]+\.\w+)", str(error))
     if asked:
         return f"it asks for {asked[1]}."
@@ -121,14 +118,14 @@ def first_line(error: Exception) -> str:
 
 
 def stored(value: Any, where: str) -> Any:
-    """``value`` with every tensor in it as a ``Stored``.
+    """Return ``value`` with every tensor in it replaced by a ``Stored``.
 
-    Raises: CheckpointError, for a tensor that is only one rank's part, or is not a
-    plain one.
+    Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor.
     """
     if isinstance(value, Tensor):
         return _stored_tensor(value, where)
     if isinstance(value, Mapping):
+        # ``LOCAL_STATE_DICT`` leaves its plan in the state dict or in the metadata.
         metadata = getattr(value, "_metadata", None)
         if PLAN in value or (metadata and any(PLAN in m for m in metadata.values())):
             raise CheckpointError(
@@ -143,6 +140,7 @@ def stored(value: Any, where: str) -> Any:
 
 
 def _stored_tensor(tensor: Tensor, where: str) -> Stored:
+    """Return the ``Stored`` of a tensor, or raise for a tensor without plain values."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         raise CheckpointError(
             f"{where} is a {type(tensor).__name__} of layout {tensor.layout}; expected "
@@ -152,7 +150,8 @@ def _stored_tensor(tensor: Tensor, where: str) -> Stored:
     if tensor.is_meta or tensor.is_quantized:
         raise CheckpointError(f"{where} is a meta or quantized tensor without values.")
     tensor = tensor.detach()
-    # Views of one place are one tensor; empty ones have no place.
+    # Equal views of the same memory are a tied tensor. An empty tensor has no memory,
+    # so it is never tied.
     place = (
         tensor.untyped_storage().data_ptr(),
         tensor.storage_offset(),

@@ -1,7 +1,8 @@
-"""A ``torch.save`` file, written without holding its tensors in memory.
+"""Writes a ``torch.save`` file without holding its tensors in memory.
 
-``torch.save`` takes a whole dictionary. So elements go to files of their own first, and
-are mapped from there: the system reads pages as they are saved and drops them.
+``torch.save`` takes a whole dictionary. So the elements are first written to temporary
+files and mapped from there: the operating system reads pages while they are saved and
+can drop them afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from composable_fsdp.storage.source import Source, TensorInfo
 
 
 def write_torch(out: Path, source: Source) -> None:
-    """Make the file ``out``, beside which as much space again is used meanwhile."""
+    """Make the file ``out``; needs as much disk space again for temporary files."""
     tree = nested_tree(source)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         files: dict[Key, Path] = {}
@@ -28,7 +29,8 @@ def write_torch(out: Path, source: Source) -> None:
             if later.key not in files:
                 files[later.key] = Path(folder) / str(len(files))
                 _spill(later, files[later.key])
-        # Not before: small objects made between large ones keep their memory in pieces.
+        # Map after all tensors have been written: small objects that are made between
+        # large buffers fragment the memory.
         torch.save(_mapped(tree, files, {}), out)
 
 
@@ -36,6 +38,7 @@ Key = tuple[str, ...]
 
 
 def _laters(value: Any) -> Iterator[DeferredTensor]:
+    """Yield the deferred tensors in nested dicts and lists."""
     if isinstance(value, DeferredTensor):
         yield value
     elif isinstance(value, dict | list):
@@ -44,13 +47,14 @@ def _laters(value: Any) -> Iterator[DeferredTensor]:
 
 
 def _spill(later: DeferredTensor, path: Path) -> None:
+    """Write the elements of a tensor to the file ``path``."""
     with path.open("wb") as file:
         for start, stop in pieces(later.info):
             write_elements(file, later.slices(start, stop))
 
 
 def _mapped(value: Any, files: dict[Key, Path], mapped: dict[Key, Tensor]) -> Any:
-    """``value`` with its tensors mapped from files; one tensor for tied names."""
+    """Return ``value`` with mapped tensors; tied names share a tensor."""
     if isinstance(value, DeferredTensor):
         if value.key not in mapped:
             mapped[value.key] = _map(value.info, files[value.key])
@@ -63,6 +67,8 @@ def _mapped(value: Any, files: dict[Key, Path], mapped: dict[Key, Tensor]) -> An
 
 
 def _map(info: TensorInfo, path: Path) -> Tensor:
+    """Return a tensor over the mapped file."""
+    # An empty file cannot be mapped.
     if not info.numel:
         return torch.empty(info.shape, dtype=info.dtype)
     flat = torch.from_file(str(path), shared=False, size=info.nbytes, dtype=torch.uint8)

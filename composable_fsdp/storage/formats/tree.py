@@ -1,4 +1,4 @@
-"""A source as the dictionary that users save, its tensors still to be read."""
+"""Presents a source as the dictionary that users save, with tensors read on demand."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from torch import Tensor
 from composable_fsdp.storage.source import Source, TensorInfo
 
 CHUNK_BYTES = 64 * 2**20
-"""How much is read at once of what is passed on at once."""
+"""The number of bytes of a tensor that are read and passed on at a time."""
 
 Read = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredTensor:
-    """A tensor that will be read; ``key`` is equal for names of one tensor."""
+    """A tensor that is read on demand; names of a tied tensor have an equal ``key``."""
 
     key: tuple[str, ...]
     info: TensorInfo
     slices: Read
 
     def read(self) -> Tensor:
-        """The tensor, in memory of its own that is no longer than it."""
+        """Return the whole tensor, in a storage of exactly its size."""
         flat = self.slices(0, self.info.numel)
+        # ``torch.save`` writes the whole storage of a tensor, not only the view.
         if flat.untyped_storage().nbytes() != self.info.nbytes:
             flat = flat.clone()
         return flat.view(self.info.shape)
 
 
 def nested_tree(source: Source) -> dict[str, Any]:
-    """``{"model": ..., "optim": ..., "extra": ...}``, what is not there left out.
-
-    Both names of tied parameters stand in the model, so that it loads strictly.
-    """
+    """Return ``{"model": ..., "optim": ..., "extra": ...}``, without missing parts."""
     model = {
         name: DeferredTensor(("model", name), info, _model_read(source, name))
         for name, info in source.model.items()
     }
+    # All names of tied parameters are in the model, so a strict load succeeds.
     for name, kept in source.aliases.items():
         model[name] = model[kept]
     tree: dict[str, Any] = {"model": {**model, **source.own_states}}
@@ -62,15 +61,17 @@ def nested_tree(source: Source) -> dict[str, Any]:
 
 
 def _model_read(source: Source, name: str) -> Read:
+    """Return a function that reads elements of a parameter or buffer."""
     return lambda start, stop: source.read_model(name, start, stop)
 
 
 def _optim_read(source: Source, name: str, state: str) -> Read:
+    """Return a function that reads elements of an optimizer state."""
     return lambda start, stop: source.read_optim(name, state, start, stop)
 
 
 def tensors_of(source: Source) -> Iterator[tuple[str, TensorInfo, Read]]:
-    """All tensors of model and optimizer: what each is called, is, and reads like."""
+    """Yield the name, the info and the reader of all tensors of model and optimizer."""
     for name, info in source.model.items():
         yield name, info, _model_read(source, name)
     for name, states in source.optim.items():
@@ -79,7 +80,7 @@ def tensors_of(source: Source) -> Iterator[tuple[str, TensorInfo, Read]]:
 
 
 def pieces(info: TensorInfo) -> Iterator[tuple[int, int]]:
-    """Intervals that cover the tensor's elements, none above ``CHUNK_BYTES``."""
+    """Yield intervals of at most ``CHUNK_BYTES`` that cover the tensor's elements."""
     step = max(1, CHUNK_BYTES // info.dtype.itemsize)
     for start in range(0, info.numel, step):
         yield start, min(start + step, info.numel)
