@@ -58,8 +58,7 @@ def async_save(
     that are found before any file is written.
     """
     team = team_of(module)
-    # The thread has a gloo group of its own, so its exchanges never mix with exchanges
-    # of the main thread.
+    # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
     job = prepare(team, path, module, optim, extra, keep)
     error: Exception | None = None
@@ -87,7 +86,7 @@ def async_save(
 
 
 def _staged(piece: Piece) -> Piece:
-    """Return the piece with a copy of its values in host memory."""
+    """Return the piece with the values copied to host memory."""
     # A copy also for CPU tensors: training overwrites the originals while the thread
     # writes.
     values = [

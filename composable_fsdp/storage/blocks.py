@@ -33,7 +33,7 @@ _GAP = 4096
 class ReadRequest(NamedTuple):
     """Bytes ``[begin, end)`` of the payload, and their destination.
 
-    ``into`` is a contiguous tensor in host memory, filled from its byte ``at``; None if
+    ``into`` is a contiguous tensor in host memory, filled from byte ``at``; None if
     the bytes are only to be verified. ``what`` describes the bytes, for ``told``.
     """
 
@@ -84,7 +84,7 @@ class BlockFile:
         if not wants:
             return
         self._open()
-        # The only block in memory, whatever the size of the file. As ``wants`` are in
+        # The only block in memory, even for a large file. As ``wants`` are in
         # file order, the buffer still holds the block of the previous request if the
         # block is shared.
         buffer, loaded = memoryview(b""), -1
@@ -104,7 +104,7 @@ class BlockFile:
                     continue
                 part = data[low - begin : high - begin]
                 # Copy the verified bytes; a block that was verified in an earlier call
-                # is not in the buffer, so its bytes are read again.
+                # is not in the buffer, so the bytes are read again.
                 if block == loaded:
                     part[:] = buffer[low - start : high - start]
                 else:
@@ -141,7 +141,7 @@ class BlockFile:
             self._handle = -1
 
     def _verify(self, block: int, buffer: memoryview, want: ReadRequest) -> None:
-        """Read the block into ``buffer`` and verify its checksum."""
+        """Read the block into ``buffer`` and verify the checksum."""
         start = block * BLOCK
         size = min(BLOCK, self.file.payload_nbytes - start)
         self._read(buffer[:size], start)
@@ -171,7 +171,7 @@ class BlockFile:
             done += count
 
     def _open(self) -> None:
-        """Open the file and verify its size and header, if not open yet."""
+        """Open the file and verify size and header, if not open yet."""
         if self._handle >= 0:
             return
         handle = open_plain(self.path)

@@ -32,7 +32,7 @@ class LoadReport:
     untied: list[str] = field(default_factory=list)
     """Names that the model ties to another name, with other values in the checkpoint.
 
-    Each rank compares only its own part of the tensor.
+    Each rank compares only the part of the tensor that the rank holds.
     """
     optimizer: list[str] = field(default_factory=list)
     """Differences in the optimizer's parameters, states and options."""
@@ -72,7 +72,7 @@ class LoadReport:
         if not self.is_empty():
             warnings.warn(
                 f"load left out what does not fit. {'; '.join(self._lines())}.",
-                stacklevel=4,  # warn, load, its inference_mode, the caller
+                stacklevel=4,  # warn, load, inference_mode, the caller
             )
 
 
@@ -177,8 +177,11 @@ def compare_model(
         found = fits(tensor.names, tuple(tensor.tensor.shape), tensor.dtype)
         if found is not None:
             numel = tensor.tensor.numel()
+            # Detached: autograd refuses an in-place write to a leaf that requires a
+            # gradient.
             copies.append(Copy(found, None, 0, numel, tensor.tensor.detach()))
             report.untied += _untied(source, tensor.names, copies[-1])
+    # Each tied tensor is in ``source.model`` once, so the other names never count.
     report.unexpected += [name for name in source.model if name not in used]
     own_states = contents.own_states
     report.missing += [name for name in own_states if name not in source.own_states]
@@ -189,6 +192,8 @@ def compare_model(
 
 def _untied(source: Source, names: tuple[str, ...], target: Copy) -> list[str]:
     """Return the other names of a tied tensor with other values in the checkpoint."""
+    # The checkpoint may hold several values for a tensor that the model has only once.
+    # Loading any of them would silently drop the others.
     others = [name for name in names if name in source.model and name != target.name]
     if not others:
         return []
@@ -216,6 +221,7 @@ def _is_fitting(
     cast: bool,
 ) -> bool:
     """Return whether shape and dtype fit; add a line to ``report`` if not."""
+    # A tensor of another shape is reported only once, even if the dtype differs, too.
     if info.shape != shape:
         report.misshaped.append(
             f"{quoted(name)} (expected {shape}, the checkpoint has {info.shape})"

@@ -45,7 +45,8 @@ class Team:
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
         """Return every rank's ``value`` in rank order, if no rank has an ``error``.
 
-        Collective: one all-gather of objects over the group; all its ranks must call.
+        Collective: one all-gather of objects over the group; all ranks of the group
+        must call.
         Raises: the error of the first rank that has an error, the same on every rank.
         """
         said = (_described(error), value)
@@ -59,7 +60,8 @@ class Team:
     def to_first(self, error: Exception | None, value: Any) -> list[tuple[Any, Any]]:
         """Return on rank 0 every rank's (error, value); return an empty list elsewhere.
 
-        Collective: one gather of objects over the group; all its ranks must call.
+        Collective: one gather of objects over the group; all ranks of the group must
+        call.
         """
         said = (_described(error), value)
         if self.group is None:
@@ -69,7 +71,7 @@ class Team:
 
     @staticmethod
     def describe(error: Exception | None) -> tuple[str, str] | None:
-        """Return the error as ``from_first`` takes it: class name and text, or None."""
+        """Return the class name and the text of ``error``, or None."""
         return _described(error)
 
     def from_first(self, errors: Sequence[Any], own: Exception | None) -> None:
@@ -79,7 +81,8 @@ class Team:
         of rank 0 is used. ``own`` is this rank's error, the cause of an entry of
         ``errors``.
 
-        Collective: one broadcast of objects over the group; all its ranks must call.
+        Collective: one broadcast of objects over the group; all ranks of the group must
+        call.
         Raises: the first error, the same on every rank.
         """
         if self.group is not None:
@@ -142,7 +145,7 @@ def _described(error: Exception | None) -> tuple[str, str] | None:
 def _raise_first(
     errors: Sequence[tuple[str, str] | None], rank: int, own: Exception | None
 ) -> None:
-    """Raise the first error of ``errors``; ``own`` becomes the cause on its rank."""
+    """Raise the first error of ``errors``; on ``rank``, ``own`` becomes the cause."""
     for other, error in enumerate(errors):
         if error is None:
             continue
@@ -160,7 +163,7 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
     the error. ``purpose`` separates groups that must not share collectives.
 
     Collective: for each mesh that has a replicate group and does not hold all ranks, an
-    all-gather of objects over its shard group, in every call; at the first call with
+    all-gather of objects over the shard group, in every call; at the first call with
     these ranks, the creation of the gloo group. None for a mesh of all ranks after the
     first call.
     """
@@ -181,12 +184,12 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         if replicate is None:
             ranks |= set(dist.get_process_group_ranks(shard))
             continue
-        # A rank knows the members of its own shard group and replicate group only. The
+        # A rank knows only the members of this rank's shard and replicate group. The
         # replicate groups of all ranks in the shard group together are the mesh.
         column = dist.get_process_group_ranks(replicate)
         for found in collectives.all_gather_object(column, shard):
             ranks |= set(found)
     members = tuple(sorted(ranks))
-    # Making the group waits for all of its ranks.
+    # Making the group waits for all ranks of the group.
     with _Exchange(problem):
         return Team(private_group(members, purpose), members)

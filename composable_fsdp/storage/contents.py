@@ -77,10 +77,10 @@ class Contents:
     regions: tuple[HeldRegion, ...]
     tensors: tuple[HeldTensor, ...]
     own_states: dict[str, nn.Module]
-    """Modules with an extra state (``get_extra_state``), by its state dict name."""
+    """Modules with an extra state (``get_extra_state``), by state dict name."""
 
     def slots(self) -> Iterator[tuple[HeldRegion, int]]:
-        """Yield each parameter of each unit, as the region and the index in it."""
+        """Yield each parameter of each unit, as region and index in the region."""
         for held in self.regions:
             for i in range(len(held.names)):
                 yield held, i
@@ -93,7 +93,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
 
     Raises: PhaseError, inside a step; CheckpointError, if ``module`` holds only a part
     of a unit, or a unit has no values yet.
-    Collective: none.
+    Collective: none, except as ``recover`` after an interrupted forward.
     """
     states = _settled_states(module, what)
     # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
@@ -116,7 +116,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
             # A sharded parameter of a unit that is not below ``module``.
             if find_leaf(tensor) is not None:
                 raise _partly(module, name, what)
-            # By identity: a tied tensor is saved once, with all of its names.
+            # By identity: a tied tensor is saved once, with all names.
             others.setdefault(id(tensor), (tensor, []))[1].append(name)
     regions = tuple(
         HeldRegion(
@@ -130,6 +130,8 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         for i, region in enumerate(state.handle.regions)
     )
     original = _original_dtypes(states)
+    # A buffer that mixed precision has cast is saved in its original dtype, so the
+    # checkpoint does not depend on the precision policy.
     tensors = tuple(
         HeldTensor(tuple(names), tensor, original.get(names[0], tensor.dtype))
         for tensor, names in others.values()
@@ -156,6 +158,8 @@ def _names_given(module: nn.Module) -> dict[int, str]:
         for key, parameter in each._parameters.items()
     }
     names = names_of(module)
+    # A name that is a path of the parameter is not special: ``contents_of`` joins such
+    # names from the path. Only a name that no path explains was given by the class.
     return {key: name for key, name in names.items() if (key, name) not in here}
 
 
@@ -167,6 +171,8 @@ def places(
     If ``through_ddp`` is True (the default), paths leave out DistributedDataParallel's
     attribute ``module``, and ``_orig_mod`` of a module that torch.compile returned.
     """
+    # Not ``named_modules``, which yields a shared module at its first path only: a tied
+    # parameter has a name for each path.
     stack = [("", module)]
     while stack:
         path, current = stack.pop()
@@ -192,7 +198,7 @@ def units_in(module: nn.Module) -> list[_FSDPState]:
 
 
 def _states(module: nn.Module) -> dict[str, _FSDPState]:
-    """Return every unit in ``module`` by path, each unit once, at its first path."""
+    """Return every unit in ``module`` by path, each unit once, at the first path."""
     found: dict[str, _FSDPState] = {}
     seen: set[int] = set()
     for path, each in places(module):
@@ -209,6 +215,8 @@ def _settled_states(module: nn.Module, what: str) -> dict[str, _FSDPState]:
     trees: dict[int, _FSDPState] = {}
     for state in found.values():
         require_between_steps(state, what)
+        # Units of a root share the context, and ``require_idle`` acts on the whole
+        # tree.
         if state.context is not None:
             trees.setdefault(id(state.context), state)
     # Reshard units that were kept unsharded on purpose: their shards are read or
@@ -224,6 +232,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if parameter is not None:
             yield key, parameter
     for key, buffer in module._buffers.items():
+        # A plain model's state dict has no non-persistent buffers.
         if buffer is not None and key not in module._non_persistent_buffers_set:
             yield key, buffer
 
@@ -284,7 +293,7 @@ def not_in_module(parameter: Tensor, g: int, i: int, what: str) -> CheckpointErr
         parameter: the parameter.
         g: the index of the optimizer's group.
         i: the index of the parameter in the group.
-        what: what is done with the module: ``saved`` or ``loaded``.
+        what: the past participle for the message: ``saved`` or ``loaded``.
 
     Returns: the error to raise.
     """
@@ -305,6 +314,7 @@ def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
     """
     found = [] if optim is None else optimizers_of(optim)
     for each in found:
+        # Checked by attributes: an optimizer may be a wrapper of another class.
         if not hasattr(each, "param_groups") or not hasattr(each, "state"):
             raise TypeError(
                 f"{what} expects an optimizer, or a list of several, got a "

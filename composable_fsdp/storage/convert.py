@@ -49,7 +49,7 @@ def convert(
     """Write the checkpoint ``source`` as another checkpoint of format ``to``.
 
     Values, dtypes, names and ties stay the same. Memory holds a single tensor, or a
-    part of it, at a time. ``destination`` appears when it is complete; no existing file
+    part of it, at a time. ``destination`` appears when complete; no existing file
     is overwritten. No process group is needed: call ``convert`` in a single process.
 
     Args:
@@ -61,7 +61,7 @@ def convert(
             are then not read. Default False.
         max_shard_bytes: the largest size of a ``safetensors`` file in bytes; larger
             weights are divided into several files. Default ``MAX_SHARD_BYTES`` (5 GB).
-        progress: called with the number of bytes read since its last call. Default
+        progress: called with the number of bytes read since the last call. Default
             None.
 
     Returns: a list of words for the parts that were left out: safetensors holds weights
@@ -78,7 +78,10 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"convert expects to= one of {FORMATS}, got {to!r}.")
     with _opened(source) as opened:
+        # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
         left_out = [] if opened.rng(0, 1) is None else ["random states"]
+        # safetensors holds weights only, so the other parts are hidden and never read.
+        # A file with unreadable optimizer state can still be converted.
         given = _Watched(
             opened, progress, weights_only=weights_only or to == SAFETENSORS
         )
@@ -89,6 +92,7 @@ def convert(
         else:
             with appear(where) as out:
                 _WRITERS[to](out, given)
+        # With ``weights_only``, the caller has asked to leave the other parts out.
         return [] if weights_only else left_out
 
 
@@ -139,7 +143,7 @@ def open_whole(path: str | PathLike[str]) -> Source:
     """Open a checkpoint that will be read from end to end; see ``open_source``.
 
     Raises: CheckpointError, as ``open_source``; also for a ``torch.save`` file whose
-    bytes do not match its checksums.
+    bytes do not match the checksums.
     """
     found, kind = find_checkpoint(path)
     # The checksums of a ``torch.save`` file cover whole records, so a slice cannot be
@@ -179,7 +183,7 @@ def check_readable(
     Args:
         source: the open checkpoint.
         weights_only: read parameters and buffers only. Default False.
-        progress: called with the number of bytes read since its last call. Default
+        progress: called with the number of bytes read since the last call. Default
             None.
 
     Returns: the number of bytes of all tensors.
@@ -256,4 +260,4 @@ class _Watched(Source):
         return values
 
     def close(self) -> None:
-        """Do nothing: the caller that opened ``source`` closes it."""
+        """Do nothing: the caller that opened ``source`` closes ``source``."""

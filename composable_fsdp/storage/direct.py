@@ -30,8 +30,8 @@ class DirectFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o666)
         # Mapped memory starts at a page boundary. Do not close the map explicitly: the
-        # traceback of an error may hold a view of it, and the memory is freed with the
-        # last view.
+        # traceback of an error may hold a view of the map, and the memory is freed with
+        # the last view.
         self._buffer = memoryview(mmap.mmap(-1, BUFFER))
         self._filled = 0
         # The page cache would cost a copy and a free page for every 4 KiB of a
@@ -94,7 +94,7 @@ class DirectFile:
         self._filled = 0
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Switch ``O_DIRECT`` on or off; return whether it is on afterwards."""
+        """Switch ``O_DIRECT`` on or off; return whether ``O_DIRECT`` is on."""
         if not _DIRECT:
             return False
         try:

@@ -27,7 +27,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}\Z")
 
 
 def path_text(path: object, what: str) -> str:
-    """Return ``path`` as text. Raises: TypeError, naming ``what``, if it is no path."""
+    """Return ``path`` as text. Raises: TypeError, naming ``what``, for a non-path."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if not isinstance(text, str) or not text.strip():
         raise TypeError(f"{what} expects a path, got {path!r}.")
@@ -35,7 +35,7 @@ def path_text(path: object, what: str) -> str:
 
 
 def make_temporary(path: str) -> str:
-    """Make the directory in which the checkpoint ``path`` is written; return its path.
+    """Make the directory to write the checkpoint ``path`` in, and return the new path.
 
     Raises: CheckpointError, if ``path`` exists or the directory cannot be made.
     """
@@ -63,14 +63,14 @@ def make_temporary(path: str) -> str:
 
 
 def _make_parents(path: str) -> None:
-    """Make a directory and its missing parents; on return, the names are on disk."""
+    """Make a directory and missing parents; on return, the names are on disk."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
     if missing:
         os.makedirs(missing[0], exist_ok=True)
-        # A new directory survives a power failure only if its parent has been synced.
+        # A new directory survives a power failure only if the parent has been synced.
         for each in missing:
             sync(os.path.dirname(each))
 
@@ -120,7 +120,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 def set_latest(path: str) -> None:
     """Make the file ``latest`` beside ``path`` hold the name of ``path``."""
     parent, name = os.path.split(path)
-    # Write another file and rename it: a reader sees the old or the new name.
+    # Write another file, then rename: a reader sees the old or the new name.
     made = os.path.join(parent, f".{LATEST}.tmp-{secrets.token_hex(8)}")
     write_synced(made, f"{name}\n".encode())
     os.replace(made, os.path.join(parent, LATEST))

@@ -6,6 +6,7 @@ import torch
 
 from composable_fsdp.errors import CheckpointError
 
+# safetensors has no code for complex128 and for quantized dtypes.
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -39,16 +39,17 @@ def export_safetensors(
 
     ``path`` becomes a directory with ``model.safetensors``, or with several files and
     their index if the weights are larger than ``max_shard_bytes``, as
-    ``from_pretrained`` reads them. If ``path`` ends in ``.safetensors``, it becomes a
-    single file. Names, shapes and dtypes are the plain model's, buffers included. A
-    tied parameter is stored once, and the file's metadata lists its other names.
+    ``from_pretrained`` reads them. If ``path`` ends in ``.safetensors``, ``path``
+    becomes a single file. Names, shapes and dtypes are the plain model's, buffers
+    included. A tied parameter is stored once, and the file's metadata lists the other
+    names.
 
     Args:
         path: the directory or file to make; no existing file is overwritten.
         source: a module, sharded or plain; or a checkpoint of any format, open or as a
             path.
-        max_shard_bytes: the largest size of a file in bytes; a single tensor may exceed
-            it. Default ``MAX_SHARD_BYTES`` (5 GB).
+        max_shard_bytes: the largest size of a file in bytes; a single tensor may be
+            larger. Default ``MAX_SHARD_BYTES`` (5 GB).
 
     Collective: for a module, one gather per region to the first rank, which alone
     writes and holds a full unit in host memory, and two exchanges of outcomes over the
@@ -79,6 +80,7 @@ def _export_module(
         # waits for it in a collective. The second exchange tells all ranks the error.
         writing.attempt(partial(writing.start, path, module, states, max_shard_bytes))
         team.agree(writing.error)
+        # Every rank gathers every unit in the same order: each gather is a collective.
         for state in states:
             values = gather_unit(state.handle, first_only=True, to_cpu=True)
             writing.attempt(partial(writing.write_unit, id(state.handle), values))
@@ -106,7 +108,7 @@ class _Writing:
         self._names: dict[tuple[int, int], str] = {}
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Run ``action`` unless an earlier action has failed; keep its error."""
+        """Run ``action`` unless an earlier action has failed; keep the error."""
         if self.error is None:
             try:
                 action()
@@ -133,6 +135,8 @@ class _Writing:
         Raises: CheckpointError, if the units have different first ranks.
         """
         self._path = Path(path_text(path, "export_safetensors"))
+        # The full parameters of a unit reach the first rank of that unit. A single
+        # writer needs the same first rank for all units.
         if any(s.handle.groups.is_first != self._wanted for s in states):
             raise CheckpointError(
                 "Units of the module are sharded over different ranks, so no rank is "
@@ -146,6 +150,7 @@ class _Writing:
         }
         if not self._wanted:
             return
+        # A temporary directory: readers of ``path`` never see a partial export.
         self._work = begin(self._path)
         tensors, aliases = _tensors(contents)
         self._writer = SafetensorsWriter(
@@ -155,6 +160,7 @@ class _Writing:
             max_shard_bytes=max_shard_bytes,
             single=self._path.suffix == ".safetensors",
         )
+        # In the original dtype: mixed precision may have cast a buffer.
         for each in contents.tensors:
             self._writer.write(each.names[0], 0, each.tensor.detach().to(each.dtype))
 

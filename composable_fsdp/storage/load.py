@@ -1,11 +1,11 @@
-"""Reads a checkpoint of any format into a model, whatever the model is sharded over.
+"""Reads a checkpoint of any format into a model, sharded over any ranks.
 
 ::
 
     all ranks   open, compare names | verify what this rank needs | agree | copy | agree
 
-No tensor of the model changes before all ranks have agreed. Then each rank copies its
-own slices.
+No tensor of the model changes before all ranks agree. After that, each rank
+copies the slices that the rank holds.
 """
 
 from __future__ import annotations

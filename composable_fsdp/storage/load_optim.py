@@ -75,7 +75,7 @@ def optimizer_loads(
 
 
 class OptimizerLoad:
-    """The state that this rank reads for one optimizer; compared on construction."""
+    """The state that this rank reads for an optimizer; compared on construction."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class OptimizerLoad:
             for i, member, parameter in zip(
                 ids, self.groups[g], own["params"], strict=True
             ):
-                # An absent parameter (no element on this rank) keeps its own state.
+                # An absent parameter (no element on this rank) keeps the present state.
                 state = self.optim.state.get(parameter, {})
                 if member is not None and not is_absent(parameter):
                     state = self.states[id(member)]
@@ -308,7 +308,7 @@ class OptimizerLoad:
                     present[name] = value.to(cast.device)
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameter's state as it will be once ``copies`` have been carried
+        """Return the parameter's state after ``copies`` have been carried
         out.
         """
         source, parameter = self.source, member.parameter
@@ -321,7 +321,7 @@ class OptimizerLoad:
                 value = source.read_optim(member.name, name, *span)
                 state[name] = value.view(info.shape)
                 continue
-            # A tensor that wraps others (quantised state) has no memory of its own to
+            # A tensor that wraps others (quantised state) has no own memory to
             # overwrite.
             into, shape = present.get(name), parameter.shape
             is_new = False

@@ -26,7 +26,10 @@ import torch
 from composable_fsdp.storage.dtypes import dtype_name
 
 FORMAT = "composable_fsdp.checkpoint"
+# A reader refuses another version, because fields may have another meaning there.
 VERSION = 1
+# To verify a slice, a reader reads whole blocks: larger blocks cost more for small
+# slices, and smaller blocks make a larger manifest.
 BLOCK = 4 * 1024 * 1024
 """Bytes of payload that a single checksum covers."""
 
@@ -98,7 +101,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RegionState:
-    """An optimizer state of a region, cut into shards as the region, in its own dtype.
+    """An optimizer state of a region, cut into shards as the region; ``dtype`` may
+    differ.
 
     ``slots`` are the indices of the parameters that have the state. The elements of all
     other parameters are stored as zeros.
@@ -126,6 +130,7 @@ class Region:
     unit: str
     dtype: torch.dtype
     shard_numel: int
+    # Elements of the flat buffer, padding included: ``shard_numel * len(shards)``.
     padded_numel: int
     slots: tuple[Slot, ...]
     shards: tuple[Place, ...]
@@ -174,6 +179,8 @@ class File:
     name: str
     header_nbytes: int
     """The byte at which the payload begins: 8 bytes of header length and the header."""
+    # The header repeats facts of the manifest for other readers of safetensors; the
+    # checksum shows that both describe the same file.
     header_crc32: int
     payload_nbytes: int
     blocks: tuple[int, ...]
@@ -199,6 +206,7 @@ class Manifest:
     ``rng`` holds a dict per rank.
     """
 
+    # The versions that wrote the checkpoint; no code depends on them.
     library: str
     torch: str
     world_size: int
@@ -213,9 +221,9 @@ class Manifest:
     rng: tuple[Json, ...]
 
     def to_json(self) -> Json:
-        """Return the manifest as ``json.dumps`` takes it; ``parse`` is the inverse."""
+        """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""
         return {
-            # A reader must refuse keys that it does not know, so a new key needs a new
+            # A reader must refuse unknown keys, so a new key needs a new
             # VERSION.
             "format": FORMAT,
             "version": VERSION,

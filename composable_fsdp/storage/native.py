@@ -48,7 +48,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def read_manifest(path: str) -> tuple[Manifest, str]:
     """Read, verify and validate the manifest in the directory ``path``.
 
-    Return the manifest and its checksum frame. The manifest contains the checksums of
+    Return the manifest and the checksum frame. The manifest contains the checksums of
     all files, so the manifest's checksum identifies the whole checkpoint.
 
     Raises: CheckpointError, naming the file.
@@ -156,7 +156,7 @@ class NativeSource(Source):
         self.own_states = {k: self._value(v) for k, v in own_states.items()}
 
     def _value(self, value: Any) -> Any:
-        """Decode a JSON value; read the loose tensors that it refers to."""
+        """Decode a JSON value; read the loose tensors that the value refers to."""
         return decode(value, self.path, self._loose)
 
     def _loose(self, index: int) -> Tensor:
@@ -205,7 +205,7 @@ class NativeSource(Source):
 
     def prepare(self, copies: Sequence[Copy]) -> None:
         """Verify the blocks that ``copies`` touch, each block once; see ``Source``."""
-        # A destination that no code uses yet is filled while its blocks are verified,
+        # A destination that no code uses yet is filled while the blocks are verified,
         # so these bytes are read once. A destination in use must stay unchanged until
         # all ranks agree.
         new = [self._is_direct(copy) and copy.is_new for copy in copies]

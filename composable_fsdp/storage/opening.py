@@ -59,9 +59,9 @@ FORMATS = tuple(_FORMATS)
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Open the checkpoint at ``path``, whatever its format; run no code of a pickle.
+    """Open the checkpoint at ``path``, of any format; run no code of a pickle.
 
-    For a directory with a text file ``latest`` and no checkpoint of its own, open the
+    For a directory with a text file ``latest`` and no checkpoint in it, open the
     checkpoint that the file names.
 
     Raises: CheckpointError, if no known format lies at ``path``, or the checkpoint is
@@ -77,7 +77,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the path of the checkpoint that ``path`` stands for, and its format.
+    """Return the path of the checkpoint that ``path`` stands for, and the format.
 
     The format is an element of ``FORMATS``.
 
@@ -85,11 +85,14 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     """
     asked = path = os.path.abspath(path)
     name = _format_at(path)
+    # A checkpoint at ``path`` itself takes precedence over ``latest``. ``latest`` is
+    # followed only once, so no chain of directories can lead in a circle.
     if name is None and os.path.isfile(os.path.join(path, LATEST)):
         path = follow_latest(path)
         name = _format_at(path)
     if name is not None:
         return path, name
+    # The message names the file ``latest``, if ``latest`` has led to this path.
     there = "nothing" if not os.path.lexists(path) else "something else"
     if path != asked:
         path = f"{path}, which {os.path.join(asked, LATEST)} names,"

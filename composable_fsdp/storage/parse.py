@@ -64,6 +64,7 @@ class _Parser:
             got: the value.
         """
         text = repr(got)
+        # A damaged value may be of any length.
         text = text if len(text) <= 80 else f"{text[:80]}..."
         return CheckpointError(
             f"{self.file}: {where} is {text}, expected {expected}. The manifest is "
@@ -72,6 +73,8 @@ class _Parser:
 
     def fields(self, value: Json, where: str, *names: str) -> list[Any]:
         """Return the values of an object's fields, which must be exactly ``names``."""
+        # Unknown fields are refused, too: a reader that ignored a field could
+        # misunderstand the other fields.
         if not isinstance(value, dict) or value.keys() != set(names):
             got = sorted(value) if isinstance(value, dict) else value
             raise self.bad(where, f"an object of {', '.join(names)}", got)
@@ -152,6 +155,7 @@ class _Parser:
     def place(self, value: Json, where: str) -> Place:
         """Return a place ``[file, begin]``."""
         found = self.integers(value, where)
+        # ``validate`` checks that the file exists and the bytes lie in the file.
         if len(found) != 2:
             raise self.bad(where, "[file, begin]", value)
         return Place(*found)
@@ -248,8 +252,10 @@ class _Parser:
         found = self.fields(value, "the manifest", *facts, *parts, "own_states", "rng")
         _, _, library, torch_version, world_size, block = found[:6]
         files, regions, singles, loose, groups, extra, own, rng = found[6:]
+        # All readers use the constant, so another block size cannot be verified.
         if block != BLOCK or type(block) is not int:
             raise self.bad("block_nbytes", str(BLOCK), block)
+        # None stands for a checkpoint without an optimizer.
         if groups is not None:
             self.items(groups, "param_groups")
         return Manifest(
@@ -261,6 +267,7 @@ class _Parser:
             singles=self.each(singles, "singles", self.single),
             loose=self.each(loose, "loose", self.stored),
             param_groups=groups,
+            # Values of any form: ``validate`` decodes them.
             extra=extra,
             own_states=self.mapping(own, "own_states"),
             rng=tuple(self.items(rng, "rng")),
@@ -281,6 +288,7 @@ class _Parser:
         """Check format and version of the document."""
         # Before all other fields, because another version may have other fields.
         found = value.get("format") if isinstance(value, dict) else value
+        # Any JSON file can lie at this path, for example an index of another program.
         if found != FORMAT:
             raise self.bad("format", repr(FORMAT), found)
         if type(value.get("version")) is not int or value["version"] != VERSION:

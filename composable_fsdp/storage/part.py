@@ -197,7 +197,7 @@ class PartMaker:
                 self._single(tensor, states)
             if optims:
                 self.part.param_groups = self._param_groups(groups)
-        # Each rank has random states of its own, so each rank keeps these loose
+        # Random states differ between ranks, so each rank keeps these loose
         # tensors.
         self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
         for piece in self.pieces:
@@ -240,7 +240,7 @@ class PartMaker:
         return result
 
     def _put(self, tensor: Tensor, where: str, *, keep: bool = False) -> int:
-        """Add a loose tensor and return its index, for ``encode``.
+        """Add a loose tensor and return the index, for ``encode``.
 
         Only rank 0 keeps loose tensors, unless ``keep`` says that each rank has values
         of its own. The index on a rank that does not keep the tensor is never used.
@@ -253,7 +253,7 @@ class PartMaker:
         return len(self.part.loose) - 1
 
     def _region(self, held: HeldRegion, states: dict[int, dict[str, Any]]) -> None:
-        """Add entries and description of a region and of its optimizer state."""
+        """Add entries and description of a region and of the optimizer state."""
         layout, region = held.region.layout, held.region
         require_storable(layout.dtype, quoted(held.names[0][0] if held.names else ""))
         key = f"region.{held.unit}.{held.index}"
@@ -321,7 +321,7 @@ class PartMaker:
         return encode(value, where, partial(self._put, keep=True), python_values=True)
 
     def _single(self, held: HeldTensor, states: dict[int, dict[str, Any]]) -> None:
-        """Add entries and description of a tensor in no unit and of its state."""
+        """Add entries and description of a tensor in no unit and of the state."""
         name = held.names[0]
         require_storable(held.dtype, quoted(name))
         part = SinglePart(held.names, f"tensor.{name}")

@@ -18,7 +18,7 @@ from composable_fsdp.storage.consensus import Team
 
 
 class SaveFuture(Future[None]):
-    """The outcome of an asynchronous save; ``is_seen``: a caller has asked for it."""
+    """The outcome of an asynchronous save; ``is_seen``: a caller has asked."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class SaveFuture(Future[None]):
 
 
 _pending: dict[tuple[int, ...], SaveFuture] = {}
-"""The last asynchronous save, by the global ranks of its team."""
+"""The last asynchronous save, by the global ranks of the team."""
 
 
 class PendingOutcome(NamedTuple):
@@ -61,7 +61,7 @@ def wait_for_pending(team: Team) -> PendingOutcome:
     if future is None:
         return PendingOutcome()
     seen = future.is_seen
-    error = Future.exception(future)  # waits; ``is_seen`` stays as it is
+    error = Future.exception(future)  # waits; ``is_seen`` does not change
     if error is None:
         return PendingOutcome()
     text = str(error.args[0]) if error.args else str(error)

@@ -27,6 +27,7 @@ def rng_state() -> dict[str, Any]:
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
         kind, keys, *rest = numpy_random.get_state()
+        # The default kind of numpy's global generator; other kinds have other states.
         if kind == "MT19937":
             others["numpy"] = [kind, keys.tolist(), *rest]
     # Saving must not initialize CUDA: an unused CUDA context takes time and device
@@ -37,6 +38,8 @@ def rng_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": cuda,
+        # As bytes in a tensor: Python's generator alone has 625 numbers per rank, which
+        # would make the manifest large.
         "others": torch.tensor(list(json.dumps(others).encode()), dtype=torch.uint8),
     }
 
@@ -50,7 +53,7 @@ def set_rng_state(state: dict[str, Any], where: str) -> None:
     """Set this rank's generators to ``state``.
 
     A generator in ``state`` that does not exist now (numpy is not imported, fewer CUDA
-    devices) is left out. A generator that is not in ``state`` keeps its state.
+    devices) is left out. A generator that is not in ``state`` is not changed.
 
     Raises: CheckpointError, naming ``where``, for a state that a generator refuses.
     """
@@ -71,6 +74,7 @@ def _give(state: dict[str, Any], where: str, *, is_trial: bool) -> None:
             numpy.set_state(tuple(others["numpy"]))
         host.set_state(state["torch"])
         if state["cuda"] and torch.cuda.is_available():
+            # Devices that do not exist now are left out.
             for i, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 if is_trial:
                     torch.Generator(f"cuda:{i}").set_state(each)

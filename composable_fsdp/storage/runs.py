@@ -60,6 +60,8 @@ def cut_runs(
     """
     size = region.shard_numel
     runs = []
+    # A parameter may span several shards. Each shard is an entry of its own, usually in
+    # another file.
     while start < stop:
         at = slot.offset + start
         shard, inner = divmod(at, size)
@@ -107,15 +109,18 @@ def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
     region, state = entry.region, entry.state
     if region is None:
         size = entry.itemsize
+        # Round outwards: an element counts if any of its bytes is in the interval.
         start, stop = (low - entry.begin) // size, -((entry.begin - high) // size)
         yield f"{entry.what} {boxes_of(entry.shape, start, stop)}"
         return
+    # Positions in the flat buffer, rounded outwards to whole elements.
     base = entry.shard * region.shard_numel
     first = base + (low - entry.begin) // entry.itemsize
     last = base - (entry.begin - high) // entry.itemsize
     for i, slot in enumerate(region.slots):
         start = max(first - slot.offset, 0)
         stop = min(last - slot.offset, slot.numel)
+        # Parameters without the state have zeros in its entry, which are not named.
         if start < stop and (state is None or i in state.slots):
             of = f"state {state.name!r} of " if state else ""
             yield f"{of}{quoted(slot.fqns[0])} {boxes_of(slot.shape, start, stop)}"

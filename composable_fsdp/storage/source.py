@@ -57,7 +57,7 @@ class Copy(NamedTuple):
 
 
 class Source(ABC):
-    """A checkpoint, open for reading; as a context manager, it closes itself.
+    """A checkpoint, open for reading; as a context manager, closes at the end.
 
     Opening a source reads and checks the descriptions of the tensors, but not the
     tensors. No process group is needed: each rank opens and reads for itself.
@@ -76,6 +76,8 @@ class Source(ABC):
     """Options of the optimizer's groups; ``params`` lists names. None: no optimizer."""
     extra: Any
     """The user's additional values: nested dicts and lists of scalars and tensors."""
+    # Defaults for formats without such values. They are immutable, because all
+    # instances share them.
     optim_values: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """Optimizer state that is not a tensor, or is a scalar in a tensor, as saved.
 
@@ -135,6 +137,8 @@ class Source(ABC):
     def finish(self, copies: Sequence[Copy]) -> None:
         """Fill destinations that are not new; ``prepare`` has verified the bytes."""
         for copy in copies:
+            # Read again: values kept from ``prepare`` would need memory for a second
+            # copy of this rank's shards.
             if not copy.is_new:
                 copy.into.copy_(self.read(copy).view(copy.into.shape))
 
@@ -146,6 +150,7 @@ class Source(ABC):
 
     def rng(self, rank: int, world_size: int) -> dict[str, Any] | None:
         """Return the random state for ``rank`` of ``world_size``, or None."""
+        # Most formats have no random states.
         return None
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 - All names are unique.
 - The slots of a region do not overlap, and the shards cover the region.
-- The entries of a file fill its payload: no overlap, no gap, no entry outside.
+- The entries of a file fill the payload: no overlap, no gap, no entry outside.
 - File names are plain names, so no file outside the directory is ever opened.
 """
 
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 def parse(document: Json, file: str) -> Manifest:
-    """Return the manifest in ``document``, if all of its fields are consistent.
+    """Return the manifest in ``document``, if all fields are consistent.
 
     ``file`` is the document's name in messages. No file is opened; memory and time are
     bounded by the size of the document.
@@ -63,6 +63,7 @@ def parse(document: Json, file: str) -> Manifest:
         _check_names(manifest, file)
         for region in manifest.regions:
             _check_region(region, file)
+        # After the checks of files and regions, on which this check relies.
         entries_by_file(manifest, file)
         _check_values(manifest, file)
     # Deeply nested JSON, which no save writes, exhausts the stack of ``decode``.
@@ -92,6 +93,8 @@ def _check_files(manifest: Manifest, file: str) -> None:
                 f"file name {each.name[:80]!r} is no plain name inside the directory",
             )
         blocks = -(-each.payload_nbytes // BLOCK)
+        # Without a checksum for every block, a part of the payload could not be
+        # verified.
         if len(each.blocks) != blocks:
             raise _refuse(
                 file,
@@ -100,6 +103,7 @@ def _check_files(manifest: Manifest, file: str) -> None:
             )
     if len(set(names)) != len(names):
         raise _refuse(file, f"a file stands twice in {names[:8]}")
+    # Every rank writes a file, even without any entry.
     if len(names) != manifest.world_size:
         raise _refuse(
             file,
@@ -110,6 +114,7 @@ def _check_files(manifest: Manifest, file: str) -> None:
 
 def _is_plain(name: str) -> bool:
     """Return whether ``name`` is a file name without a path, on any system."""
+    # No separator of any operating system, no hidden file, no name that is too long.
     allowed = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
     return 0 < len(name) <= 255 and allowed and not name.startswith(".")
 
@@ -188,7 +193,7 @@ def _check_state(region: Region, state: RegionState, where: str, file: str) -> N
 
 
 def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
-    """Yield every entry of the manifest, with its place."""
+    """Yield every entry of the manifest, with the place."""
     for region in manifest.regions:
         count = region.shard_numel
         first = quoted(region.slots[0].fqns[0]) if region.slots else "nothing"
@@ -246,7 +251,7 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
         entries.sort(key=lambda entry: (entry.begin, entry.end))
         end, last = 0, "the header"
         for entry in entries:
-            # An entry must also be aligned to its element size, counted from the file's
+            # An entry must also be aligned to the element size, counted from the file's
             # start: readers that map the file need aligned elements.
             if entry.begin != end or (each.header_nbytes + end) % entry.itemsize:
                 raise _refuse(
@@ -265,7 +270,7 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
 
 
 def _check_values(manifest: Manifest, file: str) -> None:
-    """Check that every JSON value can be decoded and uses its own loose tensors.
+    """Check that every JSON value can be decoded and uses loose tensors correctly.
 
     Each loose tensor must belong to exactly a single value.
     """
@@ -289,6 +294,7 @@ def _check_values(manifest: Manifest, file: str) -> None:
     names |= {name for single in manifest.singles for name in single.fqns}
     for g, group in enumerate(manifest.param_groups or []):
         members = group.get("params") if isinstance(group, dict) else None
+        # By name: ids mean nothing to another optimizer object.
         if not isinstance(members, list) or not all(
             isinstance(m, str) and m in names for m in members
         ):
@@ -301,6 +307,7 @@ def _check_values(manifest: Manifest, file: str) -> None:
     for name, values in held:
         for key, value in values.items():
             check(value, f"state {key!r} of {quoted(name)}")
+    # A converted checkpoint has no random states.
     if len(manifest.rng) not in (0, manifest.world_size):
         raise _refuse(
             file,

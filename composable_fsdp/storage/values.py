@@ -42,7 +42,7 @@ def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> 
     Args:
         value: nested dicts and lists of strings, numbers, booleans, None and tensors.
         where: the name of the value in error messages.
-        put: stores a tensor and returns its number.
+        put: stores a tensor and returns a number.
         python_values: also accept tuples, and write 0-d tensors as numbers, as needed
             for the values of optimizers and modules. Default False.
 
@@ -75,6 +75,7 @@ class _Encoder:
                 f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, or "
                 "holds itself. Save something flatter."
             )
+        # Before ``int``: in Python, a bool is an int.
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -100,6 +101,7 @@ class _Encoder:
         """Return a dict as JSON."""
         pairs = []
         for key, item in value.items():
+            # JSON turns other keys into strings, so a load would return other keys.
             if not isinstance(key, str):
                 raise TypeError(
                     f"{where} has the key {key!r} of type {type(key).__name__}; a "
@@ -108,6 +110,7 @@ class _Encoder:
                 )
             path = f"{where}[{key!r}]"
             pairs.append([_text(key), self.encode(item, path, depth + 1)])
+        # A reader would take such a key for a mark.
         if any(key.startswith("$") for key, _ in pairs):
             return {"$dict": pairs}
         return dict(pairs)
@@ -171,6 +174,7 @@ def decode(value: Any, where: str, get: Get) -> Any:
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    # Python's JSON parser accepts NaN and Infinity, although JSON lacks them.
     if isinstance(value, float):
         if not math.isfinite(value):
             raise _damaged(where, value)
@@ -210,6 +214,7 @@ def _number(value: Any, where: str) -> Tensor:
         dtype, number = DTYPES.get(value[0]), value[1]
         if isinstance(number, dict):
             number = decode(number, where, lambda _: None)
+        # An exact type: ``True`` is no number of an int64 tensor.
         if dtype is not None and type(number) is _python_type(dtype):
             try:
                 made = torch.tensor(number, dtype=dtype)

@@ -65,6 +65,8 @@ def verify(
             os.path.join(path, LATEST)
         ):
             path = follow_latest(path)
+        # Without the loose tensors: reading them would raise at the first damaged
+        # block, before the other blocks are verified.
         with NativeSource(path, values=False) as source:
             total = sum(file.payload_nbytes for file in source.manifest.files)
             for reader in source.files:

@@ -30,7 +30,7 @@ _ZEROS = bytes(1 << 16)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An entry to write: its key in the file, and a function that yields its elements.
+    """An entry to write: a key, and a function that yields the elements.
 
     ``pieces`` yields tensors on any device, in order, and integers: a number of zero
     bytes.
@@ -62,12 +62,15 @@ def of_tensor(key: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Pie
         key,
         dtype or tensor.dtype,
         tuple(tensor.shape),
+        # Converted only when written, so a converted copy exists for a short time.
         lambda: [tensor.detach().to(dtype or tensor.dtype)],
     )
 
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces in file order: large elements first, so entries are aligned."""
+    # Element sizes are powers of 2, so every entry begins at a multiple of its size.
+    # The sort is stable: equal sizes keep their order.
     return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
 
 
@@ -112,6 +115,7 @@ def write_file(path: str, pieces: Sequence[Piece], *, rank: int = 0) -> File:
 
 def _header(pieces: Sequence[Piece]) -> bytes:
     """Return the length and the JSON of the header, padded to ``ALIGNMENT``."""
+    # The metadata of files that the safetensors library writes for torch.
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
@@ -148,6 +152,7 @@ class _Payload:
             if self.done % BLOCK == 0:
                 self.blocks.append(self.crc)
                 self.crc = 0
+            # For tests that kill the process in the middle of a file.
             if self.done >= self.half:
                 crash.crash_point("mid-file", self.rank)
 
@@ -196,6 +201,7 @@ def shard_pieces(
         itemsize: the number of bytes of an element.
     """
     end = 0
+    # Zeros stand for padding and for parameters without the state.
     for offset, tensor in parts:
         if tensor.numel():
             yield (offset - end) * itemsize

@@ -1,7 +1,7 @@
 """Reads the ``.metadata`` pickle of torch.distributed.checkpoint (DCP) as plain data.
 
 Unpickling calls the functions that a pickle names. In this file, each name that a DCP
-directory needs is replaced by a stand-in that only keeps its arguments, and any other
+directory needs is replaced by a stand-in that only keeps the arguments, and any other
 name is refused. So a file can call no function of torch, of the standard library or of
 the user's code. The unpickled values are then validated. The names are those that torch
 2.13 writes (checked there), and two names of the first versions of DCP.
@@ -117,7 +117,7 @@ class _Reader(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name. Raises: UnpicklingError, for other names."""
         if (module, name) in _KEPT:
-            # Never the real class: its ``__setstate__`` would run with data from the
+            # Never the real class, whose ``__setstate__`` would run with data from the
             # file.
             return type(name, (_Kept,), {"kind": name})
         if (module, name) in _CALLS:
@@ -283,7 +283,7 @@ def _overlap(chunks: list[Chunk], dims: int) -> Chunk | None:
     """Return a chunk that shares elements with another chunk, or None."""
     if dims == 0:
         return chunks[1] if len(chunks) > 1 else None
-    # Sweep along the dimension with the most cuts: few boxes overlap along it, so there
+    # Sweep along the dimension with the most cuts: few boxes overlap there, so there
     # are few pairs to compare.
     cut = max(range(dims), key=lambda dim: len({c.offsets[dim] for c in chunks}))
     active: list[Chunk] = []
@@ -307,14 +307,14 @@ def _overlap(chunks: list[Chunk], dims: int) -> Chunk | None:
 
 
 def _kept(value: Any, kind: str) -> _Kept:
-    """Return ``value`` if it is a stand-in for the class ``kind``, or raise."""
+    """Return ``value``, a stand-in for the class ``kind``; raise for other types."""
     if not isinstance(value, _Kept) or value.kind != kind:
         raise _Malformed(f"it has a {type(value).__name__} in place of a {kind}")
     return value
 
 
 def _a(kind: type, value: Any) -> Any:
-    """Return ``value`` if it is of type ``kind``, or raise."""
+    """Return ``value`` of type ``kind``; raise for other types."""
     if not isinstance(value, kind):
         raise _Malformed(
             f"it has a {type(value).__name__} in place of a {kind.__name__}"
@@ -323,7 +323,7 @@ def _a(kind: type, value: Any) -> Any:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return ``value`` if it is a tuple of sizes or offsets, or raise."""
+    """Return ``value``, a tuple of sizes or offsets; raise for other types."""
     if not isinstance(value, tuple) or not all(
         type(size) is int and 0 <= size <= LARGEST for size in value
     ):

@@ -1,6 +1,6 @@
 """Reads directories of torch.distributed.checkpoint (DCP) without DCP's loader.
 
-DCP's loader runs the pickles that it finds. Here, ``dcp_metadata.py`` reads
+DCP's loader runs the pickles in the directory. Here, ``dcp_metadata.py`` reads
 ``.metadata``, and torch's restricted reader reads each saved object: a small
 ``torch.save`` archive somewhere in a ``.distcp`` file. Slices are assembled from boxes
 of any form:
@@ -117,7 +117,7 @@ class _Items:
 
 
 def _require_checksums(data: io.BytesIO) -> None:
-    """Raise if a record of the archive does not match its checksum."""
+    """Raise if a record of the archive does not match the checksum."""
     if zipfile.is_zipfile(data):
         require_uncompressed(data)
         record = zipfile.ZipFile(data).testzip()

@@ -30,7 +30,7 @@ def write_dcp(out: Path, source: Source) -> None:
     # included, and an import of this package should not take that time.
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-    # DCP's own writer keeps every tensor in memory until its file is complete. The
+    # DCP's own writer keeps every tensor in memory until the file is complete. The
     # format is simple: saved objects one after the other in a file, and a pickled table
     # of their places, made of DCP's own classes.
     out.mkdir()
@@ -82,7 +82,7 @@ def _has_parts(values: list[Any]) -> bool:
 
 
 def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Append ``value`` to ``file``, and add its place to ``metadata``."""
+    """Append ``value`` to ``file``, and add the place to ``metadata``."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,

@@ -59,10 +59,10 @@ def _link_targets(directory: Path) -> set[Path]:
 
 @contextmanager
 def appear(path: Path) -> Iterator[Path]:
-    """Yield a new working directory; rename its ``out`` to ``path`` at the end.
+    """Yield a new working directory; rename ``out`` in it to ``path`` at the end.
 
-    ``out`` is a file or a directory that the block makes. It is synced to the disk and
-    then renamed. After an error, neither ``path`` nor the working directory exists.
+    ``out`` is a file or a directory that the block makes. ``out`` is synced to the disk
+    and then renamed. After an error, neither ``path`` nor the working directory exists.
 
     Raises: CheckpointError, if ``path`` exists or cannot be written.
     """
@@ -89,7 +89,7 @@ def begin(path: Path) -> Path:
 
 
 def finish(work: Path, path: Path) -> None:
-    """Sync the output in ``work`` and rename it to ``path``."""
+    """Sync the output in ``work``, then rename the output to ``path``."""
     out = work / OUT
     # ``commit`` syncs ``out`` itself, but not the files in it.
     for each in out.rglob("*"):

@@ -1,7 +1,7 @@
 """Writes a native checkpoint directory of a single file, from any source.
 
 Every tensor is stored whole, as ``save`` stores tensors in no unit. A rank that loads
-the checkpoint reads only its own slices.
+the checkpoint reads only the slices of this rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ DATA = "rank00000.safetensors"
 def write_native(out: Path, source: Source) -> None:
     """Make the directory ``out``. Memory holds a single piece of a tensor at a time.
 
-    Random states are not written: a rank that loads the checkpoint keeps its own.
+    Random states are not written: a rank that loads the checkpoint keeps the current
+    states.
 
     Raises: CheckpointError, for extra state of other types than JSON and tensors.
     """
@@ -56,7 +57,7 @@ def write_native(out: Path, source: Source) -> None:
     file = write_file(str(out / DATA), entries)
     manifest: Manifest = merge([(part, file, places_of(entries))])
     manifest = dataclasses.replace(manifest, rng=())
-    parse(manifest.to_json(), str(out / MANIFEST))  # A load must be able to parse it.
+    parse(manifest.to_json(), str(out / MANIFEST))  # A load must accept the file.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))
 
 
@@ -116,7 +117,7 @@ class _Maker:
         return encode(value, where, self._put, python_values=True)
 
     def _put(self, tensor: Tensor, where: str) -> int:
-        """Add a loose tensor and return its index, for ``encode``."""
+        """Add a loose tensor and return the index, for ``encode``."""
         require_storable(tensor.dtype, where)
         key = f"loose.{len(self._part.loose)}"
         self._part.loose.append(key)

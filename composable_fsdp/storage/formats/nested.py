@@ -1,6 +1,6 @@
 """Divides a saved dictionary of dictionaries into model, optimizer and other values.
 
-``torch.save`` files and DCP directories hold whatever dictionary the user passed. These
+``torch.save`` files and DCP directories hold any dictionary that the user passed. These
 forms are accepted:
 
 ::
@@ -168,7 +168,7 @@ def _split(
         )
     optim_key = _one_of(where, tree, OPTIM_KEYS)
     rest = {key: tree[key] for key in tree if key not in (model_key, optim_key)}
-    # If "extra" is the only other key, its value is the extra state. Otherwise all
+    # If "extra" is the only other key, the value is the extra state. Otherwise all
     # other keys are the user's own, and the extra state is a dictionary of them.
     extra = rest[EXTRA_KEY] if list(rest) == [EXTRA_KEY] else rest or None
     model = tree[model_key]
@@ -206,13 +206,13 @@ def _one_of(where: str, tree: Mapping[str, Any], keys: Sequence[str]) -> str | N
 def _tied(
     where: str, model: Mapping[str, Stored], told: Mapping[str, str]
 ) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Return each storage once under its first name, and the other names."""
+    """Return each storage once under the first name, and the other names."""
     kept: dict[str, Stored] = {}
     aliases: dict[str, str] = {}
     first: dict[Hashable, str] = {}
     for name, stored in model.items():
         owner = told.get(name)
-        # ``told`` comes from the file, so it must not name a missing or another tensor.
+        # ``told`` comes from the file, and must not name a missing or another tensor.
         if owner is not None and (
             owner in told or owner not in model or model[owner].info != stored.info
         ):
@@ -230,7 +230,7 @@ def _tied(
 
 
 def read_all(value: Any) -> Any:
-    """Return ``value`` with all of its tensors read."""
+    """Return ``value`` with all tensors read."""
     if isinstance(value, Stored):
         # A clone, because ``read`` may return a view of a mapped file. Options of an
         # optimizer can be tensors, too, such as the learning rate.

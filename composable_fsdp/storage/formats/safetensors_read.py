@@ -1,4 +1,4 @@
-"""Reads weights from safetensors: a file, or a directory as Hugging Face writes it.
+"""Reads weights from safetensors: a file, or a directory in Hugging Face's layout.
 
 Such a directory holds ``model.safetensors``, or several files and an index that maps
 tensors to files. Ties are in a file's metadata as ``{other name: kept name}``, where

@@ -66,13 +66,13 @@ class SafetensorsWriter:
             _write_index(out, paths, shards, tensors)
 
     def _begin(self, path: Path, names: list[str], aliases: Mapping[str, str]) -> None:
-        """Write the header of a file, and compute the places of its tensors."""
+        """Write the header of a file, and compute the places of the tensors."""
         file = path.open("wb")
         self._files.append(file)
         told = {name: kept for name, kept in aliases.items() if kept in names}
         header: dict[str, object] = {"__metadata__": {"format": "pt", **told}}
         at, places = 0, {}
-        # Largest elements first, so each tensor begins at a multiple of its element
+        # Largest elements first, so each tensor begins at a multiple of the element
         # size.
         for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
             places[name] = at
@@ -88,7 +88,7 @@ class SafetensorsWriter:
         # The format allows trailing spaces: the data then begins at a multiple of 8.
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
-        # The file has its final size from the start; elements are written in any order.
+        # The file has the final size from the start; elements are written in any order.
         file.truncate(8 + len(text) + at)
         for name, place in places.items():
             self._at[name] = (file, 8 + len(text) + place)

@@ -1,4 +1,4 @@
-"""A tensor in a checkpoint, as the readers of formats describe it."""
+"""A tensor in a checkpoint, as the readers of formats return tensors."""
 
 from __future__ import annotations
 

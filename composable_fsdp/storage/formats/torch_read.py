@@ -107,7 +107,7 @@ def refusal(what: object, error: Exception) -> CheckpointError:
 
 def first_line(error: Exception) -> str:
     """Return the reason of a load error, without the rest of the message."""
-    # torch's message goes on to explain how to switch its protection off.
+    # torch's message goes on to explain how to switch the protection off.
     asked = re.search(r"(?i:global) (?:GLOBAL )?([\w.]+\.\w+)", str(error))
     if asked:
         return f"it asks for {asked[1]}."
@@ -118,14 +118,14 @@ def first_line(error: Exception) -> str:
 
 
 def stored(value: Any, where: str) -> Any:
-    """Return ``value`` with every tensor in it replaced by a ``Stored``.
+    """Return ``value`` with every tensor replaced by a ``Stored``.
 
     Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor.
     """
     if isinstance(value, Tensor):
         return _stored_tensor(value, where)
     if isinstance(value, Mapping):
-        # ``LOCAL_STATE_DICT`` leaves its plan in the state dict or in the metadata.
+        # ``LOCAL_STATE_DICT`` leaves a plan in the state dict or in the metadata.
         metadata = getattr(value, "_metadata", None)
         if PLAN in value or (metadata and any(PLAN in m for m in metadata.values())):
             raise CheckpointError(
@@ -151,7 +151,7 @@ def _stored_tensor(tensor: Tensor, where: str) -> Stored:
         raise CheckpointError(f"{where} is a meta or quantized tensor without values.")
     tensor = tensor.detach()
     # Equal views of the same memory are a tied tensor. An empty tensor has no memory,
-    # so it is never tied.
+    # and is never tied.
     place = (
         tensor.untyped_storage().data_ptr(),
         tensor.storage_offset(),

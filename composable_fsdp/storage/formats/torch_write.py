@@ -1,4 +1,4 @@
-"""Writes a ``torch.save`` file without holding its tensors in memory.
+"""Writes a ``torch.save`` file without holding the tensors in memory.
 
 ``torch.save`` takes a whole dictionary. So the elements are first written to temporary
 files and mapped from there: the operating system reads pages while they are saved and

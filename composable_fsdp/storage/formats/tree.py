@@ -25,7 +25,7 @@ class DeferredTensor:
     slices: Read
 
     def read(self) -> Tensor:
-        """Return the whole tensor, in a storage of exactly its size."""
+        """Return the whole tensor, in a storage of exactly the same size."""
         flat = self.slices(0, self.info.numel)
         # ``torch.save`` writes the whole storage of a tensor, not only the view.
         if flat.untyped_storage().nbytes() != self.info.nbytes:
