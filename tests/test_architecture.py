@@ -8,6 +8,7 @@ breaks it, so that no rule can pass because it looks at nothing.
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +66,16 @@ def test_the_source_is_read_at_all(package: dict[str, Module]) -> None:
 def test_imports_only_point_to_lower_layers(package: dict[str, Module]) -> None:
     """No module imports from a layer above its own, a tip or a door."""
     assert import_graph.layer_violations(package) == []
+
+
+def test_the_layers_of_the_design_page_are_those_that_are_held() -> None:
+    """``docs/design.md`` draws the layers that exist, in the order that is checked."""
+    page = (ROOT.parent / "docs" / "design.md").read_text()
+    (drawn,) = re.findall(r"one further left:\n\n(`.*?)\n\n", page, re.DOTALL)
+    layers = [set(re.findall(r"`(\w+)`", layer)) for layer in drawn.split("<")]
+    there = {path.stem for path in ROOT.iterdir()}
+
+    assert layers == [set(layer & there) for layer in import_graph.LAYERS]
 
 
 @pytest.mark.req("S1-20")
