@@ -66,7 +66,7 @@ class PeerMessage(NamedTuple):
 
 
 class Peers:
-    """The ranks of a group, for messages about one ``topic``."""
+    """The ranks of a group, for messages about ``topic``."""
 
     __slots__ = ("_group", "_prefix", "_rank", "_topic")
 
@@ -101,9 +101,7 @@ class Peers:
         return None if said == text else PeerMessage(int(rank), said, noted)
 
     def heard(self, place: str) -> str | None:
-        """Return the first text at ``place``; ``None`` if no rank wrote. Waits for no
-        rank.
-        """
+        """Return the first text at ``place``, or ``None``; waits for no rank."""
         store, key = _store(), self._key(place)
         if not store.check([key]):
             return None
@@ -136,7 +134,7 @@ class Peers:
         return True
 
     def missing(self, place: str, notice: Callable[[list[int]], None]) -> list[int]:
-        """Wait until all ranks have arrived at ``place``; return the ranks that did
+        """Wait until all ranks have arrived at ``place``; return the ranks that have
         not.
 
         ``notice`` is called once with the missing ranks if the wait takes longer than
@@ -164,9 +162,7 @@ class Peers:
         return [rank for rank in everyone if rank not in here]
 
     def leave(self, where: str, places: Iterable[str]) -> None:
-        """Declare that this rank has finished with ``places``; the last rank removes
-        the keys.
-        """
+        """Declare ``places`` finished on this rank; the last rank removes the keys."""
         store, key = _store(), self._key(where)
         if store.add(f"{key}/left", 1) < self._group.get().size():
             return

@@ -1,9 +1,9 @@
 """The only module that calls collectives of torch.distributed; calls can be recorded.
 
 Each function sends a single collective (regions that are issued together count as a
-single collective). With ``async_op=True`` a function returns a ``Work`` whose ``wait``
-must be called before the result is read; otherwise the current stream is ordered after
-the collective.
+single collective); the ``_object`` functions send the sizes first. With
+``async_op=True`` a function returns a ``Work`` whose ``wait`` must be called before the
+result is read; otherwise the current stream is ordered after the collective.
 
 Names of ``ProcessGroup`` methods were checked on torch 2.11 and 2.13, which renamed the
 methods; this module chooses the names at import.
@@ -124,8 +124,8 @@ def all_gather_flat(
             False.
 
     Returns: the ``Work`` if ``async_op``, else None.
-    Collective: an all-gather over ``group`` (several buffers are coalesced); all its
-    ranks must call.
+    Collective: an all-gather over ``group`` (several buffers are coalesced); every
+    rank must call.
     """
     # The sizes are checked only while recording, as in tests; in training the backend
     # checks.
@@ -171,8 +171,8 @@ def reduce_scatter_flat(
             False.
 
     Returns: the ``Work`` if ``async_op``, else None.
-    Collective: a reduce-scatter over ``group`` (several buffers are coalesced); all
-    its ranks must call.
+    Collective: a reduce-scatter over ``group`` (several buffers are coalesced); every
+    rank must call.
     """
     if _recorder is not None:
         _require(full, shard, group.size())
@@ -188,6 +188,7 @@ def reduce_scatter_flat(
             whole, part = _as_real([whole, part])
         work = getattr(group, _REDUCE_SCATTER)(part, whole, options)
         return _finish(work, async_op)
+    # Bytes would be wrong here, because a reduction adds numbers.
     if full[0].dtype.is_complex:
         full, shard = _as_real(full), _as_real(shard)
     return _finish(
@@ -214,7 +215,7 @@ def all_reduce(
             False.
 
     Returns: the ``Work`` if ``async_op``, else None.
-    Collective: an all-reduce over ``group``; all its ranks must call.
+    Collective: an all-reduce over ``group``; every rank must call.
     """
     _note("all_reduce", [tensor], group)
     total = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
@@ -237,9 +238,10 @@ def gather_flat(
         group: the shard group.
         rank: group rank that receives. Default: 0.
 
-    Collective: a gather over ``group``; all its ranks must call.
+    Collective: a gather over ``group``; every rank must call.
     """
     _note("gather", [shard], group)
+    # torch.distributed expects the global rank of the receiver.
     first = dist.get_global_rank(group, rank)
     dist.gather(shard.view(torch.uint8), _parts(full, group), dst=first, group=group)
 
@@ -255,9 +257,10 @@ def scatter_flat(
         group: the shard group.
         rank: group rank that sends. Default: 0.
 
-    Collective: a scatter over ``group``; all its ranks must call.
+    Collective: a scatter over ``group``; every rank must call.
     """
     _note("scatter", [shard], group)
+    # torch.distributed expects the global rank of the sender.
     first = dist.get_global_rank(group, rank)
     dist.scatter(shard.view(torch.uint8), _parts(full, group), src=first, group=group)
 
@@ -276,7 +279,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
         group: the process group.
         rank: group rank that sends. Default: 0.
 
-    Collective: a broadcast over ``group``; all its ranks must call.
+    Collective: a broadcast over ``group``; every rank must call.
     """
     _note("broadcast", [tensor], group)
     dist.broadcast(tensor, src=dist.get_global_rank(group, rank), group=group)
@@ -291,11 +294,13 @@ def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) 
         rank: group rank that sends. Default: 0.
 
     Returns: the value of ``rank``.
-    Collective: a broadcast of the size and a broadcast of the bytes over ``group``; all
-    its ranks must call.
+    Collective: a broadcast of the size and a broadcast of the bytes over ``group``;
+    every rank must call.
     """
     if _recorder is not None:
         _recorder.append(CallRecord("broadcast_object", (), (), group.size()))
+    # Every rank must pass a list of the same length; the contents of the other ranks
+    # are overwritten.
     values = [value]
     dist.broadcast_object_list(
         values, src=dist.get_global_rank(group, rank), group=group
@@ -309,7 +314,7 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     Not for the steady state.
 
     Collective: an all-gather of the sizes and an all-gather of the bytes over
-    ``group``; all its ranks must call.
+    ``group``; every rank must call.
     """
     if _recorder is not None:
         _recorder.append(CallRecord("all_gather_object", (), (), group.size()))
@@ -329,11 +334,12 @@ def gather_object(
         rank: group rank that receives. Default: 0.
 
     Returns: the values in group rank order on ``rank``; None on the other ranks.
-    Collective: an all-gather of the sizes and a gather of the bytes over ``group``; all
-    its ranks must call.
+    Collective: an all-gather of the sizes and a gather of the bytes over ``group``;
+    every rank must call.
     """
     if _recorder is not None:
         _recorder.append(CallRecord("gather_object", (), (), group.size()))
+    # Only the receiver may pass an output list.
     values: list[Any] | None = [None] * group.size() if group.rank() == rank else None
     dist.gather_object(
         value, values, dst=dist.get_global_rank(group, rank), group=group

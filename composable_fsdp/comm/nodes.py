@@ -153,7 +153,7 @@ def _group_of_some(ranks: tuple[int, ...], described: str) -> dist.ProcessGroup:
         list(ranks),
         dist.Backend("gloo"),
         distributed_c10d._get_default_store(),
-        f"{name} {_count[name]}",  # type: ignore[arg-type]  # its own kind of str
+        f"{name} {_count[name]}",  # type: ignore[arg-type]  # torch's GroupName
         timeout=distributed_c10d.default_pg_timeout,
         group_desc=described,
     )

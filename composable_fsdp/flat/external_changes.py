@@ -224,6 +224,7 @@ def restore_shard_views(handle: FlatParamHandle) -> None:
 
 
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
+    """Return the error for a parameter that does not fit its place in the shard."""
     return PlanError(
         f"Parameter {quoted(fqn)} was changed after fully_shard: its shard on this "
         "rank "

@@ -125,6 +125,7 @@ def rebind_flat_parameter(
 
 
 def _forget(known: weakref.ref[FlatParamHandle]) -> None:
+    """Weak reference callback: delete the record of a unit that was deleted."""
     assert isinstance(known, FlatParamRecord)
     # A rebound flat parameter has a newer record under the same key.
     if FLAT_PARAMS.get(known.key) is known:
@@ -240,6 +241,9 @@ def add_own_gradients(handle: FlatParamHandle, region: FlatParameter) -> None:
 
 @torch.no_grad()
 def _add(handle: FlatParamHandle, region: FlatParameter) -> None:
+    """Add ``.grad`` of each leaf to the leaf's part of the flat gradient; clear
+    ``.grad``.
+    """
     _hold(handle, region)
     for leaf, view in zip(region.leaves, region.grad_views, strict=True):
         if leaf.grad is not None:

@@ -61,6 +61,7 @@ def _copy_write_to_shard(
     """Copy this rank's part of full leaf ``index`` and align the version counters."""
     slot = region.layout.parameters[index]
     full, sharded = region.full_leaves[index], region.leaves[index]
+    # A write to a low-precision copy would be rounded, or lost at the next all-gather.
     if full.dtype != sharded.dtype:
         raise PhaseError(
             f"Parameter {quoted(join_name(handle.full_fqn, slot.fqn))} was written to "

@@ -47,6 +47,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
     """
     assert not handle.gathered
     assert not handle.is_full
+    # The current form must be saved before the fields are overwritten.
     other = handle.other_form
     handle.other_form = _current(handle)
     handle.wide = not handle.wide

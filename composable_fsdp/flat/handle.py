@@ -116,8 +116,10 @@ class FlatParamHandle:
     """FQN of the unit's module from the root. Equals ``fqn`` until lazy
     initialization."""
     regions: tuple[FlatParameter, ...]
-    """The flat buffers: one region per dtype, and per trainable or frozen."""
+    """The flat buffers. The parameters of a region have the same dtype, are all
+    trainable or all frozen, and belong to the same ``group_by`` group."""
     groups: Groups
+    """The process groups over which the unit is sharded and replicated."""
     device: torch.device
     """The compute device, which holds the full parameters."""
     offload: bool
@@ -148,15 +150,16 @@ class FlatParamHandle:
     """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
     refusal while the unit is sharded."""
     phase: Phase
-    """The state of the unit in the step, for ``repr`` and errors."""
+    """The state of the unit in the step (``phases``)."""
     is_full: bool
     """Whether the full leaves are registered in the modules and may be read."""
     foreign: dict[int, Any]
     """By index of the place: tensors from ``torch.func.functional_call`` that the
     modules show instead of full leaves while the unit is full."""
+    # Version counters decide which leaves autograd may read (``flat.versions``).
     readable: tuple[int, ...] | None
     """Versions of the leaves in ``full_placed`` while autograd may read the leaves;
-    ``None`` while autograd must not (``flat.versions``)."""
+    ``None`` while autograd must not."""
     unreadable: tuple[int, ...]
     """Versions of the leaves in ``full_placed`` while autograd must not read the
     leaves."""
@@ -177,14 +180,19 @@ class FlatParamHandle:
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
     """Trainable regions with elements, grouped by reduce dtype."""
+    # Strong references: a parameter holds its AccumulateGrad node only weakly, and the
+    # engine must be asked about the node that will run.
     accumulators: tuple[Any, ...]
     """AccumulateGrad nodes of the trainable full leaves."""
+    # ``Any`` here and in ``tapes``: the classes are in higher layers.
     calls: list[Any]
     """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None`` if
     the forward runs without gradients."""
     lent: list[Any]
     """``ContainerCopies`` of those running forwards that received copies of
     containers."""
+    # The data location of each sharded leaf, to detect changes from outside
+    # (``flat.external_changes``).
     here: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
     here_at: tuple[int, ...]
@@ -196,6 +204,7 @@ class FlatParamHandle:
     empty storage of its own, so that a replaced ``.data`` can be detected."""
     wide: bool
     """Whether the current full form has the parameters' own dtype (``full_forms``)."""
+    # ``Any``, because ``FullForm`` is defined in a module that imports this module.
     other_form: Any
     """The ``FullForm`` that is not current, or ``None`` until its first use."""
     written_at_build: int
@@ -205,9 +214,12 @@ class FlatParamHandle:
     task: int
     pending: int
     """Number of full leaves that get a gradient from ``task`` and have not got the
-    gradient yet."""
+    gradient yet. -1 if a gradient arrived without a pre-backward: only the end of the
+    graph task reduces then."""
     open_calls: int
-    """Number of forwards in ``tapes`` whose inputs have not got their gradient yet."""
+    """Number of forwards in ``tapes`` whose inputs have not got their gradient yet.
+    Larger by ``runtime.backward.RETAINED`` if the backward builds a graph, so that the
+    unit stays unsharded."""
     expected_calls: int
     """Number of open calls whose input hooks will run. If ``expected_calls`` equals
     ``open_calls``, the last input hook reduces the unit."""
@@ -230,6 +242,7 @@ class FlatParamHandle:
     """Order log of the unit's all-gathers in backward."""
     reduce_log: OrderLog | None
     """Order log of the unit's reductions."""
+    # Progress of the gradient reduction.
     reduce_due: bool
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
     reduce_has_memory: bool
@@ -262,7 +275,7 @@ class FlatParamHandle:
 
     @property
     def infos(self) -> tuple[ParamInfo, ...]:
-        """The places of all parameters, each with its module, in region order."""
+        """The places of all parameters, with modules, in region order."""
         return tuple(
             ParamInfo(place.fqn, owner, *place[1:])
             for place, owner in zip(self.places, self.owners, strict=True)
@@ -308,7 +321,7 @@ class FlatParamHandle:
 
     @property
     def name(self) -> str:
-        """The unit's name as error messages print it."""
+        """The unit's name in error messages."""
         return quoted(self.full_fqn)
 
     def __repr__(self) -> str:
@@ -343,6 +356,7 @@ def remember_leaves(handle: FlatParamHandle) -> None:
 
 
 def _forget(link: weakref.ref[FlatParamHandle]) -> None:
+    """Weak reference callback: delete the leaves of a handle that was deleted."""
     assert isinstance(link, _LeavesOf)
     for key in link.indices:
         # A rebuilt unit may have registered the same leaf again, with another

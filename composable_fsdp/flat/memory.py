@@ -1,6 +1,6 @@
 """Allocating and freeing the storage of a tensor while views of the tensor stay valid.
 
-A view keeps its offset and strides when its storage is resized, so views are created
+A view keeps offset and strides when the storage is resized, so views are created
 once. Reading a view of an empty storage raises or crashes: before a caller frees a
 tensor, the caller must make the views unreachable.
 """
@@ -34,7 +34,7 @@ def allocate(tensor: Tensor) -> None:
 
 
 def free(tensor: Tensor) -> None:
-    """Free the memory of ``tensor``, which keeps its shape and must not be read."""
+    """Free the memory of ``tensor``, which must not be read until ``allocate``."""
     memory = tensor.untyped_storage()
     try:
         memory.resize_(0)

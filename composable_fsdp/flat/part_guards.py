@@ -1,21 +1,21 @@
 """Refusing calls of a part of a unit while the unit is sharded.
 
-A part is a module that holds parameters of a unit and has no hooks of that unit. Its
-forward would compute with this rank's rows, which fits on some ranks and raises on
-others. If the unit is not cut (NO_SHARD, ``replicate``), the part would compute with
-full weights, but its gradients would bypass the unit, which averages gradients: such
-calls are refused if gradients are enabled. A container without a forward
-(``nn.ParameterList``) is never called; the module around the container, whose forward
-reads the parameters, is the part.
+A part is a module that holds parameters of a unit and has no hooks of that unit. The
+forward of a part would compute with this rank's rows, which fits on some ranks and
+raises on others. If the unit is not cut (NO_SHARD, ``replicate``), the part would
+compute with full weights, but the gradients would bypass the unit, which averages
+gradients: such calls are refused if gradients are enabled. A container without a
+forward (``nn.ParameterList``) is never called; the module around the container, whose
+forward reads the parameters, is the part.
 
-While the unit is sharded, each part has a forward pre-hook that refuses the call; while
-the unit is full, no part has the pre-hook. So a step pays for a table entry per part
-and for no call::
+While the unit is sharded, each part has a forward pre-hook that refuses the call;
+inside the unit's forward, no part has the pre-hook. So a step pays for a table entry
+per part and for no call::
 
     use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards
     pre_forward    del hooks[REFUSE]
 
-For the same reason torch sees no hook on a part inside its unit's forward: a hook would
+For the same reason torch sees no hook on a part inside the unit's forward: a hook would
 keep ``nn.TransformerEncoderLayer`` from its fast path.
 """
 
@@ -80,8 +80,8 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
             reader = module
         elif id(module) in without:
             found[id(reader)] = reader
-        # Several modules may hold the same container, and each of those modules reads
-        # it.
+        # Several modules may hold the same container, and each of those modules has
+        # a forward that reads the parameters.
         if (id(module), id(reader)) not in seen:
             seen.add((id(module), id(reader)))
             below = (child for child in module._modules.values() if child is not None)
@@ -115,9 +115,9 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
 
     Parameters that ``torch.func.functional_call`` has put into the part are allowed.
 
-    Raises: PhaseError, if a parameter of the module, or of its containers without a
-    forward, is a sharded leaf that is cut; or is a full parameter whose gradient would
-    not be averaged.
+    Raises: PhaseError, if a parameter of the module, or of a container without a
+    forward in the module, is a sharded leaf that is cut; or is a full parameter whose
+    gradient would not be averaged.
     """
     # The unit is found through the parameters and not through a closure, so that a
     # copied or pickled module may keep the hook.

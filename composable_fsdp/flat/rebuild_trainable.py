@@ -38,8 +38,8 @@ def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
     Returns: whether flat parameters were retired.
     Collective: none.
     """
-    # Each rank keeps its elements: regions are only split along the planned layout, so
-    # no element moves to another rank.
+    # Every rank keeps the same elements: regions are only split along the planned
+    # layout, so no element moves to another rank.
     before = handle.regions
     made = build_handle(
         _target(handle),

@@ -65,7 +65,7 @@ def split_factor(factor: float) -> tuple[float, float]:
     >>> split_factor(8), split_factor(6), split_factor(1)
     ((4.0, 2.0), (4.0, 1.5), (1.0, 1.0))
     """
-    # Dividing by a power of two changes only the exponent, so no precision is lost.
+    # Dividing by a power of two changes only the exponent.
     first = 1.0
     while factor % first == 0 and first * first < factor:
         first *= 2
@@ -94,6 +94,7 @@ def _division(
     factor: float | None, dtype: torch.dtype, ranks: int, can_average: bool
 ) -> Division:
     """Compute ``division``; cached, because all units of a model share few results."""
+    # The user's factor, or the number of ranks for an average.
     whole = float(ranks) if factor is None else factor
     if dtype not in _ROOMY:
         return Division(*split_factor(whole), by_backend=False)

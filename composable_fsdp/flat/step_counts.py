@@ -17,6 +17,7 @@ _watching = False
 
 def start_counting_steps() -> None:
     """Count optimizer steps from now on."""
+    # Without kept units the counts are not needed, and steps skip the counting.
     global _watching
     _watching = True
 

@@ -70,6 +70,7 @@ def free_full(handle: FlatParamHandle) -> None:
     The sharded leaves must be registered already: a kernel that reads a freed leaf
     crashes.
     """
+    # The views, and with them the full leaves, stay valid objects without memory.
     for full in handle.gather_lists[0]:
         memory.free(full)
     handle.gathered = False

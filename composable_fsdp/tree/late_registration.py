@@ -1,7 +1,7 @@
 """Warnings about modules and parameters that were registered in a unit after build.
 
 No unit holds such parameters: no collective reduces their gradients, and each rank
-trains the parameters on its own. torch calls a hook for every registration of a module
+trains the parameters separately. torch calls a hook for every registration of a module
 or parameter, in constructors and assignments. This module records registrations inside
 units, and the next forward or optimizer step warns with the names. Code that writes
 into ``_modules`` or ``_parameters`` directly (``ModuleList.insert``) is not noticed.
@@ -70,10 +70,11 @@ def warn_of_added(chosen: Callable[[_FSDPState, list[nn.Parameter]], bool]) -> N
 
     Collective: none.
     """
+    # A copy, because entries are removed in the loop.
     for key, place in list(PENDING.items()):
         module = place.module()
         state = None if module is None else OWNERS.get(module)
-        # The module was deleted, or has left its unit.
+        # The module was deleted, or has left the unit.
         if module is None or state is None:
             PENDING.pop(key, None)
             continue
@@ -110,8 +111,8 @@ def _unmanaged_below(
 
 def _below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of ``module`` and its submodules that no unit holds."""
-    # A module with an owner existed when its unit was built, or has a record of its
-    # own. Other APIs (DDP, ``replicate``) manage the whole subtree of their module.
+    # A module with an owner existed when the unit was built, or has a separate record.
+    # Other APIs (DDP, ``replicate``) manage the whole subtree of their module.
     if OWNERS.get(module) is not None or any(other_apis(module)):
         return
     for key, parameter in module._parameters.items():

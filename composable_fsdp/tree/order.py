@@ -24,7 +24,7 @@ class ExecutionOrder(Generic[H]):
     __slots__ = ("uses",)
 
     def __init__(self) -> None:
-        # Backward refers to a use by its index here.
+        # Backward refers to a use by the index in this list.
         self.uses: list[H] = []
 
     def record(self, unit: H) -> int:

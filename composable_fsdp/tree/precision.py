@@ -56,7 +56,7 @@ def make_precision(handle: FlatParamHandle) -> Precision | None:
     if mixed is None:
         return None
     precision = Precision()
-    # The root casts its inputs if either option is set.
+    # The root casts inputs if either option is set.
     inputs, root_inputs = mixed.cast_forward_inputs, mixed.cast_root_forward_inputs
     precision.input_dtype = mixed.param_dtype if inputs else None
     precision.root_input_dtype = mixed.param_dtype if inputs or root_inputs else None

@@ -32,8 +32,7 @@ _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
 class BackwardSchedule:
-    """The common order of backward on all ranks, for units that reduce unused
-    parameters.
+    """The order of backward that all ranks share, if units reduce unused parameters.
 
     Recorded in the forward; read by ``runtime.unused_params``.
     """
@@ -120,7 +119,7 @@ class RuntimeContext:
         # Weak: the root state references this context, and the garbage collector should
         # not be needed to free a model.
         self.root = weakref.ref(root)
-        """Weak reference to the root state, which references this context."""
+        """Weak reference to the root state."""
         # Filled by lazy initialization.
         self.handles: tuple[FlatParamHandle, ...] = ()
         """Handles of all units, in ``.modules()`` order."""
@@ -339,9 +338,7 @@ class _FSDPState:
 
     @property
     def title(self) -> str:
-        """The class of the unit's module, followed by the name if the name is
-        informative.
-        """
+        """The class of the unit's module, followed by the name if known."""
         kind = type(self.module).__name__
         return f"{kind} {self.name}" if self.fqn or self._is_root is not None else kind
 
@@ -382,10 +379,12 @@ class _RootFSDPState(_FSDPState):
 
     @property
     def _all_fsdp_states(self) -> tuple[_FSDPState, ...]:
+        """States of all units, in ``.modules()`` order."""
         return self._root_states
 
     @property
     def _all_handles(self) -> tuple[FlatParamHandle, ...]:
+        """Handles of all units, in ``.modules()`` order."""
         return self._root_handles
 
 
