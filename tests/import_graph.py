@@ -154,6 +154,20 @@ def layer_of(part: str) -> int | None:
     return next((i for i, layer in enumerate(LAYERS) if part in layer), None)
 
 
+def reached_from(modules: dict[str, Module], start: str) -> set[str]:
+    """Return all modules that ``start`` imports, directly or through others."""
+    edges: dict[str, set[str]] = {}
+    for edge in inner_edges(modules):
+        edges.setdefault(edge.module.name, set()).add(edge.target)
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for target in edges.get(waiting.pop(), set()) - found:
+            found.add(target)
+            waiting.append(target)
+    return found
+
+
 def layer_violations(modules: dict[str, Module]) -> list[str]:
     """Edges that point to the right or down, and files that stand in no layer."""
     found = [

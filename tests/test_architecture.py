@@ -84,6 +84,16 @@ def test_no_two_modules_import_each_other(package: dict[str, Module]) -> None:
     assert import_graph.cycles(package) == []
 
 
+def test_sharding_a_module_needs_nothing_of_optimizers(
+    package: dict[str, Module],
+) -> None:
+    """No module that ``entries.apply`` imports, directly or not, is in ``optim``."""
+    reached = import_graph.reached_from(package, "composable_fsdp.entries.apply")
+
+    assert "composable_fsdp.runtime.forward" in reached
+    assert [name for name in reached if ".optim." in name] == []
+
+
 def test_torchs_own_fsdp_and_ddp_and_the_tests_are_not_used(
     package: dict[str, Module],
 ) -> None:

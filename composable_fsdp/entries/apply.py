@@ -23,8 +23,6 @@ from composable_fsdp.entries.under_ddp import install_ddp_hook
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
-from composable_fsdp.optim.step_hooks import install_step_hooks
-from composable_fsdp.optim.unmanaged_params import mark_ignored
 from composable_fsdp.planning.assign import API, PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
@@ -43,7 +41,8 @@ from composable_fsdp.runtime.meta_buffers import mark_meta_buffers
 from composable_fsdp.runtime.precision import keep_full_precision
 from composable_fsdp.state_dict.hooks import install_state_dict_hooks
 from composable_fsdp.state_dict.parts import install_part_hooks
-from composable_fsdp.tree.late_registration import watch_registrations
+from composable_fsdp.tree.after_sharding import modules_were_sharded
+from composable_fsdp.tree.late_registration import mark_ignored, watch_registrations
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import walk_states
 
@@ -196,7 +195,7 @@ def apply(
         each.awaits_buffers = awaits
     # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
     # registration of modules and parameters, DDP around units.
-    install_step_hooks()
+    modules_were_sharded()
     watch_registrations()
     install_ddp_hook()
     # The optimizer check warns of gradients that no rank reduces, except for parameters

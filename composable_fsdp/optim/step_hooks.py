@@ -45,6 +45,7 @@ from composable_fsdp.optim.unknown_optimizers import require_tried
 from composable_fsdp.optim.unmanaged_params import check_unmanaged_params
 from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.state_dict.dcp_caller import is_state_init_step
+from composable_fsdp.tree.after_sharding import call_after_sharding
 
 _LOOKED_AT = 2
 """Steps of an optimizer that are checked in full. The first step sees state that was
@@ -92,7 +93,7 @@ hook after the step skips the search for them."""
 def install_step_hooks() -> None:
     """Register the global step hooks and have every optimizer checked again.
 
-    Called whenever a module is sharded and by ``flat_parameters``.
+    Called whenever modules were sharded, and by ``flat_parameters``.
     """
     global _applications
     # torch's global hooks also run for optimizers that exist already. Those that have
@@ -103,6 +104,9 @@ def install_step_hooks() -> None:
         note_scaler_steps()
     _applications += 1
     expect_gradients()
+
+
+call_after_sharding(install_step_hooks)
 
 
 def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -117,13 +121,16 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and
     # a learning rate of zero to create state. Units that were kept unsharded stay valid
     # in such a step, although the version counters change.
-    if is_counting_steps() and is_state_init_step():
-        _unwritten[optim] = [
-            handle
-            for handle in handles_of(optim)
-            if handle.full_since is not None
-            and handle.full_since == shard_versions(handle)
-        ]
+    if is_counting_steps():
+        # An entry is here if such a step raised before the hook after the step.
+        _unwritten.pop(optim, None)
+        if is_state_init_step():
+            _unwritten[optim] = [
+                handle
+                for handle in handles_of(optim)
+                if handle.full_since is not None
+                and handle.full_since == shard_versions(handle)
+            ]
     prepare_flats(optim)
     require_outside_unshard_params(optim)
     require_common_factor(optim)

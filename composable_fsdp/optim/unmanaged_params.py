@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,6 @@ from composable_fsdp.optim.step_checks import leaf_name
 from composable_fsdp.tree.late_registration import IGNORED, PENDING, warn_of_added
 
 _SHOWN = 3
-
-
-def mark_ignored(ignored: Iterable[nn.Parameter]) -> None:
-    """Mark ignored parameters, so that no check warns of them."""
-    for parameter in ignored:
-        setattr(parameter, IGNORED, True)
 
 
 def check_unmanaged_params(optim: torch.optim.Optimizer) -> None:

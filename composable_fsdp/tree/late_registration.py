@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -45,6 +45,12 @@ PENDING: dict[tuple[int, str], _Place] = {}
 """Registrations in units since the last forward of each tree, by id of the module and
 name. Empty in the steady state, so a step pays only for the look at an empty dict."""
 _watches = False
+
+
+def mark_ignored(ignored: Iterable[nn.Parameter]) -> None:
+    """Mark ignored parameters, so that no check warns of them."""
+    for parameter in ignored:
+        setattr(parameter, IGNORED, True)
 
 
 def watch_registrations() -> None:
