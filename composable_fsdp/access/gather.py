@@ -154,7 +154,7 @@ def spread_flat_values(
             whole = None if full is None else full.to(handle.device)
             collectives.scatter_flat(here, whole, groups.shard)
         elif full is not shard:
-            # Shards of all ranks have equal length: padding fills the last of them.
+            # Shards of all ranks have equal length: padding fills up the last shard.
             start = groups.rank * shard.numel()
             here.copy_(full[start : start + shard.numel()])
         if from_first and groups.replicate is not None:

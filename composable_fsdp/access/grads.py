@@ -220,7 +220,8 @@ def _parameters_in(module: nn.Module) -> list[Tensor]:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        # A class that overrides named_modules or named_parameters decides itself.
+        # A class that overrides named_modules or named_parameters may return other
+        # parameters.
         if type(each).named_modules is not _named_modules:
             return list(module.parameters())
         found += each._parameters.values()
@@ -241,8 +242,7 @@ def _units_of(chosen: dict[int, Tensor]) -> tuple[list[FlatParamHandle], list[Te
     if None in links:
         for key, parameter in chosen.items():
             if key not in LEAVES:
-                # A flat parameter is not in LEAVES; an optimizer over flat parameters
-                # passes it.
+                # LEAVES has no flat parameters, which the caller may pass, too.
                 found = find_flat(parameter)
                 if found is None:
                     others.append(parameter)

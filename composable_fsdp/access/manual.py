@@ -56,7 +56,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     parameters, which are not trained, and the first step raises.
 
     Args:
-        module: A fully sharded module, or a wrapper around it.
+        module: A fully sharded module, or a wrapper around such a module.
         async_op: Return at once; ``wait()`` of the returned object, or the unit's
             forward, shows the parameters. Default False.
 
@@ -101,7 +101,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
 def reshard(module: nn.Module) -> None:
     """Show the sharded parameters of the unit ``module`` and free the full parameters.
 
-    Units below are unchanged. A sharded unit stays as it is.
+    Units below are unchanged. A sharded unit does not change.
 
     Collective: none. A unit that is resharded between forward and backward is
         all-gathered again in backward.

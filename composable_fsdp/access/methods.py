@@ -22,13 +22,13 @@ from composable_fsdp.tree.traversal import (
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make ``module.name(...)`` unshard and reshard the unit, as ``module(...)`` does.
 
-    The method may call the forward of ``module`` or of units below. For autograd the
-    method's inputs and outputs are those of a forward. Registration of a registered
-    method, or of ``"forward"``, does nothing. So does a module that has nothing to do
-    with sharding; a script therefore also runs unsharded.
+    The method may call the forward of ``module`` or of units below. Autograd treats the
+    method's inputs and outputs as inputs and outputs of a forward. Registration of a
+    registered method, or of ``"forward"``, does nothing. So does a module that has
+    nothing to do with sharding; a script therefore also runs unsharded.
 
     Args:
-        module: A fully sharded module, or a wrapper around it.
+        module: A fully sharded module, or a wrapper around such a module.
         name: The name of the method.
 
     Collective: none; each call of the method issues the collectives of a forward.

@@ -1,8 +1,8 @@
 """Set between steps how gradients are reduced: functions that take the module first.
 
-Names and meanings are those of FSDP2's methods. Each function accepts any module that
-is or holds fully sharded modules; ``recurse=False`` selects only the unit of the module
-itself. All ranks must make the same calls. No function communicates.
+Names and meanings are the same as of FSDP2's methods. Each function accepts any module
+that is or holds fully sharded modules; ``recurse=False`` selects only the unit of the
+module itself. All ranks must make the same calls. No function communicates.
 """
 
 from __future__ import annotations

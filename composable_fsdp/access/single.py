@@ -1,8 +1,8 @@
 """Read and write the full value or the full gradient of a single parameter by name.
 
-Only this parameter is communicated: each rank broadcasts the elements that it holds.
-Writing communicates nothing, because every rank passes the full value. Names are those
-of the plain model; a tied parameter has a name per place.
+Only this parameter is communicated: each rank broadcasts its own elements. Writing
+communicates nothing, because every rank passes the full value. Names are the plain
+model's names; a tied parameter has a name per place.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Paramete
         fqn: The name, with or without wrapper components.
         what: The function that messages name.
 
-    Returns: a ``Held``, or the plain parameter if no unit holds it. The unit's tree is
-        between steps then, with sharded parameters shown.
+    Returns: a ``Held``, or the plain parameter if no unit holds the parameter. The
+        unit's tree is between steps then, with sharded parameters shown.
     Collective: none.
     Raises: CompositionError, with similar names; PhaseError, inside a step.
     """

@@ -59,9 +59,9 @@ def unshard_params(
             same values on all ranks. With ``rank0_only`` rank 0's values are written to
             every shard. Default True.
         rank0_only: Only rank 0 of each shard group gets full parameters; the modules of
-            other ranks keep sharded parameters. The values written back are those of
-            the rank that is first in its shard group and in its replicate group.
-            Default False.
+            other ranks keep sharded parameters. The values written back come from the
+            rank that is first in its shard group and in its replicate group. Default
+            False.
         offload_to_cpu: The full parameters are copies in host memory, made unit by
             unit, so device memory holds at most a single full unit. Default False.
         with_grads: Set ``.grad`` of the full parameters to the full gradients, if any
@@ -72,12 +72,12 @@ def unshard_params(
 
     Collective: all ranks must enter. Per unit an all-gather over the shard group; with
         ``rank0_only`` a gather per region instead, and with ``writeback`` a scatter per
-        region on exit. ``with_grads`` adds the same collectives for the gradients and a
-        single all-reduce with a byte per parameter (with ``rank0_only`` and
-        ``writeback`` a broadcast of these bytes on exit). With ``writeback`` the ranks
-        agree on exit that no rank raised: an all-reduce of an integer per shard and
-        replicate group. ``check_same`` adds a single all-reduce with four numbers per
-        parameter.
+        region on exit (and a broadcast over the replicate group). ``with_grads`` adds
+        the same collectives for the gradients and a single all-reduce with a byte per
+        parameter (with ``rank0_only`` and ``writeback`` a broadcast of these bytes on
+        exit). With ``writeback`` the ranks agree on exit that no rank raised: an
+        all-reduce of an integer per shard and replicate group. ``check_same`` adds a
+        single all-reduce with four numbers per parameter.
     Raises: PhaseError, inside forward, backward or another such block; the exception of
         the block, and DesyncError on the other ranks: on all ranks the units that the
         failing rank holds keep their old values; DesyncError, naming a parameter that
@@ -238,8 +238,7 @@ def _unshard_states(
                 report_failure(handles)
             raise
         if writeback:
-            # Each _unshard_state writes back when it exits, so the agreement must come
-            # first.
+            # Each _unshard_state writes back on exit, so the agreement must come first.
             failed = failed_ranks(handles)
             for unit, rank in zip(shown, failed, strict=True):
                 unit.is_agreed = rank is None

@@ -55,7 +55,7 @@ def failed_ranks(handles: Sequence[FlatParamHandle]) -> list[int | None]:
 
 
 def _mine(handles: Sequence[FlatParamHandle], *, failed: bool) -> Tensor:
-    """Return this rank's flag: global rank + 1 if it raised, else 0."""
+    """Return this rank's flag: global rank + 1 if this rank raised, else 0."""
     number = dist.get_rank() + 1 if failed else 0
     return torch.tensor([number], dtype=torch.int32, device=handles[0].device)
 

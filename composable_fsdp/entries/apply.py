@@ -164,7 +164,7 @@ def apply(
     on_meta = any(parameter.is_meta for parameter in parameters)
     if on_meta and init is None and not sync:
         _refuse_mixed_meta(targets)
-    # build_units calls ``before`` just before it shards a unit, so at most a single
+    # build_units calls ``before`` just before sharding each unit, so at most a single
     # unit has full values beside the shards.
     before = prepare_values(
         targets,
@@ -262,7 +262,7 @@ def _refuse_owned(module: nn.Module, api: str) -> None:
     Raises: CompositionError.
     """
     owner = _get_module_fsdp_state(module)
-    # The wrapper itself is no unit, but shares the state of the unit that it wraps.
+    # The wrapper itself is no unit, but shares the state of the wrapped unit.
     if module._modules.get(WRAPPED_MODULE) is not None and owner is not None:
         raise CompositionError(
             f"{api} got a {type(module).__name__}, which holds a module that is "

@@ -64,7 +64,7 @@ def prepare_values(
     if init is not None or sync:
         waiting = find_meta_modules(targets, ignored)
         # Found for all units before the first unit changes, so that a missing
-        # reset_parameters is refused with the model as it was.
+        # reset_parameters is refused with the model unchanged.
         init = _choose(init, waiting, device, is_first=not sync or _is_first(ranks))
     # A buffer that several units share is moved and broadcast once.
     done: set[int] = set()

@@ -71,8 +71,8 @@ def _difference(
         for _, _, each in walk_states(module)
         if each.application == state.application
     ]
-    # Planning reads shapes and the registry, so show the module as the earlier call
-    # found it.
+    # Planning reads shapes and the registry, so show the module as before the earlier
+    # call.
     with _as_before(made) as stand_ins:
         request = application.request
         # The caller ignores real parameters by identity; the plan sees the stand-ins.
@@ -212,9 +212,8 @@ def _in_force(options: UnitOptions) -> dict[str, object]:
     """
     found = {name: getattr(options, name) for name in PER_MODULE}
     del found["use_orig_params"]  # both values have the same effect
-    del found[
-        "group_by"
-    ]  # compared by the regions: two functions may give the same groups
+    # Compared by the regions: two functions may return the same groups.
+    del found["group_by"]
     # CPUOffload(offload_params=False) equals no offload.
     offload = options.cpu_offload
     found["cpu_offload"] = offload is not None and offload.offload_params
@@ -244,7 +243,7 @@ def _precision_in_force(options: UnitOptions) -> dict[str, object]:
 def _members(ranks: RankLayout, strategy: ShardingStrategy) -> str:
     """Describe the ranks of the shard group and of the replicate group, in words."""
     if ranks.replicate is None and strategy in HYBRID:
-        # The arithmetic of node_groups, which is not called because it creates groups.
+        # The arithmetic of node_groups; a call would create the groups.
         world, size = ranks.world_size, node_size(ranks.world_size)
         place = dist.get_rank() % size
         start = dist.get_rank() - place

@@ -44,7 +44,7 @@ def install_ddp_hook() -> None:
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Adapt a DDP when ``__init__`` registers its attribute ``module``."""
     # DDP.__init__ sets process_group, parameters_to_ignore and _module_parameters
-    # before it registers ``module``, and broadcasts afterwards (checked on torch 2.13
+    # before registering ``module``, and broadcasts afterwards (checked on torch 2.13
     # and 2.11).
     if name == "module" and child is not None and incompatible_api(parent) == TORCH_DDP:
         _ignore_in_ddp(parent, child)
@@ -70,8 +70,8 @@ def _ignore_in_ddp(ddp: Any, module: nn.Module) -> None:
             taken[id(parameter)] = parameter
     if not taken:
         return
-    # DDP.__init__ looks for a trainable parameter before it registers ``module``, so
-    # DDP itself would not notice that none is left.
+    # DDP.__init__ looks for a trainable parameter before registering ``module``, so DDP
+    # itself would not notice that none is left.
     if not left:
         raise CompositionError(
             f"DistributedDataParallel was put around a {type(module).__name__} of "

@@ -51,10 +51,10 @@ from composable_fsdp.tree.traversal import (
 
 
 class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
-    """Shard ``module`` over ranks and wrap it; arguments as in torch's FSDP1.
+    """Shard ``module`` over ranks inside a wrapper; arguments as in torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
-    Names of parameters and buffers are those of the plain model: they do not contain
+    Parameters and buffers have the plain model's names, without
     ``_fsdp_wrapped_module``.
 
     ``use_orig_params`` is always treated as True: the parameters are the original
@@ -70,7 +70,7 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
     def __new__(
         cls, module: object = None, *args: object, **kwargs: object
     ) -> FullyShardedDataParallel:
-        """Return ``module`` if it is a wrapper; ``__init__`` compares the settings."""
+        """Return a wrapper unchanged; ``__init__`` then compares the settings."""
         return module if isinstance(module, cls) else super().__new__(cls)
 
     def __init__(
@@ -117,8 +117,9 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
                 "parameters is made of flat_parameters(model).",
                 stacklevel=2,
             )
-        # __new__ hands an existing wrapper to __init__: compare with if_sharded="skip",
-        # and do not run nn.Module.__init__, which would drop the wrapper's children.
+        # __new__ returns an existing wrapper, which reaches __init__ here: compare with
+        # if_sharded="skip", and do not run nn.Module.__init__, which would drop the
+        # wrapper's children.
         fully_shard(
             self.module if again else module,
             process_group=process_group,
@@ -368,7 +369,7 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
         register_comm_hook(self, state, hook)
 
 
-# inspect.signature prefers __new__ to __init__; the arguments are those of __init__.
+# inspect.signature prefers __new__ to __init__; __init__ has the arguments.
 FullyShardedDataParallel.__new__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # as inspect documents it
     FullyShardedDataParallel.__init__
 )

@@ -37,8 +37,7 @@ def barrier_before_gather(
 
     Args:
         state: The unit.
-        module: The module whose ``state_dict()`` runs; unused, torch passes it to
-            hooks.
+        module: The module whose ``state_dict()`` runs; unused.
         prefix: The prefix of the keys; unused.
         keep_vars: torch's argument; unused.
 

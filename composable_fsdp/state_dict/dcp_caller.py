@@ -1,4 +1,4 @@
-"""Pass the arguments of ``torch.distributed.checkpoint`` (DCP) functions to our hooks.
+"""Pass the arguments of ``torch.distributed.checkpoint`` (DCP) functions to hooks.
 
 ``get_model_state_dict`` and similar functions gather only torch's own sharded tensors.
 For other models they use the results of ``module.state_dict()`` and

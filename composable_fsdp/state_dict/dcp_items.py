@@ -33,7 +33,8 @@ def chunks(boxes: Sequence[Box]) -> list[Any]:
 
 def chunks_to_load(boxes: Sequence[Box]) -> list[Any]:
     """Return the chunks to load, with a check that the checkpoint covers every box."""
-    # DCP's planner reads the elements it finds and leaves the other elements unchanged.
+    # DCP's planner reads the elements of the checkpoint and leaves the other elements
+    # unchanged.
     return CheckedChunks(chunks(boxes), partial(_require_whole, boxes))
 
 

@@ -1,6 +1,6 @@
 """LOCAL_STATE_DICT: this rank's shards as plain tensors, and the plan they belong to.
 
-Names are those of the plain model. Only the plan tells which elements of a parameter a
+Names are the plain model's names. Only the plan tells which elements of a parameter a
 shard holds, so the plan is stored in the metadata of a module's state dict and compared
 on load.
 """
@@ -103,7 +103,7 @@ class LocalValue(Tensor):
             _refuse("a value of this state dict")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        # A copy still holds only this rank's part, so DCP must keep refusing it.
+        # A copy still holds only this rank's part, so DCP must refuse the copy, too.
         if func in _COPIES and type(result) is Tensor:
             return result.as_subclass(cls)
         return result
@@ -165,7 +165,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def as_local(handle: FlatParamHandle | None, part: Tensor, *, to_cpu: bool) -> Tensor:
-    """Return ``part`` as a ``LocalValue``; as a plain tensor if it is the full value.
+    """Return ``part`` as a ``LocalValue``; as a plain tensor for a full value.
 
     Args:
         handle: The unit of the parameter; None for a parameter without a unit.

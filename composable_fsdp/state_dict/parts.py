@@ -184,9 +184,9 @@ class _LoadPart:
         # The modules show full parameters, into which torch copies itself.
         if handle.phase is Phase.SUMMON and handle.is_full:
             return
-        if (
-            not handle.on_meta
-        ):  # with values on meta the parts are loaded one after the other
+        # While the unit is on meta, some parts may have values already and others not
+        # yet.
+        if not handle.on_meta:
             require_between_steps(state, "load_state_dict")
             free_all_full_params(state)
         places = _places(state)

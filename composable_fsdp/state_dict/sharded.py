@@ -37,7 +37,7 @@ Op = Callable[..., Any]
 
 
 class ShardPlace(NamedTuple):
-    """The box of a local shard; the names are those of torch's ShardedTensor."""
+    """The box of a local shard; field names as in torch's ShardedTensor."""
 
     shard_offsets: tuple[int, ...]
     shard_sizes: tuple[int, ...]
@@ -67,9 +67,9 @@ class GroupAndDevice:
 class ShardedValue(Tensor):
     """This rank's part of a parameter, or of element-wise optimizer state.
 
-    ``shape``, ``size()``, ``dtype`` and ``device`` are those of the full value;
-    ``local`` holds this rank's elements ``[start, stop)`` of the flattened full value,
-    in the sharded parameter's shape.
+    ``shape``, ``size()``, ``dtype`` and ``device`` describe the full value; ``local``
+    holds this rank's elements ``[start, stop)`` of the flattened full value, in the
+    sharded parameter's shape.
     """
 
     # Ordinary attributes, because torch's stagers copy each attribute.
@@ -81,7 +81,9 @@ class ShardedValue(Tensor):
     rank: int
     world_size: int
     home: GroupAndDevice | None
-    """The group and device for ``full_tensor``; None after unpickling."""
+    """The group and device for ``full_tensor``; None after unpickling, and for values
+    of ``optimizer.state_dict()``.
+    """
     not_alone: str = ""
     """The description of a value in ``optimizer.state_dict()``, for an error text.
 
@@ -113,8 +115,7 @@ class ShardedValue(Tensor):
             dcp_caller.install()
         return value
 
-    # All decisions are made in __torch_dispatch__, so skip the Python dispatch above
-    # it.
+    # All decisions are made in __torch_dispatch__, so skip the dispatch before.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
 
     @classmethod
@@ -336,7 +337,7 @@ def _copy(func: Op, to: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if not (isinstance(to, ShardedValue) and isinstance(source, ShardedValue)):
         given = to if isinstance(to, ShardedValue) else source
         text = _refusal(func, given)
-        # The single element is on a single rank, so no other rank could save it.
+        # The single element is on a single rank, so no other rank could save the value.
         if not given.shape:
             text += (
                 " If this is async_save with a storage_writer, pass checkpoint_id "
@@ -423,7 +424,7 @@ def mismatch(
     slot: ParameterSlot,
     value: ShardedValue,
 ) -> str:
-    """Return why ``value`` is not this rank's part of ``slot``; empty if it is.
+    """Return why ``value`` is not this rank's part of ``slot``, or an empty text.
 
     All ranks get the same answer, unless a rank was given another rank's values.
 

@@ -35,7 +35,7 @@ def hook_scopes(
     """Return the modules that get the hooks of a unit, with the scope of each."""
     # A class that overrides ``state_dict`` may call ``state_dict`` of a child instead
     # of its own base implementation, and its hooks then do not run. So the children get
-    # hooks as well, each for the part below it.
+    # hooks as well, each for the part below the child.
     if type(module).state_dict is nn.Module.state_dict:
         return [(module, _ALL)]
     found, stack = [], [("", module)]

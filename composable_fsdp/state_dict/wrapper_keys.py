@@ -19,7 +19,7 @@ from composable_fsdp.state_dict.local import PLAN
 
 
 def install_wrapper_hooks(wrapper: nn.Module, component: str = WRAPPED_MODULE) -> None:
-    """Install the hooks that remove ``component`` on save and insert it on load."""
+    """Install hooks: remove ``component`` on save, insert ``component`` on load."""
     hooks: Any = wrapper  # torch does not annotate these methods
     hooks._register_state_dict_hook(partial(_strip_keys, component))
     hooks.register_load_state_dict_pre_hook(partial(_add_component, component))
