@@ -161,9 +161,15 @@ def parameter_gradients(side: Side, which: int, how: str) -> Seen:
 
 
 def step(side: Side) -> Seen:
-    if side.optimizer.defaults.get("fused"):
-        side.slots.clear()  # as a write through ``.data``
+    forget_hidden(side)
     side.optimizer.step()
+
+
+def forget_hidden(side: Side) -> None:
+    """Drop graphs in which nothing tells that a step has changed weights."""
+    kept_apart = {"argument:on_cpu", "call:on_cpu", "core:cpu"} & side.program.words()
+    if side.optimizer.defaults.get("fused") or kept_apart:
+        side.slots.clear()  # as a write through ``.data``
 
 
 def zero(side: Side, how: str = "optimizer") -> Seen:
@@ -202,11 +208,29 @@ def clip_as_plain(side: Side) -> Seen:
     side.optimizer.step()
 
 
-def scaled(side: Side) -> Seen:
-    """torch's own scaler, by mistake: it unscales, steps and updates."""
+def scaled(side: Side, how: str) -> Seen:
+    """A scaler unscales, steps and updates; an infinity anywhere skips the step."""
+    found = [(n, p) for n, p in sorted(named(side.model).items()) if has_grad(side, n)]
+    if not found:
+        return None
+    if how == "infinite" and (grad := found[len(found) // 2][1].grad) is not None:
+        grad.fill_(float("inf"))
+    forget_hidden(side)
+    if how == "unscale":
+        side.scaler.unscale_(side.optimizer)
+        clip(side, 0.3)
     side.scaler.step(side.optimizer)
     side.scaler.update()
+    if how == "infinite":
+        zero(side)
     return side.scaler.get_scale()
+
+
+def has_grad(side: Side, name: str) -> bool:
+    """On any rank: one that holds nothing of a parameter has no gradient."""
+    if side.sharded:
+        return get_full_grad(side.model, name) is not None
+    return named(side.model)[name].grad is not None
 
 
 # ---- gradients in the user's hands -------------------------------------------
@@ -284,6 +308,15 @@ def write(side: Side, index: int, how: str) -> Seen:
             torch._foreach_mul_(list(side.model.parameters()), 0.9)
 
 
+def freeze_all(side: Side, on: bool) -> Seen:
+    side.model.requires_grad_(on)
+
+
+def mode(side: Side, train: bool) -> Seen:
+    """Between a forward and its backward, maybe."""
+    side.model.train(train)
+
+
 def average(side: Side) -> Seen:
     """An EMA over the local values, kept and put in later."""
     for name, p in named(side.model).items():
@@ -333,7 +366,14 @@ def copy_aside(side: Side, batch: int) -> Seen:
 
 
 def new_optimizer(side: Side, kind: str) -> Seen:
-    side.optimizer = optimizer_of(kind, side.model)
+    side.make_optimizer(kind)
+
+
+def step_half(side: Side, odd: bool) -> Seen:
+    """Another optimizer steps every other parameter, once."""
+    forget_hidden(side)
+    chosen = [p for _, p in sorted(named(side.model).items())][odd::2]
+    torch.optim.SGD([{"params": chosen}], lr=0.05, momentum=0.9).step()
 
 
 def learning_rate(side: Side, factor: float) -> Seen:
@@ -533,7 +573,8 @@ def call_core(side: Side, index: int, batch: int) -> Seen:
     """A part of a unit, or a unit, called by itself."""
     torch.manual_seed(batch)
     with torch.no_grad():
-        return piece(side, index).compute(side.inputs(batch))
+        x = side.inputs(batch)
+        return piece(side, index).compute(x).to(x.dtype)
 
 
 def sync(side: Side, on: bool) -> Seen:

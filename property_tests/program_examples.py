@@ -175,6 +175,28 @@ EXAMPLES: dict[str, list[Program]] = {
         for core in ("tiny", "scalar", "zero")
         for dtype, back in (("bfloat16", False), ("float32", True))
     ],
+    "a parameter that is frozen after a cast": [
+        Program(
+            Part(core="mul", children=(Part(core="tiny", unit=""),)),
+            width=10,
+            options=Options(block="ELEMENT", strategy=strategy),
+            actions=(
+                ("train", 0),
+                ("cast", "bfloat16", False),
+                ("freeze", index),
+                *STEPS,
+                ("freeze_all", True),
+                *STEPS,
+            ),
+        )
+        for index in (0, 1)
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+    ],
+    "forward mode inside reverse mode": [
+        below(Part(call="vjp", children=(Part(core=core, call="jvp"),)), **options)
+        for core in ("mul", "linear")
+        for options in ({}, {"offload": True}, {"strategy": "SHARD_GRAD_OP"})
+    ],
     "other data where a rank holds nothing": [
         below(
             Part(core=core),
@@ -262,3 +284,5 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(), actions=(("inside_summon", what),)) for what in ("make", "step")
     ],
 }
+ON_THREE = {"a parameter that is frozen after a cast"}
+"""On two ranks they were right: a parameter has to cover the whole part of one."""

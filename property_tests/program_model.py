@@ -33,6 +33,8 @@ class Piece(nn.Module):
     core: nn.Module
     aux: Tensor | None
     kept: Tensor | None
+    low = False
+    """Units cast to float32; what is between them may promote to float64 again."""
 
     def __init__(self, part: Part, width: int, finished: list[Piece]) -> None:
         super().__init__()
@@ -66,6 +68,9 @@ class Piece(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         """The core, in the dtype of its parameters."""
         dtype = DTYPES[self.part.dtype]
+        if self.low:
+            found = (p.dtype for p in self.core.parameters() if p.is_floating_point())
+            return cast(Tensor, self.core(x.to(next(found, x.dtype))))
         if dtype is x.dtype or dtype is torch.float64:
             return cast(Tensor, self.core(x))
         return cast(Tensor, self.core(x.to(dtype))).to(x.dtype)
@@ -316,7 +321,7 @@ def unit_paths(model: Piece) -> list[str]:
 def output_of(model: Any, x: Tensor) -> Tensor:
     """What the root gives."""
     WIDTH[0] = x.shape[1]
-    return call(model, x)
+    return call(model, x).to(x.dtype)
 
 
 def loss_of(model: Any, y: Tensor) -> Tensor:

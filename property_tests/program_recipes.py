@@ -64,6 +64,14 @@ class Options(_Short):
     """The root of the model is no unit: each of its children is a root."""
     fill: bool = False
     """Unused parameters take part with zeros (``set_reduce_scatter_unused_params``)."""
+    replicas: int = 1
+    """Of a hybrid strategy, as far as the number of ranks can be divided by it."""
+    low: bool = False
+    """Units compute in float32 (``MixedPrecision``), the plain model in float64."""
+    methods: bool = False
+    """``compute`` of every unit is a forward, too (``register_forward_method``)."""
+    groups: bool = False
+    """The optimizer has two groups, with every other parameter and another rate."""
 
 
 @dataclass(frozen=True, repr=False)

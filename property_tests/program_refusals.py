@@ -39,12 +39,20 @@ REFUSALS: list[tuple[set[str], str]] = [
     ),
     ({"form:generator"}, "returned a generator, which computes when"),
     ({"core:maxnorm"}, "it renormalises rows inside forward"),
+    # A copy that is in another dtype than the shards.
+    ({"option:low"}, "where it is a copy in torch.float32 of shards"),
+    (
+        {"option:fill", "action:fill"},
+        "while set_reduce_scatter_unused_params gives every parameter one",
+    ),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),
-    ({"action:inside_summon"}, "holds the full parameters of"),
+    ({"action:inside_summon", "action:unshard_unit"}, "holds the full parameters of"),
     ({"action:clip_as_plain"}, "scaled after they were averaged"),
     ({"call:functional"}, "was removed or replaced by a Tensor"),
+    # What a format cannot hold.
+    ({"core:complex"}, "has dtype torch.complex128, which a checkpoint cannot hold"),
     # An optimizer that made state of the plain model's shapes.
     ({"option:early"}, "made before fully_shard"),
 ]

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import (
     BackwardPrefetch,
     Block,
     CPUOffload,
+    MixedPrecision,
+    ShardedGradScaler,
     ShardingStrategy,
     fully_shard,
+    register_forward_method,
     set_reduce_scatter_unused_params,
     set_reshard_after_backward,
 )
 from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.casting import named
-from property_tests.program_model import build, unit_paths
+from property_tests.program_model import Piece, build, unit_paths
 from property_tests.program_recipes import Options, Program
 from tests.support.models import legal_units
 from tests.support.reference import apply_units
 from tests.support.world import World
+
+if TYPE_CHECKING:
+    from property_tests.program_states import Taken
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -41,6 +50,14 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+LOW = MixedPrecision(
+    param_dtype=torch.float32,
+    reduce_dtype=torch.float64,
+    cast_forward_inputs=True,
+    _module_classes_to_ignore=(),
+)
+
+
 class Broken(RuntimeError):
     """What a user's code raises."""
 
@@ -54,10 +71,16 @@ class Slot:
     loss: Tensor
 
 
-def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """In a group, because a model may have no parameters at all."""
+def optimizer_of(
+    kind: str, model: nn.Module, groups: bool = False
+) -> torch.optim.Optimizer:
+    """In a group, because a model may have no parameters at all; or in two."""
     made, arguments = OPTIMIZERS[kind]
-    return made([{"params": list(model.parameters())}], **arguments)
+    if not groups:
+        return made([{"params": list(model.parameters())}], **arguments)
+    parameters = [p for _, p in sorted(named(model).items())]
+    second = {"params": parameters[::2], "lr": 0.5 * arguments["lr"]}
+    return made([{"params": parameters[1::2]}, second], **arguments)
 
 
 class Side:
@@ -65,22 +88,34 @@ class Side:
 
     model: nn.Module
 
-    def __init__(self, program: Program, rank: int, world: World | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        world: World | None = None,
+        folder: str = "",
+    ) -> None:
         self.program, self.rank, self.sharded = program, rank, world is not None
+        self.folder, self.directories = folder, 0
         model = build(program)
+        self.shapes = {name: p.shape for name, p in named(model).items()}
         self.units = ["", *legal_units(model, unit_paths(model))]
         if program.options.apart:
             self.units = self.units[1:]
-        kind = program.options.optimizer
-        optimizer = optimizer_of(kind, model) if program.options.early else None
-        self.model = shard(model, self.units, program.options) if world else model
-        self.optimizer = optimizer or optimizer_of(kind, self.model)
+        self.kind, groups = program.options.optimizer, program.options.groups
+        early = program.options.early
+        optimizer = optimizer_of(self.kind, model, groups) if early else None
+        self.model = shard(model, self.units, program.options, world)
+        self.optimizer = optimizer or optimizer_of(self.kind, self.model, groups)
         self.slots: list[Slot] = []
         self.kept: dict[str, Tensor] = {}
         self.asked: dict[str, Tensor | None] = {}
         self.average: dict[str, Tensor] = {}
         self.saved: dict[str, Tensor] = {}
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        self.taken: Taken | None = None
+        self.pending: Future[None] | None = None
+        scaler = ShardedGradScaler if self.sharded else torch.amp.GradScaler
+        self.scaler = scaler("cpu", init_scale=2.0, growth_interval=2)
         self.swappable: list[tuple[str, str]] = []
         self.synced, self.filled = True, program.options.fill
 
@@ -91,15 +126,42 @@ class Side:
 
     def renew_optimizer(self) -> None:
         """A new one of the kind that the program names."""
-        self.optimizer = optimizer_of(self.program.options.optimizer, self.model)
+        self.make_optimizer(self.program.options.optimizer)
+
+    def make_optimizer(self, kind: str) -> None:
+        """Go on with a new one."""
+        groups = self.program.options.groups
+        self.kind, self.optimizer = kind, optimizer_of(kind, self.model, groups)
 
     def comparable(self, unit: str) -> bool:
         """Whether the unit owns all that is below it: no place of a shared module."""
         return all(part.again is None for part in self.program.parts())
 
 
-def shard(model: nn.Module, units: list[str], options: Options) -> nn.Module:
+_meshes: dict[tuple[int, int], DeviceMesh] = {}
+"""Of this run: the pool takes the groups of one run away before the next."""
+
+
+def forget_meshes() -> None:
+    _meshes.clear()
+
+
+def mesh_of(world: World, replicas: int) -> DeviceMesh:
+    """Made once per shape, because each makes groups."""
+    replicas = math.gcd(replicas, world.world_size)
+    shape = replicas, world.world_size // replicas
+    if shape not in _meshes:
+        names = ("replicate", "shard")
+        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[shape]
+
+
+def shard(
+    model: nn.Module, units: list[str], options: Options, world: World | None
+) -> nn.Module:
     """Apply either door to the modules at ``units``, the root's the empty name."""
+    if world is None:
+        return model
     offload = CPUOffload(offload_params=True) if options.offload else None
     arguments: dict[str, Any] = {
         "strategy": ShardingStrategy[options.strategy],
@@ -108,6 +170,13 @@ def shard(model: nn.Module, units: list[str], options: Options) -> nn.Module:
         "cpu_offload": offload,
         "limit_all_gathers": options.limit,
     }
+    if "HYBRID" in options.strategy:
+        arguments["device_mesh"] = mesh_of(world, options.replicas)
+    if options.low:
+        arguments["mixed_precision"] = LOW
+        for module in model.modules():
+            if isinstance(module, Piece):
+                module.low = True
     if options.door == "composable":
         arguments["block"] = Block[options.block]
     below = [unit for unit in units if unit]
@@ -119,6 +188,9 @@ def shard(model: nn.Module, units: list[str], options: Options) -> nn.Module:
         model = apply_units(
             model, below, path=options.door, style=options.style, **arguments
         )
+    for unit in units if options.methods else ():
+        if isinstance(model.get_submodule(unit), Piece):
+            register_forward_method(model.get_submodule(unit), "compute")
     if options.keep_full:
         set_reshard_after_backward(model, False)
     if options.fill:
@@ -155,7 +227,7 @@ def own_parts(
     return found
 
 
-def equal_parts(model: nn.Module, world_size: int) -> list[tuple[str, str]]:
+def equal_parts(model: nn.Module) -> list[tuple[str, str]]:
     """Pairs of parameters of which every rank holds the same part."""
     names = {id(p): name for name, p in named(model).items()}
     parts: dict[Any, list[str]] = {}
@@ -164,7 +236,8 @@ def equal_parts(model: nn.Module, world_size: int) -> list[tuple[str, str]]:
             slots = zip(region.layout.parameters, region.leaves, strict=True)
             for slot, leaf in slots:
                 spans = [
-                    region.layout.interval(slot, rank) for rank in range(world_size)
+                    region.layout.interval(slot, rank)
+                    for rank in range(region.layout.world_size)
                 ]
                 shape = slot.shape, leaf.dtype, tuple(spans) if region.is_cut else ()
                 if id(leaf) in names:

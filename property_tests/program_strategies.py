@@ -51,7 +51,11 @@ def options() -> st.SearchStrategy[Options]:
     return st.builds(
         Options,
         strategy=st.sampled_from(
-            ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+            [
+                *["FULL_SHARD"] * 4,
+                *["SHARD_GRAD_OP", "NO_SHARD"] * 2,
+                *["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
+            ]
         ),
         door=st.sampled_from(["composable", "wrapper"]),
         style=st.sampled_from(["manual", "auto"]),
@@ -66,6 +70,10 @@ def options() -> st.SearchStrategy[Options]:
         pairs=st.sampled_from([False, False, False, True]),
         apart=st.sampled_from([False, False, False, True]),
         fill=st.sampled_from([False, False, False, True]),
+        replicas=st.sampled_from([1, 2, 12]),
+        low=st.sampled_from([False] * 7 + [True]),
+        methods=st.sampled_from([False, False, False, True]),
+        groups=st.sampled_from([False, False, False, True]),
     )
 
 
@@ -101,7 +109,8 @@ def actions() -> st.SearchStrategy[list[Action]]:
     train = st.one_of(
         _action("train", BATCH),
         _action("train", BATCH, ["clip"]),
-        _action("train", BATCH, ["keep"]),
+        _action("train", BATCH, ["keep", "accumulate"]),
+        _action("train", BATCH, ["scale", "unscale", "infinite"]),
     )
     step = [
         _action("forward", BATCH, forwards),
@@ -140,6 +149,9 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("cast", ["float32", "bfloat16", "float64"], ON),
         _action("copy_model", ON),
         _action("copy_aside", BATCH),
+        _action("freeze_all", ON),
+        _action("mode", ON),
+        _action("step_half", ON),
         _action("new_optimizer", list(OPTIMIZERS)),
         _action("learning_rate", [0.5, 2.0]),
         _action("scheduler"),
@@ -159,7 +171,21 @@ def actions() -> st.SearchStrategy[list[Action]]:
         _action("fill", ON),
         _action("call_core", INDEX, BATCH),
     ]
-    kinds = [st.one_of(g) for g in (step, graph, gradients, parameters, states)]
+    single = ["get_param", "set_param", "get_grad", "set_grad", "no_grad", "get_state"]
+    types = ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT"]
+    back = [
+        _action("single", INDEX, single),
+        _action("single", INDEX, single),
+        _action("save_directory", ON, ON),
+        _action("load_directory"),
+        _action("torch_get", ["full", "sharded"]),
+        _action("torch_set"),
+        _action("typed_save", types, ON),
+        _action("typed_load"),
+        _action("raw_round_trip"),
+    ]
+    groups = (step, graph, gradients, parameters, states, back)
+    kinds = [st.one_of(group) for group in groups]
     return st.lists(st.one_of(train, *kinds), min_size=1, max_size=10)
 
 
@@ -210,14 +236,15 @@ def _possible(program: Program) -> Program:
     ``p.data = ...`` under ``torch.func`` crashes the process. Parameters of a wrapper
     in a wrapper have names that ``functional_call`` does not find.
     """
+    options = program.options
     if FUNCTIONAL & program.words() and "core:quantized" in program.words():
-        return replace(program, root=_without(program.root, "quantized"))
-    if program.options.door == "wrapper" and "call:functional" in program.words():
-        options = replace(program.options, door="composable")
-        return replace(program, options=options)
-    if program.options.apart:
-        return _apart(program)
-    return program
+        program = replace(program, root=_without(program.root, "quantized"))
+    if options.door == "wrapper" and "call:functional" in program.words():
+        options = replace(options, door="composable")
+    if options.low and UNLIKE_LOW & program.words():
+        options = replace(options, low=False)
+    program = replace(program, options=options)
+    return _apart(program) if options.apart else program
 
 
 def _apart(program: Program) -> Program:
@@ -236,6 +263,12 @@ def _unshared(part: Part) -> Part:
     return replace(part, again=None, children=children)
 
 
+UNLIKE_LOW = {
+    *("dtype:float32", "dtype:bfloat16", "call:functional", "form:partly"),
+    *("core:batchnorm", "core:buffered", "core:spectralnorm", "core:complex"),
+    *("core:quantized", "option:apart"),
+}
+"""What has dtypes of its own, or takes a decision by the last bits."""
 FUNCTIONAL = {"call:jvp", "call:vjp", "call:vmap"}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +46,28 @@ def test_each_rank_keeps_its_elements_of_each_parameter(
                 assert one.offset + one.numel <= other.offset
             last = part.parameters[-1]
             assert last.offset + last.numel <= part.padded_numel
+
+
+@given(specs=units(), world_size=world_sizes(), data=st.data())
+def test_each_rank_keeps_its_elements_after_a_cast(
+    specs: list[ParameterSpec], world_size: int, data: st.DataObject
+) -> None:
+    """Parameters that were cast keep their cuts, aligned for the dtype they had."""
+    for planned in plan_regions(specs, world_size=world_size):
+        dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+        layout = replace(planned, dtype=dtype)
+        count = len(layout.parameters)
+        flags = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+
+        parts = split_region(layout, flags)
+
+        before = {slot.index: slot for slot in layout.parameters}
+        for part in parts:
+            assert part.shard_numel <= layout.shard_numel
+            for slot in part.parameters:
+                for rank in range(world_size):
+                    old = layout.interval(before[slot.index], rank)
+                    assert part.interval(slot, rank) == old
 
 
 @given(specs=units(), world_size=world_sizes())

@@ -52,10 +52,12 @@ def _compact(
     # Elements per 16 bytes: every part starts aligned.
     unit = max(SHARD_ALIGNMENT // layout.dtype.itemsize, 1)
     # Shards have equal sizes, so the rank that needs most decides.
-    size = max(
-        (_needed(layout, slots, r, unit) for r in range(layout.world_size)), default=0
-    )
-    size = _up(size, unit)
+    size = _size(layout, slots, unit)
+    while size > layout.shard_numel:
+        # Parameters that were cast to a narrower dtype are aligned to fewer bytes. In a
+        # larger shard one that covers whole ranks would be cut at other elements.
+        unit //= 2
+        size = _size(layout, slots, unit)
     return replace(
         layout,
         trainable=trainable,
@@ -64,6 +66,12 @@ def _compact(
         shard_numel=size,
         parameters=tuple(_place(layout, slots, size, unit)),
     )
+
+
+def _size(layout: RegionLayout, slots: list[ParameterSlot], unit: int) -> int:
+    """Elements of a shard in which every rank finds room for its parts."""
+    needed = (_needed(layout, slots, r, unit) for r in range(layout.world_size))
+    return _up(max(needed, default=0), unit)
 
 
 def _needed(

@@ -15,6 +15,8 @@ when the graph reads parameters of the sharded unit (``flat.versions``).
 
 ``torch._C._autograd._get_sequence_nr`` and ``Node._sequence_nr`` are private, checked
 on torch 2.13 and 2.11. Sequence numbers ascend in the order in which nodes are made.
+``torch._C._functorch.is_functorch_wrapped_tensor`` and ``get_unwrapped`` are private,
+too, and checked on the same versions.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from composable_fsdp.compose.registry import REGISTRY_KEY
 from composable_fsdp.runtime.nested_tensors import tensors_in
@@ -32,6 +35,9 @@ from composable_fsdp.tree.state import _FSDPState
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the sequence number of the next node of this thread."""
 
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
+_unpack_dual: Callable[[Tensor], Any] = forward_ad.unpack_dual
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {REGISTRY_KEY}
 """Attributes that are not searched. The registry refers to the states, and these to the
 whole tree, so a search in each unit would visit the whole tree."""
@@ -57,6 +63,26 @@ def grad_fns_of(tensors: Iterable[Tensor], since: int) -> list[Any]:
             if base is not None and base._sequence_nr() >= since:
                 found[id(base)] = base
     return list(found.values())
+
+
+def below_transforms(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tangents and the tensors below the wrappers of ``torch.func``.
+
+    Under ``jvp`` a tensor has no grad_fn. An outer ``vjp``, or the backward outside,
+    enters the graph at the tensor inside the wrapper and at the tangent.
+    """
+    found: list[Tensor] = []
+    for tensor in tensors:
+        if not _is_wrapped(tensor):
+            continue
+        tangent = _unpack_dual(tensor).tangent
+        levels = [tensor] if tangent is None else [tensor, tangent]
+        found += levels[1:]
+        for each in levels:
+            while _is_wrapped(each):
+                each = _unwrapped(each)
+                found.append(each)
+    return found
 
 
 def written_in_place(inputs: Iterable[tuple[Tensor, int]], since: int) -> list[Tensor]:

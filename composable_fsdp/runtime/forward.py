@@ -39,6 +39,7 @@ from composable_fsdp.runtime.container_copies import (
     record_copies,
 )
 from composable_fsdp.runtime.escaped_tensors import (
+    below_transforms,
     grad_fns_of,
     made_since,
     sequence_number,
@@ -403,6 +404,8 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
         nodes = [] if node is None else [node]
     else:
         nodes = grad_fns_of(tensors, _since(aliases))
+    if not nodes:
+        nodes = grad_fns_of(below_transforms(tensors), _since(aliases))
     if not nodes:
         return False
     if len(aliases) > 1:
