@@ -17,9 +17,18 @@ from composable_fsdp.flat.grad_samples import sample_again
 class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for sharded gradients; arguments as in FSDP1.
 
-    ``process_group`` names the ranks that decide together; None means all ranks.
     Gradients may be in host memory and in half precision, as CPU offload and
     low-precision reduction leave them.
+
+    Args:
+        device: The device type of the scale. Default "cuda".
+        init_scale: The first scale. Default 65536.
+        backoff_factor: Multiplies the scale after a step with inf or NaN. Default 0.5.
+        growth_factor: Multiplies the scale after ``growth_interval`` steps without inf
+            or NaN. Default 2.
+        growth_interval: The number of these steps. Default 2000.
+        enabled: False turns all methods into pass-throughs. Default True.
+        process_group: The ranks that decide together. Default None: all ranks.
 
     Collective: per optimizer and step an all-reduce of one number, in ``unscale_`` or
         else in ``step``.

@@ -128,6 +128,8 @@ def _own_states(modules: Sequence[nn.Module], what: str) -> tuple[_FSDPState, ..
 
     Raises: TypeError, for a single module; CompositionError, as ``state_of_unit``.
     """
+    # An nn.Sequential is iterable, so a single module would pass for a list of its
+    # children.
     if isinstance(modules, nn.Module):
         raise TypeError(
             f"{what} expects a list of modules, got one {type(modules).__name__}. Pass "

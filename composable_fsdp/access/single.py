@@ -29,7 +29,7 @@ from composable_fsdp.tree.traversal import require_module, walk_states
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter, with the unit and the region that hold its sharded form."""
+    """A parameter, with the unit and the region of the sharded form."""
 
     state: _FSDPState
     region: FlatParameter
@@ -63,7 +63,9 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
 
 @torch.no_grad()
 def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
-    """Write the full ``value`` into a parameter; each rank writes its part.
+    """Write the full ``value`` into a parameter.
+
+    Each rank writes the elements of the rank's own shard.
 
     Args:
         module: A module that holds the parameter.
@@ -151,7 +153,7 @@ def _set_grad(found: Held | nn.Parameter, part: Tensor | None) -> None:
 
 
 def _index(found: Held) -> int:
-    """Return the index of the parameter among the parameters of its region."""
+    """Return the index of the parameter in the region."""
     return found.region.layout.parameters.index(found.slot)
 
 
@@ -213,7 +215,7 @@ def _settled(state: _FSDPState, region: FlatParameter, index: int, what: str) ->
     """
     require_between_steps(state, what)
     # require_between_steps may have rebuilt the regions (after a change of
-    # requires_grad or of the parameters' data): find the parameter again by its slot.
+    # requires_grad or of the parameters' data): find the parameter again by slot.
     slot_index = region.layout.parameters[index].index
     for each in state.handle.regions:
         for slot, leaf in zip(each.layout.parameters, each.leaves, strict=True):

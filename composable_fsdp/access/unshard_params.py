@@ -123,7 +123,7 @@ def _units_around(module: nn.Module) -> list[_FSDPState]:
     for each in inside.values():
         state = _get_module_fsdp_state(each)
         if state is not None and not any(id(m) in inside for m in state.modules):
-            # A module may belong to a unit without holding any of its parameters.
+            # A module may belong to a unit without holding any parameter of the unit.
             owners = state.handle.owners
             if id(state) not in found and any(id(m) in inside for m in owners):
                 found[id(state)] = state
@@ -147,7 +147,7 @@ def _summon(
 
 
 def _tops(module: nn.Module, *, recurse: bool, needed: bool) -> list[_FSDPState]:
-    """Return the uppermost units in ``module``; without ``recurse`` its own unit.
+    """Return the uppermost units in ``module``; without ``recurse`` the module's own.
 
     Raises: CompositionError, if there is no unit and ``needed`` is set.
     """
@@ -265,7 +265,8 @@ def unshard_own(module: nn.Module, state: _FSDPState) -> Iterator[None]:
     Raises: PhaseError, inside forward or backward; DesyncError, if another rank raised
         in the block.
     """
-    # A unit of several modules has no wrapper, so no call of ``apply`` of its own.
+    # A unit of several modules has no wrapper, so no wrapper's ``apply`` shows this
+    # unit.
     lists = [each for each in _get_fsdp_states(module) if len(each.modules) > 1]
     hidden = [s for s in (state, *lists) if s.handle.phase is not Phase.SUMMON]
     # A tree that was not initialized must stay so: units above may still be made.

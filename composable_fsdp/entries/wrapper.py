@@ -55,13 +55,36 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
 
     Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
     Parameters and buffers have the plain model's names, without
-    ``_fsdp_wrapped_module``.
+    ``_fsdp_wrapped_module``. Wrapping a wrapper again with equal settings returns the
+    same wrapper.
 
-    ``use_orig_params`` is always treated as True: the parameters are the original
-    objects. A model on meta is initialized at construction, by ``param_init_fn`` or by
-    each module's ``reset_parameters()``. The arguments ``tied_params`` and
-    ``if_sharded`` come from ``fully_shard``; FSDP1 does not have them. Wrapping a
-    wrapper again with equal settings returns the same wrapper.
+    Args:
+        module: The module to shard and wrap.
+        process_group: The shard group, or a pair (shard group, replicate group).
+            Default: the default process group.
+        sharding_strategy: ``strategy`` of ``fully_shard``. Default None: FULL_SHARD.
+        cpu_offload: Keep shards in host memory. Default None: no offload.
+        auto_wrap_policy: Selects the units below. Default None: no unit below.
+        backward_prefetch: When backward all-gathers the next unit. Default
+            BACKWARD_PRE.
+        mixed_precision: Dtypes of compute, reduction and buffers. Default None:
+            unchanged.
+        ignored_modules: Modules that are not sharded. Default None.
+        param_init_fn: Initializes modules on meta, at construction. Default None: each
+            module's ``reset_parameters()``.
+        device_id: The compute device. Default None: as ``fully_shard``.
+        sync_module_states: Broadcast the values of rank 0 first. Default False.
+        forward_prefetch: All-gather the next unit early in forward. Default False.
+        limit_all_gathers: Limit the memory of units that wait for the GPU. Default
+            True.
+        use_orig_params: Always treated as True, the default: the parameters are the
+            original objects. False gives a warning.
+        ignored_states: Parameters or modules that are not sharded. Default None.
+        device_mesh: The ranks as a mesh: 1-D, or 2-D (replicate, shard). Default None.
+        tied_params: As in ``fully_shard``; FSDP1 does not have this argument. Default
+            "error".
+        if_sharded: As in ``fully_shard``; FSDP1 does not have this argument. Default
+            "error".
 
     Collective: as ``fully_shard``.
     Raises: as ``fully_shard``; the module is then unchanged.

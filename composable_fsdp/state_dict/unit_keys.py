@@ -1,4 +1,4 @@
-"""The keys of a unit's parameters in a state dict, and the modules of its hooks."""
+"""The keys of a unit's parameters in a state dict, and the modules with the hooks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def hook_scopes(
 ) -> list[tuple[nn.Module, HookScope]]:
     """Return the modules that get the hooks of a unit, with the scope of each."""
     # A class that overrides ``state_dict`` may call ``state_dict`` of a child instead
-    # of its own base implementation, and its hooks then do not run. So the children get
-    # hooks as well, each for the part below the child.
+    # of the base implementation; the hooks of the class's module then do not run. So
+    # the children get hooks as well, each for the part below the child.
     if type(module).state_dict is nn.Module.state_dict:
         return [(module, _ALL)]
     found, stack = [], [("", module)]
