@@ -84,9 +84,8 @@ class BlockFile:
         if not wants:
             return
         self._open()
-        # The only block in memory, even for a large file. As ``wants`` are in
-        # file order, the buffer still holds the block of the previous request if the
-        # block is shared.
+        # The only block in memory, even for a large file. As ``wants`` are in file
+        # order, the buffer still holds the block that two neighbouring requests share.
         buffer, loaded = memoryview(b""), -1
         for want in wants:
             begin, end = want.begin, want.end
@@ -128,9 +127,9 @@ class BlockFile:
                 count = os.preadv(self._handle, parts, self.file.header_nbytes + begin)
             except OSError:
                 count = -1
-            if count < size:  # A short read: read each request by itself.
-                # The single reads continue after a short read, or raise an error with
-                # the name of the slice that is lost.
+            if count < size:
+                # After a short read or an error, read each request by itself: the
+                # single reads succeed, or raise an error that names the lost slice.
                 for want in listed:
                     self._read(want.data(), want.begin)
 
@@ -177,9 +176,8 @@ class BlockFile:
         handle = open_plain(self.path)
         try:
             self._check_header(handle)
-        # ``self._handle`` is set only after the checks, so ``close`` would not find the
-        # handle.
         except BaseException:
+            # ``close`` would not find the handle: ``self._handle`` is set below.
             os.close(handle)
             raise
         self._handle = handle

@@ -116,6 +116,7 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
 
     ``names`` are all names of the tensor in the model; a tied tensor has several.
     """
+    # The checkpoint may have any of the names of a tied tensor.
     for name in names:
         if name in source.model:
             return name
@@ -170,6 +171,7 @@ def compare_model(
         start, stop, at = held.part(slot)
         # A rank without elements of the parameter reads nothing.
         if found is not None and stop > start:
+            # A view: the copy writes straight into the flat shard.
             into = held.region.shard[at : at + stop - start]
             copies.append(Copy(found, None, start, stop, into))
             report.untied += _untied(source, held.names[i], copies[-1])

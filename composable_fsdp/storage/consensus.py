@@ -132,8 +132,7 @@ def _described(error: Exception | None) -> tuple[str, str] | None:
     text = str(error.args[0]) if isinstance(error, FSDPError) and error.args else ""
     if isinstance(error, OSError):
         name = f" ({error.filename})" if error.filename else ""
-        # The text must not depend on the rank's Python objects: other ranks rebuild the
-        # error from the class name and the text.
+        # The reason and the file, without the error number that ``str`` adds.
         text = f"{error.strerror or error}{name}"
         return "CheckpointError", f"the checkpoint could not be accessed: {text}."
     kind = type(error).__name__
@@ -150,6 +149,7 @@ def _raise_first(
         if error is None:
             continue
         kind, text = error
+        # The rank's number in the team, which may differ from the global rank.
         if len(errors) > 1:
             text = f"On rank {other}: {text}"
         raise _KINDS[kind](text) from (own if other == rank else None)

@@ -103,7 +103,9 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         for state in states.values()
         for info in state.handle.infos
     }
+    # id(unit) -> slot index -> names of the parameter.
     in_units: dict[int, dict[int, list[str]]] = {id(s): {} for s in states.values()}
+    # id(tensor) -> the tensor and its names.
     others: dict[int, tuple[Tensor, list[str]]] = {}
     given = _names_given(module)
     for path, each in places(module):
@@ -158,8 +160,8 @@ def _names_given(module: nn.Module) -> dict[int, str]:
         for key, parameter in each._parameters.items()
     }
     names = names_of(module)
-    # A name that is a path of the parameter is not special: ``contents_of`` joins such
-    # names from the path. Only a name that no path explains was given by the class.
+    # ``contents_of`` joins a module's path and the attribute to a name. Keep only names
+    # that differ from every such name of the parameter: the class has chosen them.
     return {key: name for key, name in names.items() if (key, name) not in here}
 
 

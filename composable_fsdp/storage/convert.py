@@ -88,6 +88,7 @@ def convert(
         where = Path(destination)
         if to == SAFETENSORS:
             write_safetensors(where, given, max_shard_bytes=max_shard_bytes)
+            # Of the source itself, because ``given`` hides the other parts.
             left_out += _beside_weights(opened)
         else:
             with appear(where) as out:
@@ -97,7 +98,7 @@ def convert(
 
 
 def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> None:
-    """Write the weights of ``source``; to a single file if ``path`` has that suffix.
+    """Write the weights of ``source``; a single file for a file path.
 
     Args:
         path: the directory to make, or the file if the name ends in ``.safetensors``.
@@ -132,6 +133,7 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
 @contextmanager
 def _opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
     """Yield the source itself, or open the path and close the source at the end."""
+    # The caller closes a source that the caller has opened.
     if isinstance(source, Source):
         yield source
     else:
@@ -195,11 +197,13 @@ def check_readable(
     for name, info, read in tensors_of(watched):
         for start, stop in pieces(info):
             got = read(start, stop)
+            # A reader must not return fewer elements for a short file.
             if got.numel() != stop - start or got.dtype != info.dtype:
                 raise CheckpointError(
                     f"{name} gave {got.numel()} elements of {got.dtype}; expected "
                     f"{stop - start} of {info.dtype}."
                 )
+            # A reader may only map the file, so a disk error shows when bytes are read.
             _touch(got)
         total += info.nbytes
     return total
@@ -225,6 +229,8 @@ class _Watched(Source):
         self.optim: Mapping[str, Mapping[str, TensorInfo]] = {}
         self.param_groups: Sequence[Mapping[str, Any]] | None = None
         self.extra = None
+        # Do not touch attributes that are not wanted: a source may compute them on
+        # access, and raise for optimizer state that cannot be read.
         if not weights_only:
             self.optim = source.optim
             self.optim_values = source.optim_values

@@ -166,6 +166,7 @@ def remove_older(path: str, keep: int) -> list[str]:
     ages = []
     for entry in os.scandir(parent):
         manifest = os.path.join(entry.path, MANIFEST)
+        # Only directories with a manifest, and never the target of a link.
         if (
             entry.name != name
             and series.match(entry.name)

@@ -76,11 +76,11 @@ def _export_module(
     team = team_of(module)
     writing = _Writing(wanted=_is_first(states, team))
     try:
-        # A rank whose write fails continues with the gathers, so that no other rank
-        # waits for it in a collective. The second exchange tells all ranks the error.
         writing.attempt(partial(writing.start, path, module, states, max_shard_bytes))
         team.agree(writing.error)
-        # Every rank gathers every unit in the same order: each gather is a collective.
+        # Each gather is a collective, so every rank gathers every unit in the same
+        # order. The writing rank continues with the gathers even if a write has failed:
+        # otherwise the other ranks would wait. The exchange at the end tells the error.
         for state in states:
             values = gather_unit(state.handle, first_only=True, to_cpu=True)
             writing.attempt(partial(writing.write_unit, id(state.handle), values))
@@ -144,6 +144,7 @@ class _Writing:
             )
         # On every rank: the checks in ``contents_of`` must fail on all ranks alike.
         contents = contents_of(module, "export_safetensors")
+        # Gathered values arrive by slot index; the file needs names.
         self._names = {
             (id(held.handle), held.region.layout.parameters[i].index): held.names[i][0]
             for held, i in contents.slots()
@@ -173,6 +174,7 @@ class _Writing:
     def finish(self) -> None:
         """Complete the files, and rename them to their final path."""
         if self._writer is not None and self._work is not None:
+            # Completeness is checked before the rename.
             self._writer.finish()
             finish(self._work, self._path)
 

@@ -124,6 +124,7 @@ def load(
         _change(team, *result)
         if tell:
             report.warn()
+        # After the copy, which fills the persistent buffers.
         _tell_unfilled(module)
         return source.extra
     finally:

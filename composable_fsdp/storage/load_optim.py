@@ -28,8 +28,7 @@ from composable_fsdp.storage.source import Copy, Source
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter of the optimizer: its name in the checkpoint, and this rank's
-    interval.
+    """A parameter of the optimizer: name in the checkpoint and this rank's interval.
 
     ``start`` and ``stop`` count elements of the flattened parameter in row-major order.
     ``is_cut`` says that the parameter belongs to a unit, so that each rank holds a
@@ -119,9 +118,7 @@ class OptimizerLoad:
         return groups
 
     def _member(self, parameter: Tensor, held: Any) -> Member | None:
-        """Return the member of ``parameter``; report the parameter and return None if
-        missing.
-        """
+        """Return the member; report a parameter the checkpoint lacks, and return None."""
         if isinstance(held, HeldTensor):
             names, shape = held.names, tuple(held.tensor.shape)
             start, stop = 0, held.tensor.numel()
@@ -156,9 +153,7 @@ class OptimizerLoad:
                     )
 
     def _compare(self, member: Member) -> None:
-        """Report state of a cut parameter that is neither a scalar nor of the same
-        shape.
-        """
+        """Report state of a cut parameter with another shape, except scalars."""
         for state, info in self.source.optim.get(member.name, {}).items():
             if info.shape == member.shape or (not info.shape and state in SCALARS):
                 continue
@@ -181,9 +176,7 @@ class OptimizerLoad:
         return info.shape == member.shape
 
     def _range(self, member: Member, state: str) -> tuple[int, int] | None:
-        """Return the elements of a state that this rank reads; None if the state does
-        not fit.
-        """
+        """Return the elements of a state to read on this rank; None without a fit."""
         if self._is_elementwise(member, state):
             return member.start, member.stop
         info = self.source.optim[member.name][state]
@@ -192,8 +185,7 @@ class OptimizerLoad:
         return 0, info.numel
 
     def plan(self) -> list[Copy]:
-        """Return the reads into existing state tensors, or into new memory for the
-        state.
+        """Return the reads into present state tensors, or into new memory for state.
 
         Raises: CheckpointError, if a group of the optimizer has parameters from several
         saved groups whose options differ, or if the values of originals cannot be
@@ -222,9 +214,7 @@ class OptimizerLoad:
         return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
 
     def _values_to_join(self, member: Member | None) -> dict[str, Any]:
-        """Return the values that ``_state`` will give; ``...`` for an element-wise
-        tensor.
-        """
+        """Return the values that ``_state`` gives; ``...`` if a state is element-wise."""
         found: dict[str, Any] = {}
         if member is None:
             return found
@@ -237,9 +227,7 @@ class OptimizerLoad:
         return {**found, **self.source.optim_values.get(member.name, {})}
 
     def _origins(self) -> list[int | None]:
-        """Return for each group of the optimizer the saved group that supplies the
-        options.
-        """
+        """Return the index of the saved group for each group's options, or None."""
         found: list[int | None] = []
         for g, members in enumerate(self.groups):
             origins = {self.home[member.name] for member in members if member}
@@ -308,9 +296,7 @@ class OptimizerLoad:
                     present[name] = value.to(cast.device)
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameter's state after ``copies`` have been carried
-        out.
-        """
+        """Return the parameter's state; tensors are valid after ``copies`` are done."""
         source, parameter = self.source, member.parameter
         state: dict[str, Any] = {}
         for name, info in source.optim.get(member.name, {}).items():

@@ -101,11 +101,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RegionState:
-    """An optimizer state of a region, cut into shards as the region; ``dtype`` may
-    differ.
+    """An optimizer state of a region, cut into shards as the region.
 
-    ``slots`` are the indices of the parameters that have the state. The elements of all
-    other parameters are stored as zeros.
+    ``dtype`` may differ from the region's dtype. ``slots`` are the indices of the
+    parameters that have the state. The elements of all other parameters are stored as
+    zeros.
     """
 
     name: str
@@ -214,10 +214,12 @@ class Manifest:
     regions: tuple[Region, ...]
     singles: tuple[Single, ...]
     loose: tuple[Stored, ...]
+    # None: the checkpoint was saved without an optimizer.
     param_groups: list[Json] | None
     extra: Json
     own_states: dict[str, Json]
     """Results of modules' ``get_extra_state``, by the name in a state dict."""
+    # Empty in a converted checkpoint.
     rng: tuple[Json, ...]
 
     def to_json(self) -> Json:

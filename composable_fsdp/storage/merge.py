@@ -188,8 +188,7 @@ def _region(
 def _states(
     slots: Sequence[Slot], parts: Sequence[tuple[int, RegionPart]]
 ) -> dict[StateKey, tuple[int, ...]]:
-    """Return the states of a region and the slots that have them; ``parts`` is by
-    shard.
+    """Return the states of a region, with their slots; ``parts`` is in shard order.
 
     Raises: CheckpointError, if a rank that holds elements of a parameter lacks a state
     that another rank has for the parameter.

@@ -219,9 +219,9 @@ class NativeSource(Source):
 
     def finish(self, copies: Sequence[Copy]) -> None:
         """Fill the destinations that ``prepare`` has not filled; see ``Source``."""
-        # Bytes of a CPU destination of the saved dtype are read straight into its
-        # memory, without a buffer in between.
         left = [copy for copy in copies if not copy.is_new]
+        # A CPU destination of the saved dtype is filled by the read itself, without a
+        # buffer in between.
         direct = [copy for copy in left if self._is_direct(copy)]
         wants = self._wants(direct, [True] * len(direct))
         for file, wanted in zip(self.files, wants, strict=True):
@@ -230,7 +230,7 @@ class NativeSource(Source):
             if not copy.into.is_inference():
                 # The read has changed the memory without a torch operator. Autograd
                 # must know: a tensor saved for backward before the load no longer has
-                # its saved values.
+                # the saved values.
                 increment_version(copy.into)
         super().finish([copy for copy in left if not self._is_direct(copy)])
 

@@ -113,6 +113,7 @@ class _Parser:
 
     def dtype(self, value: Json, where: str) -> torch.dtype:
         """Return a dtype, written by name."""
+        # Only names of the table: never ``getattr`` of torch with a text from a file.
         known = DTYPES.get(value) if isinstance(value, str) else None
         if known is None:
             raise self.bad(where, "the name of a dtype", value)

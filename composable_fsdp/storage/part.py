@@ -148,6 +148,7 @@ def add_missing(part: Part, pieces: list[Piece], told: Iterable[Kinds]) -> None:
                 entry = f"{entry}.{dtype}"
             numel = own.shard_numel
             own.states[name, kind] = dtype, (), entry
+            # ``make`` has already listed the other entries in ``part.tensors``.
             part.tensors[entry] = dtype, (numel,)
             pieces.append(
                 Piece(entry, dtype, (numel,), partial(_state_pieces, [], numel, dtype))

@@ -88,6 +88,7 @@ def _tell_unseen() -> None:
             )
 
 
+# At exit, no later call can raise the failure.
 atexit.register(_tell_unseen)
 
 
@@ -100,6 +101,7 @@ def raise_unseen(team: Team, answers: list[PendingOutcome]) -> None:
     Collective: none.
     Raises: CheckpointError, the same on every rank.
     """
+    # The failure is raised at most once, or has been seen by a caller.
     _pending.pop(team.ranks, None)
     # All ranks have the same ``answers``, so all ranks decide alike.
     failures = [each.failure for each in answers if each.failure]

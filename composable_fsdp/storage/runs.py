@@ -109,7 +109,7 @@ def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
     region, state = entry.region, entry.state
     if region is None:
         size = entry.itemsize
-        # Round outwards: an element counts if any of its bytes is in the interval.
+        # Round outwards: an element counts if any byte is in the interval.
         start, stop = (low - entry.begin) // size, -((entry.begin - high) // size)
         yield f"{entry.what} {boxes_of(entry.shape, start, stop)}"
         return
@@ -120,7 +120,7 @@ def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:
     for i, slot in enumerate(region.slots):
         start = max(first - slot.offset, 0)
         stop = min(last - slot.offset, slot.numel)
-        # Parameters without the state have zeros in its entry, which are not named.
+        # Parameters without the state have zeros in the entry, which are not named.
         if start < stop and (state is None or i in state.slots):
             of = f"state {state.name!r} of " if state else ""
             yield f"{of}{quoted(slot.fqns[0])} {boxes_of(slot.shape, start, stop)}"

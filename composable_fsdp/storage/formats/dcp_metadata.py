@@ -235,6 +235,7 @@ def _items(directory: Path, storage: dict[Any, Any]) -> dict[tuple[str, Any], It
             path = inner_file(directory, name)
             files[name] = (path, path.stat().st_size)
         path, size = files[name]
+        # The file's values come from the pickle, so check their types before the sum.
         _sizes((start, length))
         if start + length > size:
             raise CheckpointError(
@@ -271,6 +272,8 @@ def require_cover(
         if any(end > size for end, size in zip(ends, info.shape, strict=True)):
             raise _Malformed(f"a box of {key!r} reaches beyond its shape {info.shape}")
     overlap = _overlap(filled, len(info.shape))
+    # Boxes inside the shape, without overlaps and with the right number of elements,
+    # cover every element.
     if held != info.numel or overlap:
         raise CheckpointError(
             f"{directory}: {key!r} has {info.numel} elements, its boxes hold {held}"

@@ -61,6 +61,7 @@ def open_dcp(directory: Path) -> NestedSource:
     empty: list[PathOf] = []
     for key, entry in entries.items():
         value = _value(reader, key, entry)
+        # Our converter's notes are no value of the user.
         if key == NOTES:
             aliases, empty = _read_notes(directory, value)
         else:
@@ -78,6 +79,7 @@ def _value(reader: _Items, key: str, entry: Entry) -> Any:
         def read(start: int, stop: int) -> Tensor:
             return _read_interval(reader, key, entry, start, stop)
 
+        # Without ``storage``: DCP stores a tensor per key and does not tell tied keys.
         return Stored(entry.info, read)
     assert entry.item is not None
     value = reader.load(key, entry.item)
@@ -191,6 +193,8 @@ def _place(
         here = value
         if following is not None:
             here = [] if isinstance(following, int) else {}
+        # ``longest`` bounds the list: a damaged index must not allocate a list of any
+        # length.
         if isinstance(part, int) and isinstance(at, list) and 0 <= part < longest:
             # Keys come in any order, so a list may have unfilled items (None) for a
             # while.

@@ -37,6 +37,7 @@ def write_dcp(out: Path, source: Source) -> None:
     tree = nested_tree(source)
     leaves = list(_leaves(tree, ()))
     empty = [path for path, value in leaves if isinstance(value, dict)]
+    # Only if needed: the key is visible to users of ``dcp.load``.
     if source.aliases or empty:
         notes = {"aliases": dict(source.aliases), "empty": empty}
         leaves.append(((NOTES,), json.dumps(notes)))

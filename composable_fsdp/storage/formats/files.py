@@ -29,6 +29,7 @@ def inner_file(directory: Path, name: object) -> Path:
         )
     path = directory / name
     try:
+        # ``lstat`` does not follow a link.
         mode = path.lstat().st_mode
         target = path.resolve()
     except (OSError, RuntimeError) as error:
@@ -36,6 +37,7 @@ def inner_file(directory: Path, name: object) -> Path:
             f"{directory} names the file {name!r}, which cannot be opened: {error}. "
             "Copy the checkpoint again, with all its files."
         ) from error
+    # A link out of the directory could make a load read any file of the machine.
     if stat.S_ISLNK(mode) and target.parent not in _link_targets(directory):
         raise CheckpointError(
             f"{path} is a symbolic link that leads out of its directory. Put the file "

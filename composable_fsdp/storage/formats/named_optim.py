@@ -62,6 +62,8 @@ def named_optim(
         )
     by_id = _names_of_ids(where, groups)
     if by_id:
+        # Ids are compared as text: some formats keep the keys of dictionaries only as
+        # text.
         state = {by_id.get(str(key), key): values for key, values in state.items()}
     found = _checked(where, state, names)
     return Optim(found, [_named(group, {**names, **by_id}) for group in groups])
@@ -72,12 +74,14 @@ def _checked(
 ) -> dict[str, dict[str, Any]]:
     """Return the state by first names; raise for names that are not in the model."""
     for name, values in state.items():
+        # State of an unknown parameter must not be lost without an error.
         if name not in names or not isinstance(values, Mapping):
             raise CheckpointError(
                 f"{where}: the optimizer has state of {name!r}, which is no parameter "
                 "of the model in it. Save the two again, or convert with "
                 "--weights-only."
             )
+    # A parameter without values counts as a parameter without state.
     return {names[name]: dict(values) for name, values in state.items() if values}
 
 
@@ -93,6 +97,7 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
             )
         if all(isinstance(param, str) for param in params):
             continue
+        # torch saves ``param_names`` if the optimizer was built from named parameters.
         known = group.get("param_names", ())
         if len(known) != len(params):
             raise CheckpointError(
@@ -107,6 +112,7 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
 
 def _named(group: Mapping[str, Any], by_id: Mapping[str, str]) -> Group:
     """Return the group with ``params`` by first name and without ``param_names``."""
+    # The names are in ``params`` already.
     options = {key: value for key, value in group.items() if key != "param_names"}
     params = [by_id.get(str(param), param) for param in group.get("params", [])]
     return {**options, "params": params}

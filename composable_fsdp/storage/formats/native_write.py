@@ -49,6 +49,7 @@ def write_native(out: Path, source: Source) -> None:
     try:
         part = maker.part()
     except TypeError as error:
+        # ``encode`` speaks of saving; add the way out for a conversion.
         raise CheckpointError(
             f"{error} Convert with --weights-only, or to another format."
         ) from error
@@ -56,6 +57,8 @@ def write_native(out: Path, source: Source) -> None:
     # The file lists entries of large elements first, so all entries are aligned.
     file = write_file(str(out / DATA), entries)
     manifest: Manifest = merge([(part, file, places_of(entries))])
+    # ``merge`` lists a random state per rank, but the source's states are not
+    # converted.
     manifest = dataclasses.replace(manifest, rng=())
     parse(manifest.to_json(), str(out / MANIFEST))  # A load must accept the file.
     write_synced(str(out / MANIFEST), manifest_bytes(manifest))

@@ -220,6 +220,7 @@ def _tied(
                 f"{where} says that {name!r} is tied to {owner!r}, which is no tensor "
                 "of that shape and dtype in it. The checkpoint is damaged."
             )
+        # The first name of a storage keeps the tensor; the other names become aliases.
         if owner is None and stored.storage is not None:
             owner = first.setdefault(stored.storage, name)
         if owner is None or owner == name:

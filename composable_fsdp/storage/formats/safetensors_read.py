@@ -76,6 +76,7 @@ class SafetensorsSource(Source):
     def _open(self, file: Path, wanted: set[str] | None) -> dict[str, str]:
         """Add the tensors of a file, and return the file's metadata."""
         header, begin = _header(file)
+        # The only key of the header that is not a tensor.
         metadata: dict[str, str] = header.pop("__metadata__", {})
         if wanted is not None and not wanted <= header.keys():
             missing = sorted(wanted - header.keys())
@@ -83,6 +84,7 @@ class SafetensorsSource(Source):
                 f"{file} lacks {missing[:8]}, which {INDEX} says are in it. Copy the "
                 "checkpoint again, with all its files."
             )
+        # Tensors that the index does not assign to this file are ignored.
         for name in header if wanted is None else (n for n in header if n in wanted):
             entry = header[name]
             if entry["dtype"] not in _DTYPES:
@@ -145,6 +147,7 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     """Return the files, and the names to read from each (None: all tensors)."""
     if not path.is_dir():
         return {path: None}
+    # If both files exist, the index is used.
     if not (path / INDEX).exists():
         return {inner_file(path, SINGLE): None}
     index = inner_file(path, INDEX)

@@ -69,6 +69,8 @@ class SafetensorsWriter:
         """Write the header of a file, and compute the places of the tensors."""
         file = path.open("wb")
         self._files.append(file)
+        # As ``safetensors.torch.save_model`` writes ties; readers ignore unknown
+        # metadata.
         told = {name: kept for name, kept in aliases.items() if kept in names}
         header: dict[str, object] = {"__metadata__": {"format": "pt", **told}}
         at, places = 0, {}
@@ -77,6 +79,7 @@ class SafetensorsWriter:
         for name in sorted(names, key=lambda n: -self._tensors[n].dtype.itemsize):
             places[name] = at
             at += self._tensors[name].nbytes
+        # The header lists the tensors in the model's order; the places may differ.
         for name in names:
             info = self._tensors[name]
             header[name] = {
@@ -105,6 +108,7 @@ class SafetensorsWriter:
         file, begin = self._at[name]
         file.seek(begin + start * values.dtype.itemsize)
         write_elements(file, values)
+        # Counted, so ``finish`` can tell a tensor that is incomplete.
         self._left[name] -= values.numel()
 
     def finish(self) -> None:
@@ -131,6 +135,7 @@ def write_elements(file: BinaryIO, values: Tensor) -> None:
 
 def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
     """Return the names per file, in order: up to ``limit`` bytes or a single tensor."""
+    # The format cannot divide a tensor between files.
     shards: list[list[str]] = [[]]
     used = 0
     for name, info in tensors.items():

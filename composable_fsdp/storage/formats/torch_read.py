@@ -44,6 +44,7 @@ def open_torch(path: Path) -> NestedSource:
 
 def is_torch_file(path: str) -> bool:
     """Return whether the file starts as an archive or (torch before 1.6) a pickle."""
+    # ``PK``: a zip archive. ``80 02``: a pickle of protocol 2.
     return file_start(path).startswith((b"PK\x03\x04", b"\x80\x02"))
 
 
@@ -57,6 +58,8 @@ def require_checksums(path: Path) -> None:
     try:
         if not zipfile.is_zipfile(path):
             return
+        # ``torch.load`` does not compare the checksums of records (checked on torch
+        # 2.13).
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
     except (OSError, zipfile.BadZipFile, zlib.error) as error:
@@ -141,6 +144,7 @@ def stored(value: Any, where: str) -> Any:
 
 def _stored_tensor(tensor: Tensor, where: str) -> Stored:
     """Return the ``Stored`` of a tensor, or raise for a tensor without plain values."""
+    # Other classes may hold only a part of the values, as DTensor does.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         raise CheckpointError(
             f"{where} is a {type(tensor).__name__} of layout {tensor.layout}; expected "

@@ -23,6 +23,7 @@ from composable_fsdp.storage.source import Source, TensorInfo
 def write_torch(out: Path, source: Source) -> None:
     """Make the file ``out``; needs as much disk space again for temporary files."""
     tree = nested_tree(source)
+    # On the file system of ``out``, which must have the space anyway.
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         files: dict[Key, Path] = {}
         for later in _laters(tree):
@@ -56,6 +57,8 @@ def _spill(later: DeferredTensor, path: Path) -> None:
 def _mapped(value: Any, files: dict[Key, Path], mapped: dict[Key, Tensor]) -> Any:
     """Return ``value`` with mapped tensors; tied names share a tensor."""
     if isinstance(value, DeferredTensor):
+        # Tied names must share a tensor: ``torch.save`` then writes its storage only
+        # once.
         if value.key not in mapped:
             mapped[value.key] = _map(value.info, files[value.key])
         return mapped[value.key]

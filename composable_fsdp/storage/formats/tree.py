@@ -43,8 +43,10 @@ def nested_tree(source: Source) -> dict[str, Any]:
     for name, kept in source.aliases.items():
         model[name] = model[kept]
     tree: dict[str, Any] = {"model": {**model, **source.own_states}}
+    # Without groups, the checkpoint has no optimizer.
     if source.param_groups is not None:
         state: dict[str, dict[str, Any]] = {}
+        # A parameter may have values without any element-wise state.
         for name in (*source.optim, *source.optim_values):
             state[name] = {
                 key: DeferredTensor(
@@ -81,6 +83,7 @@ def tensors_of(source: Source) -> Iterator[tuple[str, TensorInfo, Read]]:
 
 def pieces(info: TensorInfo) -> Iterator[tuple[int, int]]:
     """Yield intervals of at most ``CHUNK_BYTES`` that cover the tensor's elements."""
+    # Whole elements, so a slice can be read as a tensor.
     step = max(1, CHUNK_BYTES // info.dtype.itemsize)
     for start in range(0, info.numel, step):
         yield start, min(start + step, info.numel)
