@@ -118,7 +118,7 @@ class OptimizerLoad:
         return groups
 
     def _member(self, parameter: Tensor, held: Any) -> Member | None:
-        """Return the member; report a parameter the checkpoint lacks, and return None."""
+        """Return the member; for a missing parameter, add to the report, return None."""
         if isinstance(held, HeldTensor):
             names, shape = held.names, tuple(held.tensor.shape)
             start, stop = 0, held.tensor.numel()
@@ -214,7 +214,7 @@ class OptimizerLoad:
         return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
 
     def _values_to_join(self, member: Member | None) -> dict[str, Any]:
-        """Return the values that ``_state`` gives; ``...`` if a state is element-wise."""
+        """Return the values that ``_state`` gives; ``...`` for element-wise tensors."""
         found: dict[str, Any] = {}
         if member is None:
             return found
