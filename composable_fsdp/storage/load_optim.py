@@ -118,7 +118,7 @@ class OptimizerLoad:
         return groups
 
     def _member(self, parameter: Tensor, held: Any) -> Member | None:
-        """Return the member; for a missing parameter, add to the report, return None."""
+        """Return the member, or report a missing parameter and return None."""
         if isinstance(held, HeldTensor):
             names, shape = held.names, tuple(held.tensor.shape)
             start, stop = 0, held.tensor.numel()

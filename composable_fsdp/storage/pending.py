@@ -77,7 +77,6 @@ def remember(team: Team, future: SaveFuture) -> None:
 
 def _tell_unseen() -> None:
     """Warn at the interpreter's exit about failures that no caller has seen."""
-    # No later save or load can raise the failure.
     for future in _pending.values():
         error = Future.exception(future) if future.done() else None
         if error is not None and not future.is_seen:

@@ -69,7 +69,7 @@ def of_tensor(key: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Pie
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces in file order: large elements first, so entries are aligned."""
-    # Element sizes are powers of 2: each entry begins at a multiple of its element size.
+    # Element sizes are powers of 2: entries begin at a multiple of their element size.
     # The sort is stable: equal sizes keep their order.
     return sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
 
