@@ -2,7 +2,9 @@
 
 The ranks of a save or load are the ranks of the model's mesh. They exchange objects
 over a private gloo group, which the first save or load makes. So checkpoint exchanges
-never mix with the collectives of training, and no tensor in GPU memory takes part.
+never mix with the collectives of training, and use no tensor in GPU memory. The
+exception is ``team_of``: for a 2-D mesh of some ranks only, ``team_of`` gathers over
+the shard group itself.
 """
 
 from __future__ import annotations

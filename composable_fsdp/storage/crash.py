@@ -18,6 +18,7 @@ def crash_point(point: str, rank: int) -> None:
     asked = os.environ.get(VARIABLE)
     if asked is None:
         return
+    # ``point`` or ``point:rank``.
     wanted, _, which = asked.partition(":")
     if wanted == point and which in ("", str(rank)):
         # SIGKILL and not an exception: no handler runs and no buffer is flushed.

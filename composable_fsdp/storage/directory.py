@@ -23,6 +23,8 @@ from composable_fsdp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+# The names of unfinished directories and files; the 16 digits are random, so two saves
+# never share a name.
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}\Z")
 
 

@@ -197,6 +197,7 @@ def _tensors(contents: Contents) -> tuple[dict[str, TensorInfo], dict[str, str]]
         (each.names, TensorInfo(each.dtype, tuple(each.tensor.shape)))
         for each in contents.tensors
     ]
+    # A tied parameter is stored under the first name only.
     tensors = {names[0]: info for names, info in named}
     aliases = {other: names[0] for names, _ in named for other in names[1:]}
     return tensors, aliases

@@ -32,6 +32,7 @@ class _Format(NamedTuple):
 
 def _holds(*names: str) -> Callable[[str], bool]:
     """Return a test for a directory that contains any of ``names``."""
+    # ``lexists``: the reader of the format reports a broken link.
     return lambda path: any(os.path.lexists(os.path.join(path, n)) for n in names)
 
 

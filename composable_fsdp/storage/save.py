@@ -123,7 +123,7 @@ def prepare(
 
     Returns: the job for ``write``. The pieces still refer to the live tensors.
     Collective: one all-gather of objects over the team's group; a second all-gather if
-    the ranks have different kinds of optimizer state.
+    the ranks' regions or kinds of optimizer state differ.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, temporary, error = "", "", None

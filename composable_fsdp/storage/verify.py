@@ -68,6 +68,7 @@ def verify(
         # Without the loose tensors: reading them would raise at the first damaged
         # block, before the other blocks are verified.
         with NativeSource(path, values=False) as source:
+            # For ``progress``: the payload bytes of all files.
             total = sum(file.payload_nbytes for file in source.manifest.files)
             for reader in source.files:
                 files += 1

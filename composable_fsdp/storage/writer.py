@@ -126,6 +126,7 @@ def _header(pieces: Sequence[Piece]) -> bytes:
             "data_offsets": [begin, end],
         }
     text = json.dumps(table, separators=(",", ":")).encode()
+    # The format allows spaces after the JSON.
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 

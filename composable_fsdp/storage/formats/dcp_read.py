@@ -138,6 +138,7 @@ def _read_interval(
     # An interval of a flattened tensor is a few boxes: a part of a row, whole rows, a
     # part of a row, and so on for each dimension.
     for box in interval_boxes(entry.info.shape, start, stop):
+        # A view: the copies below write into ``result``.
         target = result[box.start : box.stop].view(box.sizes)
         for chunk in entry.chunks:
             common = _common(box.offsets, box.sizes, chunk.offsets, chunk.sizes)

@@ -80,6 +80,7 @@ class _Maker:
         for name, kept in source.aliases.items():
             others.setdefault(kept, []).append(name)
         for name, info in source.model.items():
+            # Under the first name, with the other names of a tied parameter.
             single = SinglePart((name, *others.get(name, ())), f"tensor.{name}")
             self._add(single.key, info, partial(source.read_model, name))
             for key, state in source.optim.get(name, {}).items():
