@@ -123,6 +123,12 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(form="generator")),
         below(Part(form="late_thunk")),
         below(Part(), actions=(("call_core", 1, 0),)),
+        *(
+            Program(
+                Part(core="oldweightnorm"), width=width, actions=(("call_core", 0, 0),)
+            )
+            for width in (2, 4)
+        ),
     ],
     "a frozen parameter with a gradient": [
         below(

@@ -92,7 +92,13 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
 def refuse_part_calls(handle: FlatParamHandle) -> None:
     """Install the refusal on the unit's parts; for the sharded state."""
     for hooks in handle.guards:
-        hooks[REFUSE] = refuse_part
+        if hooks:
+            # Before pre-hooks of the user, which may compute with parameters
+            # (``torch.nn.utils.weight_norm`` does).
+            hooks[REFUSE] = refuse_part
+            hooks.move_to_end(REFUSE, last=False)
+        else:
+            hooks[REFUSE] = refuse_part
     handle.parts_open = False
 
 
