@@ -109,6 +109,7 @@ def backward(side: Side, which: int = -1, how: str = "plain") -> Seen:
             torch.autograd.backward(slot.loss, inputs=[slot.x])
     elif how == "scaled":
         torch.autograd.backward(side.scaler.scale(slot.loss))
+        side.scaled = True
     elif how == "half":
         torch.autograd.backward(slot.loss, torch.tensor(0.5))
     else:
@@ -211,7 +212,7 @@ def clip_as_plain(side: Side) -> Seen:
 def scaled(side: Side, how: str) -> Seen:
     """A scaler unscales, steps and updates; an infinity anywhere skips the step."""
     found = [(n, p) for n, p in sorted(named(side.model).items()) if has_grad(side, n)]
-    if not found:
+    if not found or not side.scaled:
         return None
     if how == "infinite" and (grad := found[len(found) // 2][1].grad) is not None:
         grad.fill_(float("inf"))

@@ -115,6 +115,7 @@ class Side:
         self.taken: Taken | None = None
         self.pending: Future[None] | None = None
         scaler = ShardedGradScaler if self.sharded else torch.amp.GradScaler
+        self.scaled = False
         self.scaler = scaler("cpu", init_scale=2.0, growth_interval=2)
         self.swappable: list[tuple[str, str]] = []
         self.synced, self.filled = True, program.options.fill

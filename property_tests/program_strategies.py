@@ -267,6 +267,7 @@ UNLIKE_LOW = {
     *("dtype:float32", "dtype:bfloat16", "call:functional", "form:partly"),
     *("core:batchnorm", "core:buffered", "core:spectralnorm", "core:complex"),
     *("core:quantized", "option:apart"),
+    *("form:in_place", "form:in_place_returned", "form:copied_in"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
 FUNCTIONAL = {"call:jvp", "call:vjp", "call:vmap"}

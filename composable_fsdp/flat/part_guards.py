@@ -96,7 +96,7 @@ def refuse_part_calls(handle: FlatParamHandle) -> None:
             # Before pre-hooks of the user, which may compute with parameters
             # (``torch.nn.utils.weight_norm`` does).
             hooks[REFUSE] = refuse_part
-            hooks.move_to_end(REFUSE, last=False)
+            hooks.move_to_end(REFUSE, last=False)  # type: ignore[attr-defined]  # torch's are OrderedDict
         else:
             hooks[REFUSE] = refuse_part
     handle.parts_open = False
