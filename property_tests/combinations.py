@@ -10,8 +10,8 @@ from composable_fsdp import (
     set_reshard_after_backward,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.flat.region import part_of
 from composable_fsdp.phases import Phase
-from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states

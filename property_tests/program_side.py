@@ -23,7 +23,7 @@ from composable_fsdp import (
     set_reduce_scatter_unused_params,
     set_reshard_after_backward,
 )
-from composable_fsdp.state_dict.full import part_of
+from composable_fsdp.flat.region import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.casting import named
 from property_tests.program_model import Piece, build, unit_paths

@@ -19,7 +19,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
@@ -40,6 +40,10 @@ class Held:
     def handle(self) -> FlatParamHandle:
         """Return the handle of the unit."""
         return self.state.handle
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """Return this rank's part of the full ``value``, in the shard's shape."""
+        return part_of(self.region, self.slot, value, like=self.leaf)
 
 
 def get_full_param(module: nn.Module, fqn: str) -> Tensor:
@@ -83,7 +87,7 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
         # A unit that is unsharded now would show the old values: free its full
         # parameters, which forward or backward gathers again.
         free_all_full_params(found.state)
-        found.leaf.copy_(own_part(found, value))
+        found.leaf.copy_(found.part_of(value))
 
 
 @torch.no_grad()
@@ -139,7 +143,7 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
             f"set_full_grad was called for parameter {quoted(fqn)}, which is frozen. "
             "Call requires_grad_() on it first."
         )
-    _set_grad(found, own_part(found, value) if isinstance(found, Held) else value)
+    _set_grad(found, found.part_of(value) if isinstance(found, Held) else value)
 
 
 def _set_grad(found: Held | nn.Parameter, part: Tensor | None) -> None:
@@ -231,12 +235,6 @@ def region_of(handle: FlatParamHandle, index: int) -> tuple[FlatParameter, int]:
             return region, index
         index -= len(region.leaves)
     raise AssertionError(f"unit {handle.name} has no leaf {index}")
-
-
-def own_part(held: Held, value: Tensor) -> Tensor:
-    """Return this rank's part of the full ``value``, in the shard's shape."""
-    start, stop = held.region.layout.interval(held.slot, held.region.rank)
-    return value.detach().reshape(-1)[start:stop].view(held.leaf.shape)
 
 
 def _checked(found: Held | nn.Parameter, fqn: str, value: object, what: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.versions import set_versions, version_of
 from composable_fsdp.naming import join_name, quoted
 
@@ -73,9 +73,7 @@ def _copy_write_to_shard(
         )
     # Else the full leaf views the shard itself, which already has the new values.
     if region.is_cut:
-        start, stop = region.layout.interval(slot, region.rank)
-        if stop > start:
-            sharded.view(-1).copy_(full.view(-1)[start:stop])
+        sharded.copy_(part_of(region, slot, full, like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``versions.make_readable``).
     versions = full._version - sum(map(version_of, handle.handed_out))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.reduce_rule import Division
-from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
 from composable_fsdp.planning.options import Dtypes
 
 
@@ -411,3 +411,21 @@ def with_absent(
     for index in region.absent:
         shown[index] = None
     return tuple(shown)
+
+
+def part_of(
+    region: FlatParameter, slot: ParameterSlot, value: Tensor, *, like: Tensor
+) -> Tensor:
+    """Return this rank's part of the full ``value``, in the shape of ``like``.
+
+    Args:
+        region: the region of the parameter.
+        slot: the parameter's place in the layout.
+        value: the full value.
+        like: the sharded parameter.
+
+    Returns: a view of ``value`` if ``value`` is contiguous.
+    Collective: none.
+    """
+    start, stop = region.layout.interval(slot, region.rank)
+    return value.detach().reshape(-1)[start:stop].view(like.shape)

@@ -38,11 +38,10 @@ from composable_fsdp.optim.names import (
     name_parameters,
     require_pairs,
 )
-from composable_fsdp.optim.sharded import is_number, own_part, require_own_parts
+from composable_fsdp.optim.sharded import own_part, part_for, require_own_parts
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.state import _FSDPState
@@ -291,21 +290,14 @@ def _part(
     dimensions.
     """
     if isinstance(value, ShardedValue):
-        # Clone the part: the optimizer would otherwise write into the memory of the
-        # state dict.
-        return own_part(named, value).clone()
-    if not isinstance(value, (Tensor, Described)):
-        return value
-    if senders and value.shape:
+        value = own_part(named, value)
+    elif senders and isinstance(value, (Tensor, Described)) and value.shape:
         # Scalars were sent with the structure; see ``unpacked``.
         value = share_tensor(value, senders, _device(named))
-    assert isinstance(value, Tensor)
-    if is_number(named, name, value):
-        return value.clone()
-    if not named.is_cut or named.region is None or named.slot is None:
-        return value.clone()
-    # Clone the part: a view would keep the full tensor alive.
-    return part_of(named.region, named.slot, value, like=named.parameter).clone()
+    part = part_for(named, name, value)
+    # Clone the part: a view would keep the full tensor alive, and the optimizer would
+    # write into the memory of the state dict.
+    return part.clone() if isinstance(part, Tensor) else part
 
 
 def _device(named: Named) -> torch.device:

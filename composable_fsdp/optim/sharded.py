@@ -9,10 +9,10 @@ from torch import Tensor
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import part_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.scalars import SCALARS
-from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.sharded import ShardedValue, mismatch, sharded_value
 from composable_fsdp.tree.state import _get_module_fsdp_state
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
-from composable_fsdp.access.single import Held, closest_names, find_parameter, own_part
+from composable_fsdp.access.single import Held, closest_names, find_parameter
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.consensus import raise_on_all_ranks
@@ -110,7 +110,7 @@ def set_full_optim_state(
         if isinstance(value, Tensor):
             is_scalar = value.ndim == 0 and (named.shape != () or key in SCALARS)
             if isinstance(found, Held) and not is_scalar:
-                value = own_part(found, value)
+                value = found.part_of(value)
             before = own.get(key)
             if isinstance(before, Tensor):
                 # Keep device and dtype of existing state: optimizers keep ``step`` on

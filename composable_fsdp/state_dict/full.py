@@ -1,4 +1,4 @@
-"""Gather the full parameters of a unit, and cut a rank's part from a full value."""
+"""Gather the full parameters of a unit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from torch import Tensor
 
 from composable_fsdp.access.gather import gather_flat_values
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.offload import on_device
 
 
@@ -61,21 +59,3 @@ def gather_unit(
 def _copy(value: Tensor, to_cpu: bool) -> Tensor:
     """Return an own copy of ``value``, in host memory if ``to_cpu``."""
     return value.to("cpu", copy=True) if to_cpu else value.clone()
-
-
-def part_of(
-    region: FlatParameter, slot: ParameterSlot, value: Tensor, *, like: Tensor
-) -> Tensor:
-    """Return this rank's part of the full ``value``, in the shape of ``like``.
-
-    Args:
-        region: The region of the parameter.
-        slot: The parameter's place in the layout.
-        value: The full value.
-        like: The sharded parameter.
-
-    Returns: a view of ``value`` if ``value`` is contiguous.
-    Collective: none.
-    """
-    start, stop = region.layout.interval(slot, region.rank)
-    return value.detach().reshape(-1)[start:stop].view(like.shape)

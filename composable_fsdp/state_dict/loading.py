@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict.effective_settings import effective_settings
-from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.state_dict.local import LocalValue
 from composable_fsdp.state_dict.sharded import ShardedValue, mismatch
 from composable_fsdp.tree.state import _FSDPState

@@ -19,9 +19,9 @@ from composable_fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
+from composable_fsdp.flat.region import part_of
 from composable_fsdp.naming import join_name
 from composable_fsdp.phases import Phase
-from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.corners import CORNERS, UNITS, WIDTH, Chain, Corner
 from tests.support.models import tiny_mlp

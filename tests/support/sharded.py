@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.flat.region import part_of
 from composable_fsdp.naming import join_name
-from composable_fsdp.state_dict.full import part_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.reference import PATHS, apply_units, gpt_input, loss_of
