@@ -6,7 +6,9 @@ Like ``import_graph``, every rule returns messages, and an empty list is a pass.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from tests.import_graph import DOORS, FORBIDDEN, PACKAGE, Module, imports
 
@@ -209,3 +211,29 @@ def sizes(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
         if count > MAX_FUNCTION_LINES and ast.get_docstring(node) is None
     ]
     return report, broken
+
+
+NAMED = re.compile(r"((?:\w+/)*\w+\.py)(?::(\w+(?:\.\w+)*))?")
+"""``folder/file.py`` in a page, or ``folder/file.py:function`` or ``:Class.method``."""
+
+
+def absent_names(text: str, roots: Sequence[Path]) -> list[str]:
+    """Return the files and functions that ``text`` names and no root holds."""
+    absent = []
+    for path, name in NAMED.findall(text):
+        file = next((root / path for root in roots if (root / path).is_file()), None)
+        if file is None or (name and name not in _definitions(file.read_text())):
+            absent.append(f"{path}:{name}" if name else path)
+    return absent
+
+
+def _definitions(source: str) -> set[str]:
+    """Return the functions and classes of ``source``, methods as ``Class.method``."""
+    found: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = (each for each in node.body if isinstance(each, ast.FunctionDef))
+            found |= {f"{node.name}.{each.name}" for each in inner}
+    return found

@@ -78,6 +78,28 @@ def test_the_layers_of_the_design_page_are_those_that_are_held() -> None:
     assert layers == [set(layer & there) for layer in import_graph.LAYERS]
 
 
+def test_every_file_and_function_of_the_tour_exists() -> None:
+    """``docs/tour.md`` names no file and no function that is not there."""
+    text = (ROOT.parent / "docs" / "tour.md").read_text()
+
+    assert source_rules.absent_names(text, [ROOT, ROOT.parent]) == []
+    assert len(source_rules.NAMED.findall(text)) > 50
+
+
+def test_a_name_of_the_tour_that_is_gone_is_told() -> None:
+    """A wrong file, function and method are each found."""
+    text = (
+        "`runtime/unshard.py:unshard` `runtime/gone.py` `runtime/unshard.py:gone` "
+        "`storage/part.py:PartMaker.gone` `storage/part.py:PartMaker.make`"
+    )
+
+    assert source_rules.absent_names(text, [ROOT]) == [
+        "runtime/gone.py",
+        "runtime/unshard.py:gone",
+        "storage/part.py:PartMaker.gone",
+    ]
+
+
 @pytest.mark.req("S1-20")
 def test_no_two_modules_import_each_other(package: dict[str, Module]) -> None:
     """The import graph has no cycle; lazy and type-only imports count."""
