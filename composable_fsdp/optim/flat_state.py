@@ -25,7 +25,7 @@ from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, FlatParamRecord, fi
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join_name as join_names
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.scalars import SCALARS
+from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict.sharded import ShardedValue
 
@@ -257,10 +257,12 @@ def _joined(
             for part, values in zip(parts, each, strict=True)
             if name in values
         ]
-        whole, first = there.get(name), found[0][1]
-        # The scalar is equal in all parts, as ``require_flattenable`` has checked.
-        if not is_elementwise(found[0][0], name, first):
-            yield name, first
+        # A 0-d state of a 0-d original alone may be either; any other original tells.
+        scalar = [v for part, v in found if not is_elementwise(part, name, v)]
+        whole = there.get(name)
+        if scalar:
+            # Equal in all parts, as ``require_flattenable`` has checked.
+            yield name, scalar[0]
         # The parts are views of the optimizer's own tensor already: take that tensor
         # without a copy.
         elif isinstance(whole, Tensor) and all(_is_in(p, v, whole) for p, v in found):
@@ -268,7 +270,7 @@ def _joined(
         else:
             # Zeros fill the padding, and parts without this state (see
             # ``_ZERO_AT_FIRST``).
-            made = first.new_zeros(flat.layout.shard_numel)
+            made = found[0][1].new_zeros(flat.layout.shard_numel)
             for part, value in found:
                 part.view(made).copy_(value.view(part.leaf.shape))
             yield name, made
@@ -309,20 +311,16 @@ def is_elementwise(part: Part, name: str, value: Any) -> bool:
 
     Args:
         part: the original parameter.
-        name: name of the state; names in ``SCALARS`` are scalars.
+        name: name of the state.
         value: the state.
 
     Returns: True for an element-wise tensor.
 
     Collective: none.
     """
-    if not isinstance(value, Tensor):
+    if is_scalar(name, value, part.leaf.shape):
         return False
-    # For a 0-d parameter, the shape cannot distinguish element-wise state from a
-    # counter.
-    if value.ndim == 0 and (part.slot.shape != () or name in SCALARS):
-        return False
-    return value.numel() == part.leaf.numel()
+    return bool(value.numel() == part.leaf.numel())
 
 
 def _is_in(part: Part, value: Tensor, whole: Tensor) -> bool:

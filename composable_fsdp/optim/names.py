@@ -16,6 +16,7 @@ from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import TRANSPARENT, join_name, strip_wrapper
 from composable_fsdp.optim.flat_state import originals
+from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.planning.walk import edges
 
@@ -58,6 +59,10 @@ class Named:
     def is_absent(self) -> bool:
         """Whether other ranks hold elements and this rank has none to step on."""
         return is_absent(self.parameter)
+
+    def is_scalar(self, name: str, value: Any) -> bool:
+        """Return whether this rank's state ``value`` is a scalar, not element-wise."""
+        return is_scalar(name, value, self.parameter.shape)
 
     @property
     def speaks_for_absent(self) -> bool:

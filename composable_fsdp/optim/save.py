@@ -25,7 +25,7 @@ from composable_fsdp.optim.local_state import local_state
 from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
 from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
-from composable_fsdp.optim.state_exchange import is_scalar, require_same_state
+from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
@@ -146,7 +146,7 @@ def full_state(
             result[named.fqn] = {
                 # Keep the shards of sharded parameters as placeholders, without a copy:
                 # ``_gather`` replaces each of them by the full tensor.
-                k: v if named.is_cut and not is_scalar(v) else _copy(v, to_cpu)
+                k: v if named.is_cut and not named.is_scalar(k, v) else _copy(v, to_cpu)
                 for k, v in values.items()
             }
     for indices in by_handle.values():
@@ -246,7 +246,12 @@ def _gather(
     assert handle is not None
     # Sort the names, because every rank must gather the names in the same order.
     names = sorted(
-        {k for i in indices for k, v in states[i].items() if not is_scalar(v)}
+        {
+            name
+            for i in indices
+            for name, value in states[i].items()
+            if not members[i].is_scalar(name, value)
+        }
     )
     # The first rank is in the first replica; the other replicas need not gather.
     if first_only and not handle.groups.in_first_replica:
@@ -259,9 +264,9 @@ def _gather(
             for r in range(len(handle.regions))
         ]
         for i in indices:
-            value = states[i].get(name)
+            value: Any = states[i].get(name)
             region, slot = members[i].region, members[i].slot
-            if value is None or region is None or slot is None or is_scalar(value):
+            if region is None or slot is None or members[i].is_scalar(name, value):
                 continue
             at = region.layout.shard_offset(slot, region.rank)
             shard = shards[handle.regions.index(region)]
@@ -294,8 +299,8 @@ def _empty_shard(
     """
     region = handle.regions[index]
     for i in indices:
-        value = states[i].get(name)
-        if members[i].region is region and isinstance(value, Tensor) and value.ndim:
+        value: Any = states[i].get(name)
+        if members[i].region is region and not members[i].is_scalar(name, value):
             # The dtype of the state may differ from the dtype of the parameters.
             buffer = memory.new_buffer(
                 region.layout.shard_numel, value.dtype, handle.device

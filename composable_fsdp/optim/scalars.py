@@ -1,5 +1,34 @@
-"""Names of optimizer state that is a single number per parameter."""
+"""The rule that tells scalar optimizer state from element-wise state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 SCALARS = ("step", "mu_product", "eta", "mu")
-"""State names in ``torch.optim``. For a 0-d parameter, the shape does not distinguish
-such state from element-wise state."""
+"""Names of scalar state in ``torch.optim``. For a 0-d parameter, the shape does not
+distinguish such state from element-wise state."""
+
+
+def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
+    """Return whether a state is a single value per parameter, equal on all ranks.
+
+    Args:
+        name: name of the state.
+        value: the state; an object that is no tensor is a scalar.
+        shape: shape of the parameter that ``value`` goes with: the full shape for full
+            state, the shape of the sharded parameter for this rank's state.
+
+    Returns: True also for a 0-d tensor, unless the tensor may be the element of a 0-d
+    parameter.
+
+    Collective: none.
+    """
+    return not isinstance(value, Tensor) or is_scalar_shape(name, value.shape, shape)
+
+
+def is_scalar_shape(name: str, own: Sequence[int], shape: Sequence[int]) -> bool:
+    """Answer ``is_scalar`` for a tensor of shape ``own`` that is not read yet."""
+    return len(own) == 0 and (len(shape) > 0 or name in SCALARS)

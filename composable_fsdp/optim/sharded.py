@@ -12,7 +12,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import part_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Named
-from composable_fsdp.optim.scalars import SCALARS
+from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.state_dict.sharded import ShardedValue, mismatch, sharded_value
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
@@ -21,10 +21,9 @@ def as_sharded(named: Named, value: Any) -> Any:
     """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
     if named.handle is None or named.region is None or named.slot is None:
         return value
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return value
-    if value.shape != named.parameter.shape:
-        # State that is not element-wise, of a parameter that this rank holds whole.
+    if not isinstance(value, Tensor) or value.shape != named.parameter.shape:
+        # A scalar, or state that is not element-wise of a parameter that this rank
+        # holds whole.
         return value
     return sharded_value(named.handle, named.region, named.slot, value)
 
@@ -136,7 +135,7 @@ def part_for(named: Named, key: str, value: Any) -> Any:
                 f"Optimizer state {key!r} of {quoted(named.fqn)}: {problem}"
             )
         return value.local
-    if not isinstance(value, Tensor) or is_number(named, key, value):
+    if is_scalar(key, value, named.shape):
         return value
     # Compare with this rank's shape first: if both shapes are equal, this rank holds
     # the whole parameter, and no cut is needed.
@@ -156,18 +155,3 @@ def part_for(named: Named, key: str, value: Any) -> Any:
         "Load what this rank saved under an equal plan, or what "
         "optim_state_dict_to_load(model, optim, state) returns."
     )
-
-
-def is_number(named: Named, key: str, value: Tensor) -> bool:
-    """Return whether a state is a single number, equal on all ranks.
-
-    Args:
-        named: the parameter.
-        key: name of the state; names in ``SCALARS`` are numbers for 0-d parameters.
-        value: the state.
-
-    Returns: True for a 0-d tensor that is not element-wise.
-
-    Collective: none.
-    """
-    return value.ndim == 0 and (named.shape != () or key in SCALARS)

@@ -15,7 +15,7 @@ from composable_fsdp.optim.consensus import raise_on_all_ranks
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, require_pair
 from composable_fsdp.optim.original_view import over_originals
-from composable_fsdp.optim.scalars import SCALARS
+from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
@@ -56,9 +56,7 @@ def get_full_optim_state(
     # ranks.
     for key in sorted(values):
         value = values[key]
-        # A 0-d value is a counter: a sharded leaf is never 0-d, even for a 0-d
-        # parameter.
-        if named.is_cut and isinstance(value, Tensor) and value.ndim:
+        if named.is_cut and not named.is_scalar(key, value):
             value = gather_slot(found.handle, found.region, found.slot, value)
         result[key] = _clone(value)
     return {key: result[key] for key in values}
@@ -108,15 +106,15 @@ def set_full_optim_state(
     parts = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            is_scalar = value.ndim == 0 and (named.shape != () or key in SCALARS)
-            if isinstance(found, Held) and not is_scalar:
+            scalar = is_scalar(key, value, named.shape)
+            if isinstance(found, Held) and not scalar:
                 value = found.part_of(value)
             before = own.get(key)
             if isinstance(before, Tensor):
                 # Keep device and dtype of existing state: optimizers keep ``step`` on
                 # the CPU.
                 value = value.to(before.device, before.dtype)
-            elif not is_scalar:
+            elif not scalar:
                 value = value.to(named.parameter.device)
         parts[key] = _clone(value)
     state_of[named.parameter].update(parts)

@@ -50,11 +50,6 @@ Entry = tuple[str, list[str], dict[str, Any]]
 state for ranks without elements (empty if not needed)."""
 
 
-def is_scalar(value: Any) -> bool:
-    """Return whether a state is a single value, which is equal on all ranks."""
-    return not isinstance(value, Tensor) or value.ndim == 0
-
-
 def require_same_state(
     members: list[Named],
     states: list[Values],
@@ -115,11 +110,12 @@ def _misfit(named: Named, values: Values) -> str:
     if not named.is_cut:
         return ""
     for key, value in values.items():
-        if not is_scalar(value) and value.shape != named.parameter.shape:
+        shape = named.parameter.shape
+        if not named.is_scalar(key, value) and value.shape != shape:
             return (
                 f"Optimizer state {key!r} of {quoted(named.fqn)} has shape "
                 f"{tuple(value.shape)}; expected a scalar or the shape of this rank's "
-                f"shard, {tuple(named.parameter.shape)}. State that is not "
+                f"shard, {tuple(shape)}. State that is not "
                 "element-wise, or made before fully_shard, cannot be put together from "
                 "shards: use an element-wise optimizer, and make it hold state only "
                 "after fully_shard."
@@ -129,7 +125,7 @@ def _misfit(named: Named, values: Values) -> str:
 
 def _entry(named: Named, values: Values) -> Entry:
     """Return the entry that this rank sends for a parameter."""
-    keys = sorted(key for key, value in values.items() if not is_scalar(value))
+    keys = sorted(k for k, value in values.items() if not named.is_scalar(k, value))
     return named.fqn, keys, _described(values) if named.speaks_for_absent else {}
 
 

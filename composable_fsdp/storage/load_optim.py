@@ -19,7 +19,7 @@ from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.original_view import OverOriginals, over_originals
 from composable_fsdp.optim.own_state_dict import is_wrapper
-from composable_fsdp.optim.scalars import SCALARS
+from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.storage.compare import LoadReport, find
 from composable_fsdp.storage.contents import Contents, HeldTensor, named, not_in_module
@@ -155,12 +155,10 @@ class OptimizerLoad:
     def _compare(self, member: Member) -> None:
         """Report state of a cut parameter with another shape, except scalars."""
         for state, info in self.source.optim.get(member.name, {}).items():
-            if info.shape == member.shape or (not info.shape and state in SCALARS):
-                continue
             # A parameter that no unit cuts can take state of any shape as a whole. For
             # a cut parameter, no interval of such state corresponds to this rank's
             # elements.
-            if info.shape and member.is_cut:
+            if member.is_cut and info.shape not in ((), member.shape):
                 self.report.optimizer.append(
                     f"state {state!r} of {quoted(member.name)} (expected "
                     f"{member.shape}, the checkpoint has {info.shape})"
@@ -169,11 +167,8 @@ class OptimizerLoad:
     def _is_elementwise(self, member: Member, state: str) -> bool:
         """Return whether the state has an element for each element of the parameter."""
         info = self.source.optim[member.name][state]
-        # For a 0-d parameter the shape does not distinguish a scalar from element-wise
-        # state, so the name decides.
-        if not info.shape and (member.shape or state in SCALARS):
-            return False
-        return info.shape == member.shape
+        scalar = is_scalar_shape(state, info.shape, member.shape)
+        return info.shape == member.shape and not scalar
 
     def _range(self, member: Member, state: str) -> tuple[int, int] | None:
         """Return the elements of a state to read on this rank; None without a fit."""

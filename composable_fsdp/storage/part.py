@@ -28,7 +28,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
-from composable_fsdp.optim.scalars import SCALARS
+from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.storage.contents import (
     Contents,
     HeldRegion,
@@ -328,18 +328,13 @@ class PartMaker:
         part = SinglePart(held.names, f"tensor.{name}")
         self.pieces.append(of_tensor(part.key, held.tensor, held.dtype))
         for key, value in states.get(id(held.tensor), {}).items():
-            if isinstance(value, Tensor) and (value.ndim or not _is_number(key, held)):
+            if not is_scalar(key, value, held.tensor.shape):
                 require_storable(value.dtype, f"optimizer state {key!r} of {name!r}")
                 part.states[key] = f"tensor.{name}.{key}"
                 self.pieces.append(of_tensor(part.states[key], value))
             else:
                 part.values[key] = self._value(key, value, name)
         self.part.singles.append(part)
-
-
-def _is_number(name: str, held: HeldTensor) -> bool:
-    """Return whether a 0-d state is a scalar, not the element of a 0-d parameter."""
-    return held.tensor.ndim > 0 or name in SCALARS
 
 
 def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
@@ -355,9 +350,7 @@ def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:
 
     Raises: CheckpointError, for a tensor that is neither a scalar nor element-wise.
     """
-    if not isinstance(value, Tensor):
-        return False
-    if value.ndim == 0 and (leaf.ndim > 0 or name in SCALARS):
+    if is_scalar(name, value, leaf.shape):
         return False
     if value.shape == leaf.shape:
         return True

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -38,6 +38,7 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.optim.own_state_dict import local_state_dict
+from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
@@ -355,6 +356,85 @@ def test_saved_groups_with_other_options_do_not_go_into_one_flat_parameter(
     state["param_groups"][0]["lr"] = 0.5
     with pytest.raises(CheckpointError, match="a flat parameter is in one group"):
         optim_state_dict_to_load(model, optimizer, state)
+
+
+class Counting(torch.optim.Optimizer):
+    """Momentum, and a 0-d state under a name that torch's optimizers do not use."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    own = self.state[parameter]
+                    if not own:
+                        own["count"] = torch.zeros(())
+                        own["momentum_buffer"] = torch.zeros_like(parameter)
+                    own["count"] += 1
+                    own["momentum_buffer"] += parameter.grad
+                    parameter.sub_(own["momentum_buffer"], alpha=0.1)
+
+
+class Scaled(nn.Module):
+    """A 0-d parameter before the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.arange(8.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift
+
+
+def resume_counted(world: World, folder: Path) -> None:
+    states: list[State] = []
+    for _ in range(2):
+        model = fully_shard(Scaled())
+        optimizer = Counting(flat_parameters(model), {})
+        if states:
+            load(folder / "saved", model, optimizer)
+        else:
+            backward(loss_of(model, x_of(0, world.rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+            save(folder / "saved", model, optimizer)
+        states.append(copy.deepcopy(local_state_dict(optimizer)))
+    named = optim_state_dict(model, optimizer)
+    optim_state_dict_to_load(model, optimizer, named, load_directly=True)
+
+    assert _same(states[1], states[0])
+    assert _same(local_state_dict(optimizer), states[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shape", "expected"),
+    [
+        ("step", 3, (), True),
+        ("step", torch.ones(()), (2, 3), True),
+        ("count", torch.ones(()), (2, 3), True),
+        ("count", torch.ones(()), (1,), True),
+        ("step", torch.ones(()), (), True),
+        ("exp_avg", torch.ones(()), (), False),
+        ("exp_avg", torch.ones(1), (1,), False),
+        ("step", torch.ones(1), (1,), False),
+        ("exp_avg", torch.ones(0), (0,), False),
+        ("mean", torch.ones(1), (2, 3), False),
+    ],
+)
+def test_what_has_no_dimension_is_a_scalar_unless_the_parameter_has_none(
+    name: str, value: Any, shape: tuple[int, ...], expected: bool
+) -> None:
+    """Only beside a 0-d parameter does the name of a 0-d tensor decide."""
+    assert is_scalar(name, value, shape) is expected
+
+
+@one_to_three_ranks
+def test_a_counter_beside_a_0d_parameter_is_a_scalar_on_every_rank(
+    ranks: RankCount, world_size: int, tmp_path: Path
+) -> None:
+    """A 0-d state is the flat parameter's also if an original of it is 0-d."""
+    ranks(world_size).run(resume_counted, tmp_path)
 
 
 def save_native(world: World, folder: Path, form: str, how: str) -> tuple[State, State]:

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.optim.scalars import SCALARS
+from composable_fsdp.optim.scalars import is_scalar_shape
 from composable_fsdp.storage.formats.named_optim import Optim, named_optim
 from composable_fsdp.storage.formats.stored import Stored
 from composable_fsdp.storage.source import OWN_STATE, Source, TensorInfo
@@ -123,12 +123,9 @@ class NestedSource(Source):
             key: the name of the state.
             value: the state.
         """
-        if not isinstance(value, Stored):
-            return False
-        # For a 0-d parameter, shapes do not distinguish a scalar from element-wise
-        # state, so the name of the state decides.
-        is_number = self.model[name].shape != () or key in SCALARS
-        return value.info.shape != () or not is_number
+        return isinstance(value, Stored) and not is_scalar_shape(
+            key, value.info.shape, self.model[name].shape
+        )
 
     @cached_property
     def param_groups(self) -> Sequence[Mapping[str, Any]] | None:  # type: ignore[override]  # computed when asked for
