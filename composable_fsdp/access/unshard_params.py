@@ -9,18 +9,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.access.same_values import require_same_values
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import _unshard_state
-from composable_fsdp.access.writeback_consensus import (
-    failed_ranks,
-    report_failure,
-    require_same_values,
-)
+from composable_fsdp.comm.consensus import failed_rank, send_failure
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning import walk
@@ -34,6 +33,9 @@ from composable_fsdp.tree.state import (
     _get_module_fsdp_state,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_states, require_module
+
+Route = tuple[dist.ProcessGroup, ...]
+"""The groups of a unit, over which an outcome travels in turn."""
 
 
 @contextmanager
@@ -214,8 +216,7 @@ def _unshard_states(
     ``what`` names the caller in messages; ``how`` is passed to ``_unshard_state``.
     Collective, Raises: as ``unshard_params``.
     """
-    handles = [state.handle for state in states]
-    failed: list[int | None] = []
+    failed: dict[Route, int | None] = {}
     with ExitStack() as stack:
         shown = [
             stack.enter_context(_unshard_state(each, writeback=writeback, **how))
@@ -235,22 +236,34 @@ def _unshard_states(
         except BaseException:
             if writeback:
                 # The other ranks wait for this rank's flag before they write.
-                report_failure(handles)
+                for groups, device in _routes(states).items():
+                    send_failure(groups, device)
             raise
         if writeback:
             # Each _unshard_state writes back on exit, so the agreement must come first.
-            failed = failed_ranks(handles)
-            for unit, rank in zip(shown, failed, strict=True):
-                unit.is_agreed = rank is None
+            failed = {
+                groups: failed_rank(groups, at)
+                for groups, at in _routes(states).items()
+            }
+            for unit in shown:
+                unit.is_agreed = failed[unit.handle.groups.present] is None
                 if check_same and unit.is_agreed:
                     require_same_values(unit.handle, unit.fulls)
-    rank = next((rank for rank in failed if rank is not None), None)
+    rank = next((rank for rank in failed.values() if rank is not None), None)
     if rank is not None:
         raise DesyncError(
             f"Rank {rank} raised inside {what}, so nothing was written here either, "
             "and all ranks have the values from before the block. Look at the error of "
             f"rank {rank}."
         )
+
+
+def _routes(states: Sequence[_FSDPState]) -> dict[Route, torch.device]:
+    """Return each route once, in the order of the units, with a device to send on."""
+    found: dict[Route, torch.device] = {}
+    for state in states:
+        found.setdefault(state.handle.groups.present, state.handle.device)
+    return found
 
 
 @contextmanager

@@ -45,9 +45,8 @@ class UnshardedGrads:
         # Only rank 0 knows which gradients the block left; the scatter below needs the
         # same regions on all ranks.
         if self._rank0_only:
-            for group in (handle.groups.shard, handle.groups.replicate):
-                if group is not None:
-                    collectives.broadcast(has, group)
+            for group in handle.groups.present:
+                collectives.broadcast(has, group)
         wanted = has.tolist()
         shards = [
             _new_shard(handle, region, flags)

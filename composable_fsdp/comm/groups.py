@@ -90,6 +90,11 @@ class Groups:
         return None if self._replicate is None else self._replicate.get()
 
     @property
+    def present(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of several ranks: shard, then replicate."""
+        return tuple(each.get() for each in (self._shard, self._replicate) if each)
+
+    @property
     def in_first_replica(self) -> bool:
         """Whether this rank is in the first shard group of the replicas."""
         group = self.replicate

@@ -132,10 +132,8 @@ def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
     groups = handle.groups
     # A group of a single rank is None in ``handle.groups``.
     covered = {dist.get_rank()}
-    for each in (groups.shard, groups.replicate):
-        covered |= (
-            set(dist.get_process_group_ranks(each)) if each is not None else set()
-        )
+    for each in groups.present:
+        covered |= set(dist.get_process_group_ranks(each))
     ranks = set(dist.get_process_group_ranks(group))
     if ranks <= covered:
         return False

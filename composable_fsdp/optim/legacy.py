@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.optim.consensus import raise_on_all_ranks, units_known
+from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.optim.load import state_to_load
 from composable_fsdp.optim.names import Group, groups_of, require_pair
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
+from composable_fsdp.optim.units import shard_groups, units_known
 
 
 def full_optim_state_dict(
@@ -132,7 +133,7 @@ def _own_state(
     model: nn.Module, optim: torch.optim.Optimizer, what: str
 ) -> dict[str, Any]:
     """Return the optimizer's own state; an error is raised on all ranks."""
-    with raise_on_all_ranks(units_known(model, optim)):
+    with raise_on_all_ranks(shard_groups(units_known(model, optim))):
         require_pair(model, optim, what)
         return local_state_dict(optim)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.comm.consensus import require_success_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
     FullOptimStateDictConfig,
@@ -26,7 +27,6 @@ from composable_fsdp.optim.broadcast_state import (
     share_tensor,
     unpacked,
 )
-from composable_fsdp.optim.consensus import require_success_on_all_ranks, units_known
 from composable_fsdp.optim.flat_state import flatten_state, originals
 from composable_fsdp.optim.keys import aligned_groups, state_by_name
 from composable_fsdp.optim.local_state import local_part, require_plans
@@ -41,6 +41,7 @@ from composable_fsdp.optim.names import (
 from composable_fsdp.optim.sharded import own_part, part_for, require_own_parts
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
+from composable_fsdp.optim.units import units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue

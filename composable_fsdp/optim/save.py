@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
     FullOptimStateDictConfig,
@@ -19,7 +20,6 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.optim.consensus import raise_on_all_ranks, units_known
 from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.local_state import local_state
 from composable_fsdp.optim.names import Group, Named, Optimizers, require_pairs
@@ -27,6 +27,7 @@ from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
+from composable_fsdp.optim.units import shard_groups, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -78,7 +79,7 @@ def optim_state_dict(
     settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     # Local state needs no collective, so no other rank waits for this rank's error.
-    with raise_on_all_ranks([] if is_local else units):
+    with raise_on_all_ranks([] if is_local else shard_groups(units)):
         optims = require_pairs(model, optim, "optim_state_dict")
         for each in optims:
             require_elementwise(each)
@@ -201,7 +202,7 @@ def _agreed(
     Collective: one exchange of state names per shard group (``require_same_state``).
     """
     units = _get_fsdp_states(model)
-    with raise_on_all_ranks(units):
+    with raise_on_all_ranks(shard_groups(units)):
         for state in units:
             require_between_steps(state, "optim_state_dict")
         groups, joined, own = joined_state(model, optims, given, "optim_state_dict")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.access.single import Held, closest_names, find_parameter
+from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError, CompositionError
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.consensus import raise_on_all_ranks
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, require_pair
 from composable_fsdp.optim.original_view import over_originals
@@ -19,6 +19,7 @@ from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
+from composable_fsdp.optim.units import shard_groups
 
 
 def get_full_optim_state(
@@ -133,7 +134,8 @@ def _find(
     else:
         named = Named(fqn, found, None, None, None)
     sends = what == "get_full_optim_state"
-    with raise_on_all_ranks([found.state] if isinstance(found, Held) and sends else []):
+    units = [found.state] if isinstance(found, Held) and sends else []
+    with raise_on_all_ranks(shard_groups(units)):
         require_pair(model, optim, what)
         install_optimizer_hooks(optim)
         require_elementwise(optim)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.optim.consensus import raise_on_all_ranks
 from composable_fsdp.optim.flat_state import has_flats
 from composable_fsdp.optim.flat_state_dict import (
     flat_part,
@@ -33,6 +33,7 @@ from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import cut_leaf
+from composable_fsdp.optim.units import shard_groups
 from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
 from composable_fsdp.state_dict.effective_settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -126,7 +127,8 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     whole = asked is not None
     members = _members(optim, state_dict["param_groups"], whole=whole)
     state = dict(state_dict["state"])
-    with raise_on_all_ranks([] if asked is None else _get_fsdp_states(asked.model)):
+    units = [] if asked is None else _get_fsdp_states(asked.model)
+    with raise_on_all_ranks(shard_groups(units)):
         for key, named in members.items():
             if named.is_absent and is_empty(state.get(key, {})):
                 state.pop(key, None)

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_fsdp.comm import collectives
+from composable_fsdp.comm.consensus import exchange, first_failure
 from composable_fsdp.errors import CheckpointError, DesyncError
 from composable_fsdp.naming import quoted
-from composable_fsdp.optim.consensus import shard_groups
 from composable_fsdp.optim.names import Named
+from composable_fsdp.optim.units import shard_groups
 from composable_fsdp.tree.state import _FSDPState
 
 Values = dict[str, Any]
@@ -69,13 +69,14 @@ def require_same_state(
             holds none of their parameters; default: no further groups.
 
     Collective: one all-gather of objects per shard group; all its ranks must call.
-    Raises: CheckpointError, for state that is not element-wise on some rank;
-    DesyncError, if ranks have different state names. Both on all ranks of the group.
+    Raises: CheckpointError, for state that is not element-wise on some rank, and the
+    error of a rank in ``raise_on_all_ranks``; DesyncError, if ranks have different
+    state names. All on all ranks of the group.
     """
     # A rank that raised alone, or that has nothing to send, would leave the other ranks
     # waiting. So find the problem first, send it with the entries, and raise later.
     misfits = [_misfit(n, values) for n, values in zip(members, states, strict=True)]
-    problem = next(filter(None, misfits), "")
+    problem = next(filter(None, misfits), None)
     # Insert the groups of ``units`` first: all ranks must use the groups in the same
     # order, and must use a group even if this rank has no parameter to describe there.
     cut: dict[dist.ProcessGroup, list[int]]
@@ -92,27 +93,26 @@ def require_same_state(
     for group, indices in cut.items():
         indices.sort(key=lambda i: members[i].fqn)
         mine = [_entry(members[i], states[i]) for i in indices]
-        told.append((indices, collectives.all_gather_object((mine, problem), group)))
-    for _, answers in told:
-        for rank, (_, their_problem) in enumerate(answers):
-            if their_problem:
-                raise CheckpointError(
-                    their_problem if problem else f"On rank {rank}: {their_problem}"
-                )
-    for indices, answers in told:
-        _take([members[i] for i in indices], states, indices, [a for a, _ in answers])
-    if problem:
-        raise CheckpointError(problem)
+        told.append((indices, exchange(problem, mine, group)))
+    if problem is not None:
+        raise problem
+    for _, outcomes in told:
+        failure = first_failure(each.failure for each in outcomes)
+        if failure is not None:
+            raise failure.rebuilt()
+    for indices, outcomes in told:
+        answers = [each.value for each in outcomes]
+        _take([members[i] for i in indices], states, indices, answers)
 
 
-def _misfit(named: Named, values: Values) -> str:
-    """Return which state is not element-wise; empty if all state can be gathered."""
+def _misfit(named: Named, values: Values) -> CheckpointError | None:
+    """Return an error for state that is not element-wise; None without such state."""
     if not named.is_cut:
-        return ""
+        return None
     for key, value in values.items():
         shape = named.parameter.shape
         if not named.is_scalar(key, value) and value.shape != shape:
-            return (
+            return CheckpointError(
                 f"Optimizer state {key!r} of {quoted(named.fqn)} has shape "
                 f"{tuple(value.shape)}; expected a scalar or the shape of this rank's "
                 f"shard, {tuple(shape)}. State that is not "
@@ -120,7 +120,7 @@ def _misfit(named: Named, values: Values) -> str:
                 "shards: use an element-wise optimizer, and make it hold state only "
                 "after fully_shard."
             )
-    return ""
+    return None
 
 
 def _entry(named: Named, values: Values) -> Entry:

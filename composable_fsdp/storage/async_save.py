@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.storage.consensus import Team, team_of
 from composable_fsdp.storage.pending import SaveFuture, remember
 from composable_fsdp.storage.save import Job, prepare, write
+from composable_fsdp.storage.team import Team, team_of
 from composable_fsdp.storage.writer import Piece
 
 

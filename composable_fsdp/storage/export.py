@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
-from composable_fsdp.storage.consensus import Team, team_of
 from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert
 from composable_fsdp.storage.directory import path_text
@@ -26,6 +25,7 @@ from composable_fsdp.storage.formats.files import OUT, begin, finish, unwritable
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.team import Team, team_of
 from composable_fsdp.tree.state import _FSDPState
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_buffers import unfilled_buffers
 from composable_fsdp.storage.compare import ComparedModel, LoadReport, compare_model
-from composable_fsdp.storage.consensus import Team, team_of
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
@@ -33,6 +33,7 @@ from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Copy, Source
+from composable_fsdp.storage.team import Team, team_of
 from composable_fsdp.tree.traversal import require_module
 
 
@@ -117,7 +118,7 @@ def load(
         # Every rank takes part, also a rank with an error, so that no other rank waits.
         answers = team.agree(error, (before, opened))
         raise_unseen(team, [before for before, _ in answers])
-        _require_same([opened for _, opened in answers])
+        _require_same(team.ranks, [opened for _, opened in answers])
         assert source is not None
         assert result is not None
         # From here on, tensors of the model and the optimizer are overwritten.
@@ -190,7 +191,7 @@ def _identity(source: Source) -> tuple[str, str]:
     return source.fingerprint, str(getattr(source, "path", ""))
 
 
-def _require_same(opened: list[Any]) -> None:
+def _require_same(ranks: Sequence[int], opened: list[Any]) -> None:
     """Raise CheckpointError if the ranks have opened different checkpoints.
 
     All ranks know all answers, so all ranks raise.
@@ -198,10 +199,10 @@ def _require_same(opened: list[Any]) -> None:
     # The ranks open different checkpoints if each rank looks up the path for itself, or
     # if another save replaces ``latest`` between two ranks' reads.
     (first, path), *_ = opened
-    for rank, (fingerprint, other) in enumerate(opened):
+    for rank, (fingerprint, other) in zip(ranks, opened, strict=True):
         if fingerprint != first:
             raise CheckpointError(
-                f"The ranks opened different checkpoints: rank 0 {path}, rank {rank} "
-                f"{other}. Nothing was loaded. Pass the same on every rank, such as "
-                "what rank 0 has found."
+                f"The ranks opened different checkpoints: rank {ranks[0]} {path}, "
+                f"rank {rank} {other}. Nothing was loaded. Pass the same on every "
+                "rank, such as what rank 0 has found."
             )

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.consensus import Team
+from composable_fsdp.storage.team import Team
 
 
 class SaveFuture(Future[None]):

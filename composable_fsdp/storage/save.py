@@ -23,7 +23,6 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage import crash
-from composable_fsdp.storage.consensus import Team, team_of
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
@@ -43,6 +42,7 @@ from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import Part, PartMaker, add_missing, digest
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
+from composable_fsdp.storage.team import Team, team_of
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
@@ -192,16 +192,16 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
     committed = False
     try:
         answers = team.to_first(error, told)
-        errors = [problem for problem, _ in answers]
+        failures = [each.failure for each in answers]
         if team.rank == 0:
             failure = None
-            if not any(errors):
-                committed, failure = _finish(job, [said for _, said in answers])
+            if not any(failures):
+                committed, failure = _finish(job, [each.value for each in answers])
                 # A failure of the commit on rank 0 reaches the other ranks as rank 0's
                 # error.
-                errors[0] = team.describe(failure)
+                failures[0] = team.failure_of(failure)
             error = error or failure
-        team.from_first(errors, error)
+        team.from_first(failures, error)
     finally:
         # Also after a lost rank or an interrupt, no half-written directory stays
         # behind.

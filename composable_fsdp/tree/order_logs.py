@@ -47,11 +47,10 @@ def assign_order_logs(context: RuntimeContext) -> None:
             continue
         # Units with the same ``Groups`` object share the logs without another lookup.
         if handle.groups not in known:
-            shard, replicate = handle.groups.shard, handle.groups.replicate
+            shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
-            reduces = gathers if replicate is None else [*gathers, replicate]
             in_forward = _log(forward, "forward", gathers, str)
-            in_backward = _log(backward, "backward", reduces, waiting)
+            in_backward = _log(backward, "backward", handle.groups.present, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
             gathered = in_backward if gathers else None

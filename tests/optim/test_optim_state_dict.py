@@ -552,10 +552,10 @@ def test_a_wrong_argument_on_one_rank_is_told_to_the_others(
     for here, there in zip(first, second, strict=True):
         assert there.startswith("TypeError: ")
         assert " expects a model" in there
-        assert here == there.replace("TypeError: ", "CheckpointError: On rank 1: ")
+        assert here == there.replace("TypeError: ", "TypeError: On rank 1: ")
 
 
-def check_replicas(world: World) -> tuple[str, str]:
+def check_replicas(world: World) -> tuple[str, str, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     strategy = ShardingStrategy.HYBRID_SHARD
     model = fully_shard(tiny_mlp(), strategy=strategy, device_mesh=mesh)
@@ -567,6 +567,7 @@ def check_replicas(world: World) -> tuple[str, str]:
     return (
         message_of(lambda: scatter(whole, optim=wrong)),
         message_of(lambda: scatter(unsendable, optim=optimizer)),
+        message_of(lambda: optim_state_dict(model, wrong)),
     )
 
 
@@ -574,10 +575,13 @@ def test_replicas_learn_of_each_others_wrong_arguments(ranks: RankCount) -> None
     """Also the ranks that share no group with the one that was called wrongly."""
     *others, last = ranks(4).run(check_replicas, timeout=20)
 
-    told = last[0].replace("TypeError: ", "CheckpointError: On rank 3: ")
-    assert [wrong for wrong, _ in others] == [told] * 3
-    assert {text for _, text in (*others, last)} == {last[1]}
+    told = last[0].replace("TypeError: ", "TypeError: On rank 3: ")
+    assert [wrong for wrong, *_ in others] == [told] * 3
+    assert {text for _, text, _ in (*others, last)} == {last[1]}
     assert "['exp_avg'] is a function" in last[1]
+    # The second rank of its shard group is rank 3 for rank 2, too.
+    told = last[2].replace("TypeError: ", "TypeError: On rank 3: ")
+    assert [asked for *_, asked in others] == [*["nothing was raised"] * 2, told]
 
 
 def check_unsendable(world: World, group: bool) -> list[str]:

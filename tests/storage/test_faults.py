@@ -16,10 +16,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import async_save, export_safetensors, load, save, verify
 from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.storage import consensus
+from composable_fsdp.storage import team
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -147,6 +148,24 @@ def check_one_bad_rank(world: World, folder: Path) -> list[str]:
     wrong = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
     texts.append(message_of(lambda: save(folder / "c", model, wrong)))
     return texts
+
+
+def check_two_jobs(world: World, folder: Path) -> str:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = make("composable", process_group=mesh.get_group(1))
+    mine = {"bad": object()} if world.rank == 3 else {"good": 1}
+    return message_of(lambda: save(folder / str(world.rank // 2), model, extra=mine))
+
+
+def test_the_bad_rank_is_named_by_its_global_number(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Also where the ranks of the save are not all ranks."""
+    *good, second, third = ranks(4).run(check_two_jobs, tmp_path, timeout=20)
+
+    assert good == ["nothing was raised"] * 2
+    assert second == third
+    assert second.startswith("TypeError: On rank 3: extra['bad'] is a builtins.object")
 
 
 def step_on_one(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -342,7 +361,7 @@ def check_alone(world: World, folder: Path) -> tuple[str, list[str]]:
         return "", []
     with (
         warnings.catch_warnings(record=True) as told,
-        mock.patch.object(consensus, "NOTICE_AFTER", 0.2),
+        mock.patch.object(team, "NOTICE_AFTER", 0.2),
     ):
         warnings.simplefilter("always")
         error = TimeoutError("no other rank has come")
@@ -351,7 +370,7 @@ def check_alone(world: World, folder: Path) -> tuple[str, list[str]]:
             time.sleep(0.5)
             raise RuntimeError(error)
 
-        with mock.patch.object(consensus, "private_group", wait):
+        with mock.patch.object(team, "private_group", wait):
             text = message_of(lambda: save(folder / "x", wrong))
     return text, [str(each.message) for each in told]
 

@@ -19,14 +19,10 @@ from torch import nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import NOTICE_AFTER
+from composable_fsdp.comm.consensus import Failure, Outcome, first_failure
 from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.errors import CheckpointError, FSDPError, PhaseError
+from composable_fsdp.errors import CheckpointError, FSDPError
 from composable_fsdp.storage.contents import units_in
-
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CheckpointError, PhaseError, TypeError)
-}
-"""Errors that keep their class on other ranks; all others become CheckpointError."""
 
 
 class Team:
@@ -51,37 +47,38 @@ class Team:
         must call.
         Raises: the error of the first rank that has an error, the same on every rank.
         """
-        said = (_described(error), value)
+        said = Outcome(self.failure_of(error), value)
         everyone = [said]
         if self.group is not None:
             with _Exchange(error):
                 everyone = collectives.all_gather_object(said, self.group)
-        _raise_first([text for text, _ in everyone], self.rank, error)
-        return [value for _, value in everyone]
+        self._raise_first([each.failure for each in everyone], error)
+        return [each.value for each in everyone]
 
-    def to_first(self, error: Exception | None, value: Any) -> list[tuple[Any, Any]]:
-        """Return on rank 0 every rank's (error, value); return an empty list elsewhere.
+    def to_first(self, error: Exception | None, value: Any) -> list[Outcome]:
+        """Return on rank 0 every rank's outcome; return an empty list elsewhere.
 
         Collective: one gather of objects over the group; all ranks of the group must
         call.
         """
-        said = (_described(error), value)
+        said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
         with _Exchange(error):
             return collectives.gather_object(said, self.group) or []
 
-    @staticmethod
-    def describe(error: Exception | None) -> tuple[str, str] | None:
-        """Return the class name and the text of ``error``, or None."""
-        return _described(error)
+    def failure_of(self, error: Exception | None) -> Failure | None:
+        """Return the failure of this rank, as other ranks receive the failure."""
+        return Failure.of(_accessed(error), self.ranks[self.rank])
 
-    def from_first(self, errors: Sequence[Any], own: Exception | None) -> None:
-        """Send ``errors`` from rank 0 to all ranks, and raise the first error on each.
+    def from_first(
+        self, failures: Sequence[Failure | None], own: Exception | None
+    ) -> None:
+        """Send ``failures`` from rank 0 to all ranks; raise the first on each rank.
 
-        ``errors`` is the list of errors that ``to_first`` returned, by rank; the value
-        of rank 0 is used. ``own`` is this rank's error, the cause of an entry of
-        ``errors``.
+        ``failures`` are the failures that ``to_first`` returned, by rank; the value of
+        rank 0 is used. ``own`` is this rank's error, the cause of an entry of
+        ``failures``.
 
         Collective: one broadcast of objects over the group; all ranks of the group must
         call.
@@ -89,8 +86,20 @@ class Team:
         """
         if self.group is not None:
             with _Exchange(own):
-                errors = collectives.broadcast_object(list(errors), self.group)
-        _raise_first(errors, self.rank, own)
+                failures = collectives.broadcast_object(list(failures), self.group)
+        self._raise_first(failures, own)
+
+    def _raise_first(
+        self, failures: Sequence[Failure | None], own: Exception | None
+    ) -> None:
+        """Raise the first failure; on its rank, ``own`` becomes the cause."""
+        failure = first_failure(failures)
+        if failure is not None:
+            # Unlike elsewhere, the failing rank raises the rebuilt error, too: the
+            # error of a save or load has the same text on all ranks.
+            is_own = failure.rank == self.ranks[self.rank]
+            named = self.world_size > 1
+            raise failure.rebuilt(named=named) from (own if is_own else None)
 
 
 class _Exchange:
@@ -127,34 +136,15 @@ class _Exchange:
             ) from error
 
 
-def _described(error: Exception | None) -> tuple[str, str] | None:
-    """Return the class name and the text of an error, as sent to other ranks."""
-    if error is None:
-        return None
-    text = str(error.args[0]) if isinstance(error, FSDPError) and error.args else ""
-    if isinstance(error, OSError):
-        name = f" ({error.filename})" if error.filename else ""
-        # The reason and the file, without the error number that ``str`` adds.
-        text = f"{error.strerror or error}{name}"
-        return "CheckpointError", f"the checkpoint could not be accessed: {text}."
-    kind = type(error).__name__
-    if kind not in _KINDS:
-        return "CheckpointError", f"{kind}: {text or error}"
-    return kind, text or str(error)
-
-
-def _raise_first(
-    errors: Sequence[tuple[str, str] | None], rank: int, own: Exception | None
-) -> None:
-    """Raise the first error of ``errors``; on ``rank``, ``own`` becomes the cause."""
-    for other, error in enumerate(errors):
-        if error is None:
-            continue
-        kind, text = error
-        # The rank's number in the team, which may differ from the global rank.
-        if len(errors) > 1:
-            text = f"On rank {other}: {text}"
-        raise _KINDS[kind](text) from (own if other == rank else None)
+def _accessed(error: Exception | None) -> Exception | None:
+    """Return ``error``; an OSError is replaced by a CheckpointError that names it."""
+    if not isinstance(error, OSError):
+        return error
+    # The reason and the file, without the error number that ``str`` adds.
+    name = f" ({error.filename})" if error.filename else ""
+    return CheckpointError(
+        f"the checkpoint could not be accessed: {error.strerror or error}{name}."
+    )
 
 
 def team_of(module: object, purpose: str = "checkpoint") -> Team:

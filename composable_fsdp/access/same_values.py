@@ -1,0 +1,59 @@
+"""Compare full values over ranks before ``unshard_params`` writes the values back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import full_views
+from composable_fsdp.naming import join_name, quoted
+
+
+@torch.no_grad()
+def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> None:
+    """Refuse full values ``(padded_numel,)`` that differ between the unit's ranks.
+
+    Collective: a single all-reduce with four numbers per parameter over the shard group
+        and over the replicate group.
+    Raises: DesyncError with the parameter's name, on all ranks alike.
+    """
+    names, prints = [], []
+    for region, full in zip(handle.regions, fulls, strict=True):
+        pieces, _ = full_views(region.layout, full)
+        for slot, piece in zip(region.layout.parameters, pieces, strict=True):
+            names.append(join_name(handle.full_fqn, slot.fqn))
+            prints.append(_fingerprint(piece))
+    if not prints:
+        return
+    mine = torch.stack(prints).to(handle.device)
+    # A single maximum gives the maximum and, negated, the minimum; equal ends mean
+    # equal values on all ranks.
+    ends = torch.cat([mine, -mine])
+    for group in handle.groups.present:
+        collectives.all_reduce(ends, group, maximum=True)
+    largest, smallest = ends[: len(names)], -ends[len(names) :]
+    unlike = (largest != smallest).any(1).tolist()
+    if any(unlike):
+        count = sum(unlike)
+        more = f" and {count - 1} more of its unit" if count > 1 else ""
+        raise DesyncError(
+            f"Parameter {quoted(names[unlike.index(True)])}{more} was written "
+            "differently on the ranks inside unshard_params, where each rank keeps the "
+            "part that it holds; nothing was written. Write the same on every rank, or "
+            "pass rank0_only=True to give all of them rank 0's values."
+        )
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    """Return two integers ``(2,)`` that depend on every bit and on the order."""
+    flat = values.reshape(-1)
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size())
+    bits = flat.view(whole or torch.int64).to(torch.int64)
+    # Odd weights: no single difference is lost when the sum overflows.
+    weights = torch.arange(bits.numel(), device=bits.device) * 2 + 1
+    return torch.stack([bits.sum(), (bits * weights).sum()])

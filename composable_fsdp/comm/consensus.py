@@ -1,0 +1,179 @@
+"""Exchange outcomes between ranks, so that an error of a rank is raised on all ranks.
+
+A rank that raises alone leaves the other ranks waiting in a collective. Three ways to
+tell the other ranks, by what the other ranks do at that moment::
+
+    raise_on_all_ranks             a rank that raises joins the ``exchange`` in which
+                                   the other ranks wait anyway; success sends nothing
+    require_success_on_all_ranks   every rank sends an outcome and waits for all
+    send_failure, failed_rank      a rank that raises sends an integer and does not
+                                   wait; the other ranks wait for the integers
+
+The rank that raised keeps the exception, with its traceback. The other ranks raise
+``Failure.rebuilt``: the same class, and the text with the rank that raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.errors import (
+    CheckpointError,
+    CompositionError,
+    DesyncError,
+    FSDPError,
+    PhaseError,
+    PlanError,
+)
+
+_KEPT = (
+    CheckpointError,
+    CompositionError,
+    DesyncError,
+    PhaseError,
+    PlanError,
+    TypeError,
+)
+"""Classes that an error keeps on other ranks; other errors become CheckpointError."""
+
+
+class Failure(NamedTuple):
+    """An error in the form in which other ranks receive the error."""
+
+    kind: type[Exception]
+    text: str
+    rank: int
+    """The global rank that raised."""
+
+    @classmethod
+    def of(cls, error: Exception | None, rank: int) -> Failure | None:
+        """Return the failure of the global rank ``rank``; None without an ``error``."""
+        if error is None:
+            return None
+        # ``str(error)`` would append the rank, and ``rebuilt`` names the rank itself.
+        is_ours = isinstance(error, FSDPError) and error.args
+        text = str(error.args[0]) if is_ours else str(error)
+        kind = type(error)
+        if kind in _KEPT:
+            return cls(kind, text, rank)
+        return cls(CheckpointError, f"{kind.__name__}: {text}", rank)
+
+    def rebuilt(self, *, named: bool = True) -> Exception:
+        """Return the error for this rank; ``named``: the text begins with the rank."""
+        return self.kind(f"On rank {self.rank}: {self.text}" if named else self.text)
+
+
+class Outcome(NamedTuple):
+    """What a rank sends in ``exchange``."""
+
+    failure: Failure | None
+    value: Any
+
+
+def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
+    """Return the first failure, or None if all ranks succeeded."""
+    return next(filter(None, failures), None)
+
+
+def exchange(
+    error: Exception | None, value: object, group: dist.ProcessGroup
+) -> list[Outcome]:
+    """Return every rank's outcome in rank order; raise nothing.
+
+    Args:
+        error: the error of this rank, or None.
+        value: a picklable object.
+        group: the process group.
+
+    Returns: the outcomes of all ranks, so that all ranks can decide alike.
+    Collective: one all-gather of objects over ``group``; all its ranks must call.
+    """
+    said = Outcome(Failure.of(error, _own_rank(group)), value)
+    return collectives.all_gather_object(said, group)
+
+
+@contextmanager
+def raise_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """If the block raises, send the error to the ranks that wait in ``exchange``.
+
+    Collective: none if the block succeeds; else one ``exchange`` per group, which pairs
+    with the exchanges of the ranks that succeeded.
+    """
+    try:
+        yield
+    except Exception as error:
+        for group in groups:
+            exchange(error, None, group)
+        raise
+
+
+@contextmanager
+def require_success_on_all_ranks(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """If the block raises on any rank, raise on all ranks.
+
+    ``groups`` are groups over which, in turn, a message reaches all ranks: the first
+    tells the ranks of a shard group, the second tells the other replicas.
+
+    Collective: one all-gather of objects over each of ``groups``.
+    Raises: the exception of the block; on the other ranks the error of the first rank
+    that failed.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    told = Failure.of(own, _own_rank(groups[0])) if groups else None
+    for group in groups:
+        told = first_failure(collectives.all_gather_object(told, group))
+    if own is not None:
+        raise own
+    if told is not None:
+        raise told.rebuilt()
+
+
+def _own_rank(group: dist.ProcessGroup) -> int:
+    """Return the global rank of this process, a member of ``group``."""
+    return dist.get_global_rank(group, group.rank())
+
+
+def send_failure(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Tell the ranks that wait in ``failed_rank`` that this rank raised.
+
+    Collective: as ``failed_rank``, but asynchronous: the call returns before the other
+    ranks have entered.
+    """
+    for group in groups:
+        # async_op, so that this rank's exception is raised at once, whatever the other
+        # ranks do.
+        flag = _flag(dist.get_rank() + 1, device)
+        collectives.all_reduce(flag, group, maximum=True, async_op=True)
+
+
+def failed_rank(
+    groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> int | None:
+    """Return the largest global rank of ``groups`` that raised, or None.
+
+    Collective: an all-reduce of an integer over each of ``groups``, in order.
+    """
+    if not groups:
+        return None
+    worst = _flag(0, device)
+    for group in groups:
+        collectives.all_reduce(worst, group, maximum=True)
+    # item() waits for the slowest rank of the groups. The number is the rank + 1, so
+    # that 0 means that no rank raised.
+    number = int(worst.item())
+    return number - 1 if number else None
+
+
+def _flag(number: int, device: torch.device) -> Tensor:
+    return torch.tensor([number], dtype=torch.int32, device=device)
