@@ -1,28 +1,120 @@
-"""The phases of a unit, in the order in which a step goes through them.
+"""The state machines of a unit: its phase in the step, and where its parameters are.
 
-::
-
-    IDLE ----> FORWARD ----> IDLE                      no gradient needed
-      |           '--------> BACKWARD_PRE                weights kept until backward
-      |----> BACKWARD_PRE ----> BACKWARD_POST ----> IDLE
-      '----> SUMMON ----> IDLE                           outside the step
-
-Recomputation runs a forward inside backward without leaving the backward phase. A unit
-whose outputs do not contribute to the loss stays in BACKWARD_PRE until the unit's next
-forward. The runtime sets the phase and does not check the order. State dicts, optimizer
-checks and ``unshard_params`` read SUMMON; the other phases are for messages and tests.
+A move that the tables do not list raises: see ``illegal_move``.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
+from composable_fsdp.errors import PhaseError
+
 
 class Phase(Enum):
-    """The phase of a handle in the step."""
+    """The phase of a unit in the step.
+
+    ::
+
+        IDLE ----> FORWARD ----> IDLE                      no gradient needed
+          |           '--------> BACKWARD_PRE              backward will need the unit
+          |----> BACKWARD_PRE ----> BACKWARD_POST ----> IDLE
+          '----> SUMMON ----> IDLE                         outside the step
+
+    A unit whose outputs do not contribute to the loss stays in BACKWARD_PRE until the
+    unit's next forward, or until the tree is between steps. A backward may run inside a
+    forward of the unit, and then ends in FORWARD. Recomputation runs a forward inside
+    backward without leaving the phase of the backward.
+    """
 
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD_PRE = "backward, gradients to come"
     BACKWARD_POST = "backward, gradients reduced"
     SUMMON = "unshard_params"
+
+    followers: tuple[Phase, ...]
+    """The phases that may follow."""
+
+
+IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, SUMMON = Phase
+
+
+class Residency(Enum):
+    """Where the full parameters of a unit are.
+
+    ::
+
+                    allocate_full             use_full
+        SHARDED ------------------> GATHERING -------> UNSHARDED
+         ^ ^ ^ ^                     |     |             |   ^
+         | | | '------free_full------'     |  use_sharded|   |use_full
+         | | |                             |             v   |
+         | | '--free_full, drop_full-------|------------- HIDDEN
+         | |                               |                |
+         | |                               |defer_free      |defer_free      on CUDA
+         | '----------free_full----- FREE_PENDING <---------'
+         |                                 '-----gather_again-----> GATHERING
+         '--use_sharded-- COPIES_SHOWN <--show_copies-- SHARDED
+
+    The functions are those of ``flat.residency``. A unit whose full parameters are its
+    shards (a single rank, NO_SHARD) needs no all-gather and goes from SHARDED to HIDDEN
+    by ``hold_full``.
+    """
+
+    SHARDED = "sharded"
+    """The modules show the sharded parameters. The full buffers have no memory, or
+    memory that the next all-gather overwrites."""
+    GATHERING = "gathering"
+    """An all-gather fills the full buffers; the modules show the sharded parameters."""
+    UNSHARDED = "unsharded"
+    """The modules show the full parameters."""
+    HIDDEN = "hidden"
+    """The full buffers are filled; the modules show the sharded parameters."""
+    FREE_PENDING = "free pending"
+    """The GPU may still read the full buffers, which are freed later."""
+    COPIES_SHOWN = "copies shown"
+    """``unshard_params`` shows full parameters over buffers of its own."""
+
+    followers: tuple[Residency, ...]
+    """The states that may follow."""
+
+
+def _set_followers() -> None:
+    idle, forward, pre, post, summon = Phase
+    # A tree that recovers from an error resets every phase to IDLE.
+    idle.followers = idle, forward, pre, summon
+    forward.followers = forward, pre, idle
+    pre.followers = pre, post, forward, idle, summon
+    post.followers = post, pre, idle, forward
+    summon.followers = (idle,)
+    sharded, gathering, unsharded, hidden, free_pending, copies = Residency
+    sharded.followers = gathering, hidden, copies
+    gathering.followers = unsharded, sharded, free_pending
+    unsharded.followers = (hidden,)
+    hidden.followers = unsharded, sharded, free_pending
+    free_pending.followers = sharded, gathering
+    copies.followers = (sharded,)
+
+
+_set_followers()
+
+
+def illegal_move(
+    name: str, now: Phase | Residency, then: Phase | Residency
+) -> PhaseError:
+    """Return the error for a move that the table of ``now`` does not list.
+
+    Args:
+        name: the unit, quoted.
+        now: the state of the unit.
+        then: the state that the caller asked for.
+
+    Returns: the error, for the caller to raise. Collective: none.
+    """
+    legal = ", ".join(state.name for state in now.followers)
+    return PhaseError(
+        f"Fully sharded module {name} is {now.name} ({now.value}) and cannot become "
+        f"{then.name} ({then.value}); expected {legal}. This is an error inside "
+        "composable_fsdp, or its internal functions were called out of order. Please "
+        "report it with the calls that led here."
+    )

@@ -11,7 +11,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.region import part_of
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -102,7 +102,7 @@ def check_idle(state: _FSDPState) -> None:
     # A unit awaits its backward also when the loss did not use what it computed.
     assert handle.phase in (Phase.IDLE, Phase.BACKWARD_PRE), handle
     assert not handle.is_full, state.name
-    assert not handle.gathered, state.name
+    assert handle.residency is Residency.SHARDED, state.name
     assert not handle.reduce_due, state.name
     assert handle.held is None
     for region in handle.regions:

@@ -12,6 +12,7 @@ from composable_fsdp.flat.external_changes import (
     shards_are_unchanged,
 )
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.runtime import unshard as verbs
 from composable_fsdp.runtime.external_changes import adopt_external_changes_unless_meta
 from composable_fsdp.runtime.graph_task import current_task
@@ -72,7 +73,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     state = state_of_unit(module, "unshard")
     context = _context(state, "unshard")
     handle = state.handle
-    if not handle.gathered or handle.retiring:
+    if handle.residency in NOT_GATHERED:
         if context.outermost is None and not shards_are_unchanged(handle):
             # After ``p.data = ...``, a cast, or a change of requires_grad: the buffers
             # must be rebuilt before the all-gather reads them. Inside a forward the

@@ -21,14 +21,14 @@ from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.access.unsharded_grads import UnshardedGrads, unshard_grads
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import part_guards, views
+from composable_fsdp.flat import part_guards, residency
 from composable_fsdp.flat.build import written
 from composable_fsdp.flat.external_changes import is_at, restore_full_views
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import full_leaf, full_views
 from composable_fsdp.flat.versions import version_of
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import Phase, illegal_move
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
@@ -166,6 +166,8 @@ def _unshard_state(
             f"Fully sharded module {handle.name} is shown by another block of "
             "unshard_params; its end would take the parameters from both. Use one."
         )
+    if Phase.SUMMON not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
     handle.phase = Phase.SUMMON
     UNSHARDED.add(id(handle))
     if context.streams is not None:
@@ -243,7 +245,7 @@ def _gather_to_first(handle: FlatParamHandle) -> None:
     assert group is not None
     first = handle.groups.rank == 0
     if first:
-        views.allocate_full(handle)
+        residency.allocate_full(handle)
     for region in handle.regions:
         if region.is_cut and region.layout.padded_numel:
             full = region.full if first else None
@@ -275,4 +277,4 @@ def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None
         parameters[name] = made[id(sharded)]
     # Modules inside the unit may be called on full parameters.
     part_guards.allow_part_calls(handle)
-    handle.is_full = True
+    residency.show_copies(handle)

@@ -18,7 +18,7 @@ from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, remember_leave
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import FlatParameter, build_region
 from composable_fsdp.flat.versions import unreadable_versions
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.planner import Target
 
 
@@ -189,7 +189,7 @@ def set_divisions(handle: FlatParamHandle) -> None:
 def reset_handle(handle: FlatParamHandle) -> None:
     """Set the state of a unit between steps, and create events for a CUDA device."""
     handle.phase = Phase.IDLE
-    handle.is_full = handle.gathered = handle.retiring = False
+    handle.residency = Residency.SHARDED
     handle.ready = handle.other_form = None
     handle.wide = False
     handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from composable_fsdp.flat.build import make_gather_lists, place_leaves
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import make_full
+from composable_fsdp.phases import Residency
 
 
 class FullForm(NamedTuple):
@@ -45,8 +46,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
     Returns: True if full leaves were created now, which have no hooks yet.
     Collective: none.
     """
-    assert not handle.gathered
-    assert not handle.is_full
+    assert handle.residency is Residency.SHARDED
     # The current form must be saved before the fields are overwritten.
     other = handle.other_form
     handle.other_form = _current(handle)

@@ -1,7 +1,7 @@
 """``FlatParamHandle``: a unit's flat buffers, and the unit's state during a step.
 
-The handle holds data and answers questions. The functions of ``flat.views`` and of
-``runtime`` change the handle.
+The handle holds data and answers questions. The functions of ``flat.residency``,
+``flat.reduce_buffers`` and ``runtime`` change the handle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import quoted
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.assign import ParamInfo, Place
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.unit_plan import UnitPlan
@@ -57,14 +57,12 @@ class FlatParamHandle:
         "full_since",
         "gather_event",
         "gather_lists",
-        "gathered",
         "groups",
         "guards",
         "handed_out",
         "held",
         "here",
         "here_at",
-        "is_full",
         "kept",
         "keys",
         "leaf_stream",
@@ -90,7 +88,7 @@ class FlatParamHandle:
         "reduce_log",
         "reduce_owner",
         "regions",
-        "retiring",
+        "residency",
         "rows",
         "rule",
         "sharded_placed",
@@ -151,8 +149,8 @@ class FlatParamHandle:
     refusal while the unit is sharded."""
     phase: Phase
     """The state of the unit in the step (``phases``)."""
-    is_full: bool
-    """Whether the full leaves are registered in the modules and may be read."""
+    residency: Residency
+    """Where the full parameters are. Only ``flat.residency`` writes the field."""
     foreign: dict[int, Any]
     """By index of the place: tensors from ``torch.func.functional_call`` that the
     modules show instead of full leaves while the unit is full."""
@@ -167,8 +165,6 @@ class FlatParamHandle:
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
     ready: Waitable | None
     """The pending all-gather, or ``None`` if no all-gather is pending."""
-    gathered: bool
-    """Whether ``full`` has memory that an all-gather has filled or is filling."""
     needs_gather: bool
     """Whether any region has a ``full`` buffer of its own that must be filled."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
@@ -264,9 +260,14 @@ class FlatParamHandle:
     leaf_stream: torch.cuda.Stream | None
     """The stream on which AccumulateGrad nodes and hooks of full leaves run: the
     current stream when the hooks were installed."""
-    retiring: bool
-    """Whether the unit is resharded but ``full`` is not freed yet, because the GPU may
-    still read ``full``."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the modules show full parameters, which may be read."""
+        return (
+            self.residency is Residency.UNSHARDED
+            or self.residency is Residency.COPIES_SHOWN
+        )
 
     @property
     def leaves(self) -> tuple[nn.Parameter, ...]:
@@ -328,7 +329,7 @@ class FlatParamHandle:
         return (
             f"FlatParamHandle(fully sharded module {self.name}, {len(self._fqns)} "
             f"parameters, {len(self.regions)} regions, {self.phase.value}, "
-            f"{'full' if self.is_full else 'sharded'})"
+            f"{self.residency.value})"
         )
 
 

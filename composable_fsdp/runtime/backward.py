@@ -20,7 +20,8 @@ from torch import Tensor
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK
-from composable_fsdp.phases import Phase
+from composable_fsdp.flat.residency import NOT_GATHERED
+from composable_fsdp.phases import BACKWARD_PRE, illegal_move
 from composable_fsdp.runtime.grad_hooks import reshard_after_backward, select_full_form
 from composable_fsdp.runtime.graph_task import current_task, register_task_end
 from composable_fsdp.runtime.prefetch import (
@@ -186,7 +187,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     # must use the same form.
     if handle.wide is not call.wide:
         select_full_form(context, state, wide=call.wide)
-    if not handle.gathered or handle.retiring:
+    if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
     tape = call.tape
@@ -229,7 +230,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
         handle.open_calls += RETAINED
     if handle.wide is not call.wide:
         select_full_form(context, state, wide=call.wide)
-    if not handle.gathered or handle.retiring:
+    if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
 
@@ -252,7 +253,9 @@ def _begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) 
     """Add the unit to the graph task, and count the gradients that the task brings."""
     register_task_end(context, state, task)
     handle = state.handle
-    handle.phase = Phase.BACKWARD_PRE
+    if BACKWARD_PRE not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, BACKWARD_PRE)
+    handle.phase = BACKWARD_PRE
     handle.pending = 0
     # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a parameter if
     # ``autograd.grad`` captures the gradient.

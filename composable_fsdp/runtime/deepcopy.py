@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp.flat import views
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.build import build_handle, set_divisions
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameter
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -124,7 +124,7 @@ def _copy_handle(
     if handle.is_full:
         # The user has unsharded the unit, so the copied modules show copies of full
         # parameters.
-        views.use_sharded(made)
+        residency.use_sharded(made)
     made.rule = copy.copy(handle.rule)
     set_divisions(made)
     for old, new in zip(handle.regions, made.regions, strict=True):

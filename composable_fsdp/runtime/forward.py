@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import views
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.forward_writes import (
     checksums,
     copy_all_to_shards,
@@ -30,8 +30,9 @@ from composable_fsdp.flat.forward_writes import (
 from composable_fsdp.flat.functional_params import save_functional_params
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.part_guards import REFUSE
+from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED
 from composable_fsdp.flat.versions import version_of
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, illegal_move
 from composable_fsdp.runtime.backward import UnitForward, pre_backward
 from composable_fsdp.runtime.container_copies import (
     ContainerCopy,
@@ -126,11 +127,11 @@ def pre_forward(
         cast = cast_inputs(state, args, kwargs, copies)
         if cast is not None:
             args, kwargs = replaced = cast
-    if not handle.gathered or handle.retiring:
+    if handle.residency in NOT_GATHERED:
         unshard(context, handle)
     if state.prefetches_forward and not recomputing:
         prefetch_forward(context, state)
-    if not handle.is_full or handle.ready is not None:
+    if handle.residency is not UNSHARDED:
         wait_unsharded(handle)
     elif not recomputing and not handle.calls:
         # Unsharded by the user, or for another module of this unit, so ``use_full``
@@ -147,7 +148,9 @@ def pre_forward(
         if state.looks and not handle.calls:
             state.looks -= 1
             state.sums = checksums(handle) if handle.needs_gather else None
-        handle.phase = Phase.FORWARD
+        if FORWARD not in handle.phase.followers:
+            raise illegal_move(handle.name, handle.phase, FORWARD)
+        handle.phase = FORWARD
         if len(state.modules) > 1 and not state.remaining:
             state.remaining = frozenset(map(id, state.modules))
     elif handle.task != NO_TASK:
@@ -281,7 +284,7 @@ def post_forward(
     if handle.foreign and not handle.calls:
         # ``functional_call`` removes its tensors after the call, so put them back into
         # the modules first.
-        views.use_sharded(handle)
+        residency.use_sharded(handle)
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if handle.lent and handle.lent[-1].depth > len(handle.calls):
         # After ``_hook_outputs``, which needs the aliases of inputs that the output may
@@ -309,13 +312,16 @@ def post_forward(
     # parameters.
     if handle.calls or state.remaining:
         return replaced
-    handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
+    phase = BACKWARD_PRE if awaited else IDLE
+    if phase not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, phase)
+    handle.phase = phase
     if state.reshard_after_forward or not awaited:
         reshard(context, handle)
-    elif handle.is_full:
+    elif handle.residency is UNSHARDED:
         # The full buffer stays for backward. The modules show the sharded parameters,
         # because ``zero_grad`` or an optimizer may ask for parameters before backward.
-        views.use_sharded(handle)
+        residency.use_sharded(handle)
         handle.full_since = None
     return replaced
 
@@ -328,9 +334,12 @@ def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
     state.remaining = frozenset()
     handle = state.handle
     awaited = handle in context.tape.open_calls
-    handle.phase = Phase.BACKWARD_PRE if awaited else Phase.IDLE
+    phase = BACKWARD_PRE if awaited else IDLE
+    if phase not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, phase)
+    handle.phase = phase
     if awaited and not state.reshard_after_forward:
-        views.use_sharded(handle)
+        residency.use_sharded(handle)
         handle.full_since = None
     else:
         reshard(context, handle)

@@ -26,7 +26,7 @@ from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.full_forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import BACKWARD_POST, illegal_move
 from composable_fsdp.runtime.graph_task import current_task, register_task_end
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
@@ -212,7 +212,9 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     assert context is not None
     if handle.calls:
         return
-    handle.phase = Phase.BACKWARD_POST
+    if BACKWARD_POST not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, BACKWARD_POST)
+    handle.phase = BACKWARD_POST
     if state.reshard_after_backward:
         reshard(context, handle)
         if context.retiring:

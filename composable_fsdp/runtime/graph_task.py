@@ -16,10 +16,11 @@ from collections.abc import Callable
 import torch
 
 from composable_fsdp.comm.device import wait_for_step
-from composable_fsdp.flat import views
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import move_gradients_in
 from composable_fsdp.flat.grad_samples import SAMPLE_REQUEST, sample_gradients
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.residency import SHARDED
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
@@ -104,13 +105,13 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
     for state in context.tasks[task]:
         handle = state.handle
         if handle.task == task and handle.is_full and not handle.calls:
-            views.use_sharded(handle)
+            residency.use_sharded(handle)
     if context.outermost is None and context.tasks.keys() <= context.dead:
         for handle in context.handles:
             # The dead backward has not reached this unit, which was prefetched or
             # unsharded by the user.
             if handle.is_full and not handle.calls:
-                views.use_sharded(handle)
+                residency.use_sharded(handle)
 
 
 def reset_failed_graph_tasks(context: RuntimeContext) -> None:
@@ -190,7 +191,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             handle.kept = False
             if not state.reshard_after_backward:
                 keep_full(context, handle)
-            elif handle.gathered or handle.is_full:
+            elif handle.residency is not SHARDED:
                 reshard(context, handle)
     context.prefetched.clear()
     if root.is_last_backward:

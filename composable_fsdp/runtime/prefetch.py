@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_for_freed_memory
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
@@ -45,7 +46,7 @@ def prefetch_backward(
         unsharded already.
     """
     handle: FlatParamHandle | None = tape.order.before(reached)
-    if handle is not None and (not handle.gathered or handle.retiring):
+    if handle is not None and handle.residency in NOT_GATHERED:
         unshard(context, handle)
 
 
@@ -87,7 +88,7 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard the unit if needed, and remember the unit until the forward ends."""
-    if handle.needs_gather and (not handle.gathered or handle.retiring):
+    if handle.needs_gather and handle.residency in NOT_GATHERED:
         # On CUDA the prefetched unit takes the place of a resharded unit whose memory
         # is not freed: the all-gather waits for the last reader of that unit and
         # overlaps the compute of the unit in use.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import views
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import (
     leaves_view_shards,
     requires_grad_changed,
@@ -24,6 +24,7 @@ from composable_fsdp.flat.external_changes import (
 )
 from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.residency import COPIES_SHOWN, HIDDEN, SHARDED, UNSHARDED
 from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
@@ -83,12 +84,12 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             schedule = schedule or BackwardSchedule()
         if handle.full_since is not None and require_current_full_params(handle):
             continue
-        if handle.gathered or handle.is_full:
+        if handle.residency is not SHARDED:
             reshard(context, handle)
-            # A unit that is kept for a second backward keeps the memory, and the next
-            # all-gather writes into the same memory. On CUDA a resharded unit stays
-            # gathered until the unit is freed.
-            handle.gathered = handle.retiring
+            if handle.residency is HIDDEN:
+                # The unit is kept for a second backward. The memory stays, and the next
+                # all-gather writes into the same memory.
+                residency.drop_full(handle)
     for unit in root_of(context)._root_states:
         handle = unit.handle
         if handle.full_since is None and not shards_are_unchanged(handle):
@@ -126,10 +127,10 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
 
     Raises: PhaseError, if the shards were written to since.
     """
-    shown = handle.is_full
+    shown = handle.residency is UNSHARDED
     # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
-        views.use_sharded(handle)
+        residency.use_sharded(handle)
     if handle.full_since != shard_versions(handle):
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
@@ -143,7 +144,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
         restore_shard_views(handle)
         good = False
     if shown and good:
-        views.use_full(handle)
+        residency.use_full(handle)
     return good
 
 
@@ -243,11 +244,11 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
     # read.
     synchronize_copy_stream(context)
     handle = state.handle
-    if not handle.is_full:
+    if handle.residency is not UNSHARDED and handle.residency is not COPIES_SHOWN:
         # The unit is kept full for backward, and the user has assigned ``p.data``.
-        if handle.gathered and not shards_are_unchanged(handle):
+        if handle.residency is not SHARDED and not shards_are_unchanged(handle):
             free_all_full_params(state)
-        if not handle.gathered:
+        if handle.residency is SHARDED:
             adopt_external_changes_unless_meta(state)
 
 
@@ -257,7 +258,7 @@ def free_all_full_params(state: _FSDPState) -> None:
     Call after ``require_between_steps``. Backward, if any, and the next forward gather
     the unit again. Collective: none.
     """
-    if state.handle.gathered:
+    if state.handle.residency is not SHARDED:
         assert state.context is not None
         reshard(state.context, state.handle)
 
@@ -275,7 +276,7 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     context = ensure_root(state)
     for handle in context.handles:
         handle.kept = False
-        if handle.gathered:
+        if handle.residency is not SHARDED:
             reshard(context, handle)
     free_oldest(context, keep=0)
     for unit in root_of(context)._root_states:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
-from composable_fsdp.flat import memory, views
+from composable_fsdp.flat import memory, reduce_buffers
 from composable_fsdp.flat.gradients import (
     add_to_all,
     add_to_each,
@@ -65,7 +65,7 @@ def copy_grads_to_reduce_buffers(
     for stream in users[1:]:
         users[0].wait_stream(stream)
     if not handle.reduce_has_memory:
-        views.allocate_reduce(handle)
+        reduce_buffers.allocate_reduce(handle)
         handle.reduce_owner = users[0] if users else None
     for region in handle.trainable:
         gradients = [gradient for gradient in region.waiting if gradient is not None]
@@ -103,9 +103,9 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     copy_grads_to_reduce_buffers(context, handle)
     # Missing gradients count as zeros. The padding is zeroed, too, because the buffer
     # is uninitialized memory.
-    views.zero_missing(handle)
+    reduce_buffers.zero_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
-    arrived = views.arrived_flags(handle)
+    arrived = reduce_buffers.arrived_flags(handle)
     log = handle.reduce_log
     try:
         if log is not None:
@@ -116,7 +116,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     finally:
         # Clear only now: the order log tells other ranks which gradients have not
         # arrived.
-        views.clear_arrived(handle)
+        reduce_buffers.clear_arrived(handle)
         handle.held = None
     handle.reduce_due = False
     for region in handle.trainable:
@@ -210,7 +210,7 @@ def finish_reduction(context: RuntimeContext) -> None:
             stream.wait_stream(current)
     for region in handle.trainable:
         region.temporary = None
-    views.free_reduce(handle)
+    reduce_buffers.free_reduce(handle)
 
 
 def drop_reduction(context: RuntimeContext) -> None:
@@ -233,7 +233,7 @@ def drop_reduction(context: RuntimeContext) -> None:
             stream.wait_stream(context.streams.reduce)
     for region in handle.trainable:
         region.temporary = None
-    views.free_reduce(handle)
+    reduce_buffers.free_reduce(handle)
 
 
 def drop_unreduced_grads(handle: FlatParamHandle) -> None:
@@ -241,7 +241,7 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
 
     Collective: none.
     """
-    views.clear_arrived(handle)
+    reduce_buffers.clear_arrived(handle)
     handle.held = None
     for region in handle.trainable:
         region.partial = None
@@ -252,7 +252,7 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
             # Kernels on the hooks' stream may still copy gradients into the reduce
             # buffers.
             handle.reduce_owner.wait_stream(handle.leaf_stream)
-        views.free_reduce(handle)
+        reduce_buffers.free_reduce(handle)
 
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:

@@ -16,8 +16,15 @@ import torch
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, copy_async
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import step_counts, views
+from composable_fsdp.flat import reduce_buffers, residency, step_counts
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.residency import (
+    COPIES_SHOWN,
+    FREE_PENDING,
+    NOT_GATHERED,
+    SHARDED,
+    UNSHARDED,
+)
 from composable_fsdp.flat.versions import (
     make_readable,
     make_unreadable,
@@ -38,19 +45,19 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Collective: one all-gather (regions coalesced) over the shard group, all ranks of
         which must call; none if the group has a single rank.
     """
-    if handle.gathered and not handle.retiring:
+    if handle.residency not in NOT_GATHERED:
         raise PhaseError(
             f"unshard expects fully sharded module {handle.name} to be sharded; it is "
-            "full already. Ask handle.gathered first."
+            "full already. Ask handle.residency first."
         )
     if handle.readable is not None and handle.needs_gather:
         # A unit that was kept for a second backward is still readable, and the
         # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
     if not handle.needs_gather:
-        handle.gathered = True
+        residency.hold_full(handle)
     elif context.streams is None:
-        views.allocate_full(handle)
+        residency.allocate_full(handle)
         handle.ready = _gather(handle, async_op=True)
     else:
         _unshard_on_stream(context, context.streams, handle)
@@ -74,16 +81,16 @@ def _unshard_on_stream(
 ) -> None:
     """Allocate the full buffers and all-gather, both on the gather stream."""
     with torch.cuda.stream(streams.gather):
-        if handle.retiring:
+        if handle.residency is FREE_PENDING:
             # The unit was resharded and the memory is not freed yet. The all-gather
             # writes the same memory again, so the gather stream must wait for the last
             # reader.
             context.retiring.remove(handle)
-            handle.retiring = False
+            residency.gather_again(handle)
             assert handle.free_event is not None
             handle.free_event.wait()
         else:
-            views.allocate_full(handle)
+            residency.allocate_full(handle)
         _gather(handle, async_op=False)
         assert handle.gather_event is not None
         handle.gather_event.record(streams.gather)
@@ -120,10 +127,9 @@ def free_oldest(context: RuntimeContext, *, keep: int) -> None:
     with torch.cuda.stream(streams.gather):
         while len(context.retiring) > keep:
             handle = context.retiring.popleft()
-            handle.retiring = False
             assert handle.free_event is not None
             handle.free_event.wait()
-            views.free_full(handle)
+            residency.free_full(handle)
 
 
 def wait_unsharded(handle: FlatParamHandle) -> None:
@@ -135,8 +141,8 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
     if handle.ready is not None:
         handle.ready.wait()
         handle.ready = None
-    if not handle.is_full:
-        views.use_full(handle)
+    if handle.residency is not UNSHARDED:
+        residency.use_full(handle)
     make_readable(handle)
 
 
@@ -152,22 +158,22 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.ready.wait()
         handle.ready = None
     handle.full_since = None
-    if handle.is_full:
-        views.use_sharded(handle)
-    if not handle.gathered or handle.retiring or handle.kept:
+    if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
+        residency.use_sharded(handle)
+    if handle.residency in NOT_GATHERED or handle.kept:
         return
     if handle.reduce_due and handle.needs_gather:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;
         # copy such a gradient before the memory is freed.
-        views.add_waiting_to_reduce_buffers(handle)
+        reduce_buffers.add_waiting_to_reduce_buffers(handle)
     if not handle.needs_gather:
-        handle.gathered = False
+        residency.drop_full(handle)
         return
     if handle.readable is not None:  # ``make_unreadable``, inlined
         set_versions(handle.full_placed, handle.unreadable)
         handle.readable = None
     if context.streams is None:
-        views.free_full(handle)
+        residency.free_full(handle)
     else:
         assert handle.free_event is not None
         current = torch.cuda.current_stream(handle.device)
@@ -182,7 +188,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # the last reader and the CPU never waits. Beside the unit in use,
         # RETIRING_LIMIT units keep memory, or RETIRING_UNLIMITED without
         # ``limit_all_gathers``.
-        handle.retiring = True
+        residency.defer_free(handle)
         context.retiring.append(handle)
         free_oldest(context, keep=_limit(handle))
 
@@ -192,12 +198,16 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
     A unit that was prefetched and not used is resharded. Collective: none.
     """
-    if handle.ready is not None or not handle.needs_gather or handle.retiring:
+    if (
+        handle.ready is not None
+        or not handle.needs_gather
+        or handle.residency is FREE_PENDING
+    ):
         reshard(context, handle)
         return
-    if handle.is_full:
-        views.use_sharded(handle)
-    if handle.gathered and handle.full_since is None:
+    if handle.residency is UNSHARDED:
+        residency.use_sharded(handle)
+    if handle.residency is not SHARDED and handle.full_since is None:
         # The next forward compares these versions, to detect an optimizer step on the
         # shards.
         handle.full_since = shard_versions(handle)
@@ -223,11 +233,10 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """
     handle.kept = False
     reshard(context, handle)
-    if handle.retiring:
+    if handle.residency is FREE_PENDING:
         assert context.streams is not None
         assert handle.free_event is not None
         context.retiring.remove(handle)
-        handle.retiring = False
         with torch.cuda.stream(context.streams.gather):
             handle.free_event.wait()
-            views.free_full(handle)
+            residency.free_full(handle)

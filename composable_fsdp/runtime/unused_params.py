@@ -27,6 +27,7 @@ import torch
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
 from composable_fsdp.runtime.prefetch import (
     prefetch_backward,
     prefetch_listed,
@@ -127,7 +128,7 @@ def _gather_in_turn(context: RuntimeContext, tape: ForwardRecord, at: int) -> No
     assert tape.schedule is not None
     state = tape.schedule.uses[at]
     handle = state.handle
-    if not handle.gathered or handle.retiring:
+    if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
     # BACKWARD_POST has no point in time that is the same on all ranks, so only
     # BACKWARD_PRE and listed units are prefetched.
@@ -156,6 +157,6 @@ def _free_unused(context: RuntimeContext, state: _FSDPState) -> None:
     handle = state.handle
     if state.reshard_after_backward:
         reshard(context, handle)
-    elif handle.gathered:
+    elif handle.residency is not SHARDED:
         wait_unsharded(handle)
         keep_full(context, handle)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import composable_fsdp
 from composable_fsdp import CompositionError, fully_shard, register_forward_method
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT
 from tests.support.reference import (
@@ -72,7 +73,10 @@ def speak(world: World, path: str) -> list[str]:
         expected = plain.generate(prompt, count=3)
 
     assert torch.equal(tokens, expected)
-    assert not any(h.is_full or h.gathered or h.calls for h in _get_fsdp_handles(model))
+    assert not any(
+        h.residency is not Residency.SHARDED or h.calls
+        for h in _get_fsdp_handles(model)
+    )
     assert_same_training(model, plain, [], [])
     return [call.op for call in calls]
 
@@ -120,7 +124,10 @@ def fail_and_go_on(world: World, path: str) -> None:
     with pytest.raises(KeyboardInterrupt, match=r"2, 5, 8"):
         model.fail(x)  # type: ignore[operator]
 
-    assert not any(h.is_full or h.gathered or h.calls for h in _get_fsdp_handles(model))
+    assert not any(
+        h.residency is not Residency.SHARDED or h.calls
+        for h in _get_fsdp_handles(model)
+    )
     assert torch.equal(model(x), plain(x))
 
 

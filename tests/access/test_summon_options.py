@@ -18,6 +18,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.reference import (
@@ -82,7 +83,9 @@ def check_copies(
     with unshard_params(model, writeback=False, **options):
         if shows(model, world, rank0_only=rank0_only):
             assert differences(dict(model.named_parameters()), plain) == {}
-        assert not any(state.handle.gathered for state in states)
+        assert not any(
+            state.handle.residency is not Residency.SHARDED for state in states
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(7.0)

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from composable_fsdp import PhaseError
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.flat import memory, views
+from composable_fsdp.flat import memory, residency
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.phases import Residency
 from composable_fsdp.planning.assign import PlanRequest
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.planner import plan_modules
@@ -70,13 +72,13 @@ def test_unsharding_twice_shows_the_same_full_leaves_at_every_place() -> None:
     shown: list[object] = []
 
     for _ in range(2):
-        views.allocate_full(handle)
-        views.use_full(handle)
+        residency.allocate_full(handle)
+        residency.use_full(handle)
         assert inner[0].weight is inner[1].weight
         assert all(memory.is_allocated(region.full) for region in handle.regions)
         shown.append(inner[0].weight)
-        views.use_sharded(handle)
-        views.free_full(handle)
+        residency.use_sharded(handle)
+        residency.free_full(handle)
         assert inner[0].weight is inner[1].weight is weight
         assert not any(memory.is_allocated(region.full) for region in handle.regions)
 
@@ -91,7 +93,8 @@ def test_swapping_leaves_changes_no_name_and_no_order() -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     (handle,) = handles_of(model)
 
-    for swap in (views.use_full, views.use_sharded):
+    residency.allocate_full(handle)
+    for swap in (residency.use_full, residency.use_sharded):
         swap(handle)
         got = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         assert got == names
@@ -113,18 +116,44 @@ def test_the_table_of_held_parameters_has_its_name() -> None:
         assert set(spans[rank]) == held
 
 
+@pytest.mark.req("S1-42")
+@pytest.mark.parametrize("now", Residency)
+def test_moves_that_the_table_does_not_list_raise(now: Residency) -> None:
+    """From every state, by every function that moves; the state stays."""
+    (handle,) = handles_of(tiny_mlp())
+    moves = {
+        residency.allocate_full: Residency.GATHERING,
+        residency.hold_full: Residency.HIDDEN,
+        residency.use_full: Residency.UNSHARDED,
+        residency.show_copies: Residency.COPIES_SHOWN,
+        residency.free_full: Residency.SHARDED,
+        residency.drop_full: Residency.SHARDED,
+        residency.defer_free: Residency.FREE_PENDING,
+    }
+    for move, then in moves.items():
+        handle.residency = now
+        if then in now.followers:
+            move(handle)
+            assert handle.residency is then
+            continue
+        with pytest.raises(PhaseError, match=f"is {now.name} .* become {then.name}"):
+            move(handle)
+        assert handle.residency is now
+
+
 @pytest.mark.req("S1-01")
 def test_the_repr_calls_the_unit_a_fully_sharded_module() -> None:
     """Name, sizes, phase and form in one line."""
     root, inner = handles_of(tied_model()[0], "1")
-    views.use_full(inner)
+    residency.allocate_full(inner)
+    residency.use_full(inner)
 
     assert repr(root) == (
         "FlatParamHandle(fully sharded module (root), 1 parameters, 1 regions, idle, "
         "sharded)"
     )
     assert repr(inner).startswith("FlatParamHandle(fully sharded module '1', ")
-    assert repr(inner).endswith("idle, full)")
+    assert repr(inner).endswith("idle, unsharded)")
 
 
 def test_a_handle_alone_in_its_group_gathers_nothing() -> None:

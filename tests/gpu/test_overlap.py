@@ -18,7 +18,7 @@ import torch
 from benchmarks.device_steps import BF16, Chain, chain_peaks, peaks_of, world
 from benchmarks.trace import StreamUse, record, stream_uses
 from composable_fsdp import BackwardPrefetch, CPUOffload, fully_shard
-from composable_fsdp.flat import views
+from composable_fsdp.flat import residency
 from composable_fsdp.runtime import backward, forward
 from tests.gpu.late import LONG, delayed, gpt, slow_compute, train
 from tests.support.models import TinyGPT
@@ -145,7 +145,7 @@ def test_a_missing_wait_would_be_seen(
     def nothing(handle: Any) -> None:
         handle.ready = None
         if not handle.is_full:
-            views.use_full(handle)
+            residency.use_full(handle)
 
     with world("one", device):
         expected = train(gpt(device, mixed_precision=BF16), device)

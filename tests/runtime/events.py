@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat import views
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -28,7 +28,7 @@ def watched() -> Iterator[list[Event]]:
     """Collect (what, unit) while the block runs."""
     seen: list[Event] = []
     names = {"allocate_full": "gather", "free_full": "free", "use_full": "use"}
-    real = {name: vars(views)[name] for name in names}
+    real = {name: vars(residency)[name] for name in names}
 
     def spy(name: str) -> Callable[[FlatParamHandle], None]:
         def note(handle: FlatParamHandle) -> None:
@@ -39,12 +39,12 @@ def watched() -> Iterator[list[Event]]:
         return note
 
     for name in names:
-        setattr(views, name, spy(name))
+        setattr(residency, name, spy(name))
     try:
         yield seen
     finally:
         for name, function in real.items():
-            setattr(views, name, function)
+            setattr(residency, name, function)
 
 
 def note_gradients(model: nn.Module, seen: list[Event]) -> None:

@@ -19,6 +19,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.reference import backward
 from tests.support.sharded import RankCount, own_gradient, own_parts
@@ -128,7 +129,7 @@ def check_filled(
         assert_filled(model, expected)
         assert world.all_equal([(c.op, c.numel) for c in calls])
     states = _get_fsdp_states(model)
-    assert not any(s.handle.gathered or s.handle.is_full for s in states)
+    assert not any(s.handle.residency is not Residency.SHARDED for s in states)
     assert not any(s.handle.reduce_due for s in states)
 
 
@@ -193,7 +194,9 @@ def check_joint(
         again = averages(plain, two, world.world_size, [1])
         assert_filled(model, {name: once[name] + again[name] for name in once})
         assert world.all_equal([(c.op, c.numel) for c in calls])
-    assert not any(s.handle.gathered for s in _get_fsdp_states(model))
+    assert not any(
+        s.handle.residency is not Residency.SHARDED for s in _get_fsdp_states(model)
+    )
 
 
 @pytest.mark.req("B-17")
@@ -251,7 +254,7 @@ def check_unused_output(world: World) -> None:
         if leaf.grad is not None:
             torch.testing.assert_close(leaf.grad, part, msg=name)
     states = _get_fsdp_states(model)
-    assert not any(s.handle.gathered or s.handle.is_full for s in states)
+    assert not any(s.handle.residency is not Residency.SHARDED for s in states)
 
 
 @pytest.mark.req("B-17")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
 from composable_fsdp.runtime.graph_task import finish_task
 from composable_fsdp.tree import root as root_module
@@ -55,7 +55,7 @@ def resting(model: nn.Module) -> bool:
     """Whether every unit is sharded, idle and without memory of a step."""
     return all(
         full_bytes(h) == reduce_bytes(h) == 0
-        and not (h.is_full or h.gathered or h.calls)
+        and not (h.residency is not Residency.SHARDED or h.calls)
         and h.phase is Phase.IDLE
         and all(params[name] is leaf for params, name, leaf, _ in h.swaps)
         for h in _get_fsdp_handles(model)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy, checkpoint_wrapper, fully_shard
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.reference import backward
 from tests.support.sharded import RankCount
@@ -49,7 +50,9 @@ def evaluate(world: World, order: str) -> None:
 
     shown = model.parameters()
     assert all(p is before for p, before in zip(shown, parameters, strict=True))
-    assert not any(s.handle.gathered for s in _get_fsdp_states(model))
+    assert not any(
+        s.handle.residency is not Residency.SHARDED for s in _get_fsdp_states(model)
+    )
 
 
 @pytest.mark.req("B-02")
@@ -70,7 +73,9 @@ def step(world: World, order: str) -> int:
         shown = model.parameters()
         assert all(p is before for p, before in zip(shown, parameters, strict=True))
         backward(loss)
-    assert not any(s.handle.gathered for s in _get_fsdp_states(model))
+    assert not any(
+        s.handle.residency is not Residency.SHARDED for s in _get_fsdp_states(model)
+    )
     return sum(call.op == "all_gather" for call in calls)
 
 

@@ -29,6 +29,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.part_guards import REFUSE
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from property_tests.live import batches, examples
 from tests.support.models import TinyGPT, build, legal_units
@@ -167,7 +168,10 @@ def check_late(world: World, path: str) -> None:
         with pytest.raises(PhaseError, match=f"module '0' returned a {kind}, which"):
             model(torch.ones(4, 4))
 
-        assert not any(handle.gathered for handle in _get_fsdp_handles(model))
+        assert not any(
+            handle.residency is not Residency.SHARDED
+            for handle in _get_fsdp_handles(model)
+        )
         late: Any = model.get_submodule("0")
         late = getattr(late, "module", late)
         late.kind = "tensor"

@@ -17,6 +17,7 @@ from composable_fsdp import (
     set_modules_to_forward_prefetch,
 )
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.phases import Residency
 from composable_fsdp.tree import traversal
 from tests.runtime.events import (
     EncoderDecoder,
@@ -304,7 +305,7 @@ def change_order(world: World) -> tuple[list[list[str]], list[bool], list[str], 
     model.short = True
     ((forward, _),) = steps_of(sharded, [torch.ones(2, 4)])
     resting = all(
-        not s.handle.gathered
+        s.handle.residency is Residency.SHARDED
         for s in traversal._get_fsdp_states(sharded)
         if s.parent is not None
     )

@@ -1,4 +1,4 @@
-"""Showing the full or the sharded leaves in a unit's modules; memory of the buffers."""
+"""The reduce buffers of a unit: their memory, and which gradients are in them."""
 
 from __future__ import annotations
 
@@ -7,73 +7,7 @@ from operator import or_
 import torch
 
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.functional_params import (
-    restore_functional_params,
-    save_functional_params,
-)
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.part_guards import REFUSE, refuse_part
-
-
-def use_full(handle: FlatParamHandle) -> None:
-    """Register the full leaves in the modules. The data of the leaves must be there.
-
-    A place that shows another tensor than the sharded leaf keeps the other tensor until
-    ``use_sharded``: ``torch.func.functional_call`` has put the tensor there.
-
-    Collective: none.
-    Raises: CompositionError, if such a tensor does not have the shape of the full
-    parameter.
-    """
-    for table, key, sharded, full in zip(
-        handle.tables,
-        handle.keys,
-        handle.sharded_placed,
-        handle.full_placed,
-        strict=True,
-    ):
-        # Not ``table.get(key)``: a method call per place in every step.
-        if key not in table or table[key] is not sharded:
-            save_functional_params(handle)
-            break
-        table[key] = full
-    handle.is_full = True
-
-
-def use_sharded(handle: FlatParamHandle) -> None:
-    """Register the sharded leaves, the original parameters. Collective: none."""
-    for table, key, sharded in zip(
-        handle.tables, handle.keys, handle.sharded_placed, strict=True
-    ):
-        table[key] = sharded
-    # After the loop, which has overwritten the foreign tensors.
-    if handle.foreign:
-        restore_functional_params(handle)
-    # As ``refuse_part_calls``, inlined to save a function call per step.
-    if handle.parts_open:
-        for hooks in handle.guards:
-            hooks[REFUSE] = refuse_part
-        handle.parts_open = False
-    handle.is_full = False
-
-
-def allocate_full(handle: FlatParamHandle) -> None:
-    """Allocate every ``full`` on the current stream."""
-    for full in handle.gather_lists[0]:
-        memory.allocate(full)
-    handle.gathered = True
-
-
-def free_full(handle: FlatParamHandle) -> None:
-    """Free the memory of every ``full``.
-
-    The sharded leaves must be registered already: a kernel that reads a freed leaf
-    crashes.
-    """
-    # The views, and with them the full leaves, stay valid objects without memory.
-    for full in handle.gather_lists[0]:
-        memory.free(full)
-    handle.gathered = False
 
 
 def allocate_reduce(handle: FlatParamHandle) -> None:
