@@ -28,7 +28,7 @@ from composable_fsdp.flat.forward_writes import (
     was_written,
 )
 from composable_fsdp.flat.functional_params import save_functional_params
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.flat.part_guards import REFUSE
 from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED
 from composable_fsdp.flat.versions import version_of
@@ -54,6 +54,7 @@ from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
+from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
@@ -267,10 +268,10 @@ def post_forward(
     for tensor in tensors:
         # Check only tensors that can share memory with the full parameters: the result
         # of an operation has a grad_fn and no base.
-        if (tensor.grad_fn is None or tensor._base is not None) and _is_weight(
+        if (tensor.grad_fn is None or tensor._base is not None) and is_weight(
             handle, tensor
         ):
-            output = replaced = _copy_weights(state, output)
+            output = replaced = copy_weights(state, output)
             tensors = tensors_in(output)
             break
     # ``was_written``, inlined for speed.
@@ -345,15 +346,6 @@ def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
         reshard(context, handle)
 
 
-def _is_weight(handle: FlatParamHandle, tensor: Tensor) -> bool:
-    """Return whether ``tensor`` shares memory with the full parameters."""
-    try:
-        memory = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return False  # sparse or batched tensors have no storage
-    return any(memory == f.untyped_storage()._cdata for f in handle.gather_lists[0])
-
-
 def _refuse_lazy_output(state: _FSDPState, output: Any) -> None:
     """Reshard the unit and refuse an output that would compute after the forward.
 
@@ -368,24 +360,6 @@ def _refuse_lazy_output(state: _FSDPState, output: Any) -> None:
         "Return tensors; a list of them, or a method that computes one result, for "
         "register_forward_method, serves a caller that iterates."
     )
-
-
-def _copy_weights(state: _FSDPState, output: Any) -> Any:
-    """Return ``output`` with copies in place of the unit's full parameters.
-
-    Gradients flow through a copy to the parameter (``clone`` is differentiable).
-
-    Raises: PhaseError, if an object holds a parameter and cannot be rebuilt.
-    """
-    handle = state.handle
-    output = map_tensors(output, lambda t: t.clone() if _is_weight(handle, t) else t)
-    if any(_is_weight(handle, tensor) for tensor in tensors_in(output)):
-        raise PhaseError(
-            f"The forward of fully sharded module {state.name} returned its own weight "
-            f"inside a {type(output).__name__}, and its memory is freed now. Return "
-            "weight.clone(), or a tuple, a dict or a dataclass."
-        )
-    return output
 
 
 def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> bool:
