@@ -11,15 +11,16 @@ An entry holds the bytes of a tensor, or of a shard. A *place* ``[file, begin]``
 where an entry begins: the index of the file, and the first byte in the payload of that
 file. A region has an entry per rank of the unit: shard ``r`` holds the elements ``[r *
 shard_numel, (r + 1) * shard_numel)`` of the flat buffer. Each optimizer state of a
-region is stored in the same way. ``parse`` in ``validate`` is the inverse of
-``to_json``.
+region is stored in the same way. The annotations of the fields are the only description
+of the JSON: ``to_json`` writes any field, and ``parse`` in ``validate`` is the inverse.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -33,19 +34,63 @@ VERSION = 1
 BLOCK = 4 * 1024 * 1024
 """Bytes of payload that a single checksum covers."""
 
+LARGEST = 2**62
+"""The largest size or offset: no real file is as large, and products stay cheap."""
+_MAX_DIMS = 64
+
 Json = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Rule(NamedTuple):
+    """A rule for the values of a field that the field's type does not state.
+
+    ``expected`` are words for the accepted values, which ``holds`` returns True for.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _up_to(most: int) -> Rule:
+    """Return the rule for an integer from 0 to ``most``."""
+    # ``type`` and not ``isinstance``: a bool is an int in Python.
+    return Rule(
+        f"an integer from 0 to {most}", lambda n: type(n) is int and 0 <= n <= most
+    )
+
+
+def _fits_into_a_file(shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor of ``shape`` has at most ``LARGEST`` elements."""
+    numel = 1
+    for size in shape:
+        numel *= size
+        # Stop at the limit: the product of many large sizes takes very long to
+        # compute.
+        if numel > LARGEST:
+            return False
+    return len(shape) <= _MAX_DIMS
+
+
+Size = Annotated[int, _up_to(LARGEST)]
+Crc = Annotated[int, _up_to(2**32 - 1)]
+# The largest header in bytes that the safetensors library reads.
+HeaderSize = Annotated[int, _up_to(100_000_000)]
+# All readers use the constant, so another block size cannot be verified.
+BlockSize = Annotated[int, Rule(str(BLOCK), lambda n: type(n) is int and n == BLOCK)]
+Shape = Annotated[
+    tuple[Size, ...], Rule("a shape that fits into a file", _fits_into_a_file)
+]
+Names = Annotated[
+    tuple[str, ...],
+    Rule("one or more different names", lambda n: 0 < len(n) == len(set(n))),
+]
+
+
+class Place(NamedTuple):
     """The beginning of an entry: the file's index, and a byte in the file's payload."""
 
-    file: int
-    begin: int
-
-    def to_json(self) -> Json:
-        """Return ``[file, begin]``."""
-        return [self.file, self.begin]
+    file: Size
+    begin: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +98,13 @@ class Stored:
     """A whole tensor, stored in a single entry at the place ``at``."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     at: Place
 
     @property
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.shape)
-
-    def to_json(self) -> Json:
-        """Return ``{"dtype", "shape", "at"}``."""
-        return {
-            "dtype": dtype_name(self.dtype),
-            "shape": list(self.shape),
-            "at": self.at.to_json(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +116,15 @@ class Slot:
     element-wise (not a tensor of the parameter's shape).
     """
 
-    fqns: tuple[str, ...]
-    shape: tuple[int, ...]
-    offset: int
+    fqns: Names
+    shape: Shape
+    offset: Size
     values: dict[str, Json]
 
     @property
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.shape)
-
-    def to_json(self) -> Json:
-        """Return the fields by name."""
-        return {
-            "fqns": list(self.fqns),
-            "shape": list(self.shape),
-            "offset": self.offset,
-            "values": self.values,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +138,8 @@ class RegionState:
 
     name: str
     dtype: torch.dtype
-    slots: tuple[int, ...]
+    slots: tuple[Size, ...]
     shards: tuple[Place, ...]
-
-    def to_json(self) -> Json:
-        """Return the fields by name."""
-        return {
-            "name": self.name,
-            "dtype": dtype_name(self.dtype),
-            "slots": list(self.slots),
-            "shards": [place.to_json() for place in self.shards],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +148,12 @@ class Region:
 
     unit: str
     dtype: torch.dtype
-    shard_numel: int
+    shard_numel: Size
     # Elements of the flat buffer, padding included: ``shard_numel * len(shards)``.
-    padded_numel: int
+    padded_numel: Size
     slots: tuple[Slot, ...]
     shards: tuple[Place, ...]
     states: tuple[RegionState, ...]
-
-    def to_json(self) -> Json:
-        """Return the fields by name."""
-        return {
-            "unit": self.unit,
-            "dtype": dtype_name(self.dtype),
-            "shard_numel": self.shard_numel,
-            "padded_numel": self.padded_numel,
-            "slots": [slot.to_json() for slot in self.slots],
-            "shards": [place.to_json() for place in self.shards],
-            "states": [state.to_json() for state in self.states],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +164,10 @@ class Single:
     both by state name.
     """
 
-    fqns: tuple[str, ...]
+    fqns: Names
     tensor: Stored
     states: dict[str, Stored]
     values: dict[str, Json]
-
-    def to_json(self) -> Json:
-        """Return the fields by name."""
-        return {
-            "fqns": list(self.fqns),
-            "tensor": self.tensor.to_json(),
-            "states": {name: state.to_json() for name, state in self.states.items()},
-            "values": self.values,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,27 +175,17 @@ class File:
     """The file of a rank: sizes and checksums to verify before reading the payload."""
 
     name: str
-    header_nbytes: int
+    header_nbytes: HeaderSize
     """The byte at which the payload begins: 8 bytes of header length and the header."""
     # The header repeats facts of the manifest for other readers of safetensors; the
     # checksum shows that both describe the same file.
-    header_crc32: int
-    payload_nbytes: int
-    blocks: tuple[int, ...]
+    header_crc32: Crc
+    payload_nbytes: Size
+    blocks: tuple[Crc, ...]
     """The crc32 of each ``BLOCK`` bytes of payload; the last block may be shorter."""
 
-    def to_json(self) -> Json:
-        """Return the fields by name."""
-        return {
-            "name": self.name,
-            "header_nbytes": self.header_nbytes,
-            "header_crc32": self.header_crc32,
-            "payload_nbytes": self.payload_nbytes,
-            "blocks": list(self.blocks),
-        }
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A whole checkpoint without the values of tensors.
 
@@ -206,10 +194,14 @@ class Manifest:
     ``rng`` holds a dict per rank.
     """
 
+    # A reader must refuse unknown keys, so a new field needs a new VERSION.
+    format: str = FORMAT
+    version: Size = VERSION
     # The versions that wrote the checkpoint; no code depends on them.
     library: str
     torch: str
-    world_size: int
+    world_size: Size
+    block_nbytes: BlockSize = BLOCK
     files: tuple[File, ...]
     regions: tuple[Region, ...]
     singles: tuple[Single, ...]
@@ -224,21 +216,15 @@ class Manifest:
 
     def to_json(self) -> Json:
         """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""
-        return {
-            # A reader must refuse unknown keys, so a new key needs a new
-            # VERSION.
-            "format": FORMAT,
-            "version": VERSION,
-            "library": self.library,
-            "torch": self.torch,
-            "world_size": self.world_size,
-            "block_nbytes": BLOCK,
-            "files": [file.to_json() for file in self.files],
-            "regions": [region.to_json() for region in self.regions],
-            "singles": [single.to_json() for single in self.singles],
-            "loose": [stored.to_json() for stored in self.loose],
-            "param_groups": self.param_groups,
-            "extra": self.extra,
-            "own_states": self.own_states,
-            "rng": list(self.rng),
-        }
+        return _to_json(self)
+
+
+def _to_json(value: Any) -> Json:
+    """Return the value of a field for ``json.dumps``."""
+    if is_dataclass(value):
+        return {f.name: _to_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _to_json(item) for name, item in value.items()}
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
