@@ -34,13 +34,14 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.wrapper_attributes import Attributes, attribute_of
-from composable_fsdp.entries.wrapper_states import StateMethods
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
+from composable_fsdp.optim import legacy, load, rekey, save
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.wrapping import post_order_apply
 from composable_fsdp.runtime.materialize import reset_parameters
+from composable_fsdp.state_dict import settings
 from composable_fsdp.state_dict.wrapper_keys import install_wrapper_hooks
 from composable_fsdp.tree.state import OWNERS, _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import (
@@ -50,7 +51,7 @@ from composable_fsdp.tree.traversal import (
 )
 
 
-class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
+class FullyShardedDataParallel(Attributes, nn.Module):
     """Shard ``module`` over ranks inside a wrapper; arguments as in torch's FSDP1.
 
     Every unit that ``auto_wrap_policy`` selects is replaced by a wrapper, as in FSDP1.
@@ -390,6 +391,22 @@ class FullyShardedDataParallel(Attributes, StateMethods, nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Reduce gradients by ``hook``; see the function ``register_comm_hook``."""
         register_comm_hook(self, state, hook)
+
+    # FSDP1's static methods are the functions of this package, whose names, arguments
+    # and defaults are FSDP1's.
+    set_state_dict_type = staticmethod(settings.set_state_dict_type)
+    get_state_dict_type = staticmethod(settings.get_state_dict_type)
+    state_dict_type = staticmethod(settings.state_dict_type)
+    optim_state_dict = staticmethod(save.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(load.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(legacy.full_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(legacy.shard_full_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(legacy.scatter_full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(legacy.sharded_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(
+        legacy.flatten_sharded_optim_state_dict
+    )
+    rekey_optim_state_dict = staticmethod(rekey.rekey_optim_state_dict)
 
 
 # inspect.signature prefers __new__ to __init__; __init__ has the arguments.
