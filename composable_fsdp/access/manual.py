@@ -114,7 +114,7 @@ def reshard(module: nn.Module) -> None:
     handle = state.handle
     # ``calls``: forwards that are running; ``task``: the graph task of a running
     # backward.
-    if handle.calls or handle.task != NO_TASK:
+    if handle.calls or handle.backward.task != NO_TASK:
         raise PhaseError(
             f"reshard was called on {state.name} while its "
             f"{'forward' if handle.calls else 'backward'} is running, which needs the "

@@ -14,7 +14,7 @@ from composable_fsdp.comm.device import StreamEvent
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
 from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, remember_leaves
+from composable_fsdp.flat.handle import NO_BACKWARD, FlatParamHandle, remember_leaves
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import FlatParameter, build_region
 from composable_fsdp.flat.versions import unreadable_versions
@@ -192,8 +192,7 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.residency = Residency.SHARDED
     handle.ready = handle.other_form = None
     handle.wide = False
-    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes, handle.calls, handle.expected_calls = (), [], 0
+    handle.backward, handle.calls = NO_BACKWARD, []
     handle.lent = []
     handle.kept = handle.reduce_due = handle.reduce_has_memory = False
     handle.reduce_owner = handle.held = handle.full_since = None

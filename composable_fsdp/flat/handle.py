@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,33 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 """One place of a parameter: table, key in the table, sharded leaf, full leaf."""
 
 
+@dataclass(slots=True)
+class BackwardProgress:
+    """How far a graph task is in a unit. Each graph task has an object of its own."""
+
+    task: int
+    """The graph task whose pre-backward hook has reached the unit, or whose gradient
+    has arrived without a pre-backward; ``NO_TASK`` outside backward."""
+    pending: int = 0
+    """Number of full leaves that get a gradient from ``task`` and have not got the
+    gradient yet. -1 if a gradient arrived without a pre-backward: only the end of the
+    graph task reduces then."""
+    open_calls: int = 0
+    """Number of forwards in ``tapes`` whose inputs have not got their gradient yet.
+    Larger by ``runtime.backward.RETAINED`` if the backward builds a graph, so that the
+    unit stays unsharded."""
+    expected_calls: int = 0
+    """Number of open calls whose input hooks will run. If ``expected_calls`` equals
+    ``open_calls``, the last input hook reduces the unit."""
+    # ``Any``: the class ``ForwardRecord`` is in a higher layer.
+    tapes: tuple[Any, ...] = ()
+    """The forwards (``ForwardRecord``) that ``open_calls`` counts."""
+
+
+NO_BACKWARD = BackwardProgress(NO_TASK)
+"""The progress of every unit outside backward. Never changed."""
+
+
 class FlatParamHandle:
     """The flat buffers of a unit. Created by ``build_handle``."""
 
@@ -42,11 +70,11 @@ class FlatParamHandle:
         "absent",
         "absent_in",
         "accumulators",
+        "backward",
         "backward_log",
         "calls",
         "device",
         "epoch",
-        "expected_calls",
         "fills",
         "foreign",
         "forward_log",
@@ -70,11 +98,9 @@ class FlatParamHandle:
         "needs_gather",
         "offload",
         "on_meta",
-        "open_calls",
         "origin",
         "other_form",
         "owners",
-        "pending",
         "parts_open",
         "phase",
         "places",
@@ -94,8 +120,6 @@ class FlatParamHandle:
         "sharded_placed",
         "steps",
         "tables",
-        "tapes",
-        "task",
         "trainable",
         "unreadable",
         "wide",
@@ -180,7 +204,7 @@ class FlatParamHandle:
     # engine must be asked about the node that will run.
     accumulators: tuple[Any, ...]
     """AccumulateGrad nodes of the trainable full leaves."""
-    # ``Any`` here and in ``tapes``: the classes are in higher layers.
+    # ``Any`` here and in ``lent``: the classes are in higher layers.
     calls: list[Any]
     """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None`` if
     the forward runs without gradients."""
@@ -205,22 +229,8 @@ class FlatParamHandle:
     """The ``FullForm`` that is not current, or ``None`` until its first use."""
     written_at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
-    # Progress of a backward. ``task`` is the graph task whose pre-backward hook has
-    # reached the unit; ``NO_TASK`` outside backward.
-    task: int
-    pending: int
-    """Number of full leaves that get a gradient from ``task`` and have not got the
-    gradient yet. -1 if a gradient arrived without a pre-backward: only the end of the
-    graph task reduces then."""
-    open_calls: int
-    """Number of forwards in ``tapes`` whose inputs have not got their gradient yet.
-    Larger by ``runtime.backward.RETAINED`` if the backward builds a graph, so that the
-    unit stays unsharded."""
-    expected_calls: int
-    """Number of open calls whose input hooks will run. If ``expected_calls`` equals
-    ``open_calls``, the last input hook reduces the unit."""
-    tapes: tuple[Any, ...]
-    """The forwards (``ForwardRecord``) that ``open_calls`` counts."""
+    backward: BackwardProgress
+    """Progress of the backward that has reached the unit, else ``NO_BACKWARD``."""
     kept: bool
     """Whether ``full`` stays allocated until the end of the next backward
     (``create_graph=True``)."""

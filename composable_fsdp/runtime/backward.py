@@ -19,7 +19,7 @@ from torch import Tensor
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK
+from composable_fsdp.flat.handle import NO_TASK, BackwardProgress
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_PRE, illegal_move
 from composable_fsdp.runtime.grad_hooks import reshard_after_backward, select_full_form
@@ -94,7 +94,7 @@ class UnitForward:
 
         The reduction of the unit follows here, if the gradients are complete.
         """
-        if self.state.handle.open_calls >= RETAINED:
+        if self.state.handle.backward.open_calls >= RETAINED:
             _hook_for_next_backward(self, gradients)
         # The engine runs ready nodes by sequence number, highest (youngest) first. The
         # alias is the oldest node of this forward, so all other nodes of the forward
@@ -105,16 +105,17 @@ class UnitForward:
         state, tape = self.state, self.tape
         handle, context = state.handle, state.context
         assert context is not None
-        if handle.task != current_task():
+        progress = handle.backward
+        if progress.task != current_task():
             return
-        handle.open_calls -= 1
+        progress.open_calls -= 1
         # Complete gradients alone do not allow a reshard: the last operation that reads
         # the parameters may compute the gradient of an input. Reshard before the
         # reduction, so that the reduce buffer can take the memory of the parameters.
-        through = handle.open_calls == 0 and handle.pending == 0
+        through = progress.open_calls == 0 and progress.pending == 0
         if through:
             reshard_after_backward(state, handle)
-        handle.expected_calls -= 1
+        progress.expected_calls -= 1
         post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
         if post:
             # ``reached`` and not ``self.index``: units inside this unit have run since,
@@ -161,20 +162,20 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     handle, context = state.handle, state.context
     assert context is not None
     _require_same_layout(call)
-    if handle.task != task:
+    if handle.backward.task != task:
         _begin_unit_backward(context, state, task)
     mode = handle.plan.options.backward_prefetch
     # A call with an alias ends by ``input_done``, which then reshards and reduces; a
     # call without an alias ends with the graph task.
     if call.aliased:
-        handle.expected_calls += 1
+        handle.backward.expected_calls += 1
     if call.tape.schedule is not None and call.index >= 0:
         send_skipped_uses(context, call.tape, call.index)
-    if call.tape not in handle.tapes:
+    if call.tape not in handle.backward.tapes:
         # First call of this forward record in this graph task: add the open calls of
         # the whole record.
-        handle.tapes = (*handle.tapes, call.tape)
-        handle.open_calls += call.tape.open_calls.get(handle, 0)
+        handle.backward.tapes = (*handle.backward.tapes, call.tape)
+        handle.backward.open_calls += call.tape.open_calls.get(handle, 0)
     log = handle.backward_log
     # With a schedule, backward follows the order of the forward, which has been
     # compared.
@@ -222,12 +223,12 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     handle, context = state.handle, state.context
     assert context is not None
     _require_same_layout(call)
-    if handle.task != task:
+    if handle.backward.task != task:
         _begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end
     # of the graph task reshards the unit.
-    if handle.open_calls < RETAINED:
-        handle.open_calls += RETAINED
+    if handle.backward.open_calls < RETAINED:
+        handle.backward.open_calls += RETAINED
     if handle.wide is not call.wide:
         select_full_form(context, state, wide=call.wide)
     if handle.residency in NOT_GATHERED:
@@ -256,14 +257,11 @@ def _begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) 
     if BACKWARD_PRE not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, BACKWARD_PRE)
     handle.phase = BACKWARD_PRE
-    handle.pending = 0
     # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a parameter if
     # ``autograd.grad`` captures the gradient.
-    if not context.captures:
-        handle.pending = sum(map(will_run, handle.accumulators))
-    handle.tapes = ()
-    handle.expected_calls = 0
+    pending = 0 if context.captures else sum(map(will_run, handle.accumulators))
     # With ``create_graph`` the graph of this backward reads the parameters again.
-    handle.open_calls = RETAINED if torch.is_grad_enabled() else 0
-    if handle.pending:
+    retained = RETAINED if torch.is_grad_enabled() else 0
+    handle.backward = BackwardProgress(task, pending, retained)
+    if pending:
         handle.reduce_due = True

@@ -123,7 +123,10 @@ def pre_forward(
             log.depart(handle, context.tape.mode)
     precision = state.precision
     if precision is not None:
-        if handle.task == NO_TASK and precision.wide(module) is not handle.wide:
+        if (
+            handle.backward.task == NO_TASK
+            and precision.wide(module) is not handle.wide
+        ):
             select_full_form(context, state, wide=not handle.wide)
         cast = cast_inputs(state, args, kwargs, copies)
         if cast is not None:
@@ -154,7 +157,7 @@ def pre_forward(
         handle.phase = FORWARD
         if len(state.modules) > 1 and not state.remaining:
             state.remaining = frozenset(map(id, state.modules))
-    elif handle.task != NO_TASK:
+    elif handle.backward.task != NO_TASK:
         # The pre-backward of the unit has run; the hooks of the first forward also
         # serve the recomputed forward.
         handle.calls.append(None)

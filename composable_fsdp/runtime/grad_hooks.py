@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.full_forms import switch_form
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK, BackwardProgress, FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.phases import BACKWARD_POST, illegal_move
 from composable_fsdp.runtime.graph_task import current_task, register_task_end
@@ -148,9 +148,10 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
             del gradient  # let the reduction free the gradient
         # A gradient of another graph task (a reentrant checkpoint inside the unit) is
         # only accumulated.
-        if handle.task == current_task():
-            handle.pending -= 1
-            if handle.pending == 0:
+        progress = handle.backward
+        if progress.task == current_task():
+            progress.pending -= 1
+            if progress.pending == 0:
                 _on_all_gradients(unit, handle)
 
     return arrive
@@ -172,29 +173,31 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
             "from the first forward on."
         )
     handle.reduce_due = True
-    if handle.task == NO_TASK:
-        register_task_end(context, state, current_task())
+    if handle.backward.task == NO_TASK:
+        task = current_task()
+        register_task_end(context, state, task)
         # -1 never counts down to 0, so the final callback of the graph task reduces.
-        handle.pending = -1
+        handle.backward = BackwardProgress(task, pending=-1)
 
 
 def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
     """Reshard and reduce the unit, unless an open forward call will do so later."""
     context = state.context
     assert context is not None
+    progress = handle.backward
     # With a schedule (``unused_params``) the reduction of the unit has a fixed turn,
     # which is at the same point on all ranks.
-    scheduled = handle.tapes and handle.tapes[0].schedule is not None
+    scheduled = progress.tapes and progress.tapes[0].schedule is not None
     # If every open call has an alias, the last ``input_done`` reshards and reduces.
-    if handle.expected_calls and handle.expected_calls == handle.open_calls:
+    if progress.expected_calls and progress.expected_calls == progress.open_calls:
         return
-    if handle.open_calls == 0:
+    if progress.open_calls == 0:
         # Reshard first: the reduce buffer can then take the memory of the full
         # parameters.
         reshard_after_backward(state, handle)
     if state.sync_gradients and not scheduled:
         for region in handle.trainable:
-            if handle.open_calls and 0 in region.arrived:
+            if progress.open_calls and 0 in region.arrived:
                 # Missing gradients may still arrive without a pre-backward, from a
                 # reentrant checkpoint inside the unit. The last ``input_done`` comes
                 # after the checkpoint and reduces once.

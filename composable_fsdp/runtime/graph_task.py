@@ -19,7 +19,7 @@ from composable_fsdp.comm.device import wait_for_step
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import move_gradients_in
 from composable_fsdp.flat.grad_samples import SAMPLE_REQUEST, sample_gradients
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.handle import NO_BACKWARD, FlatParamHandle
 from composable_fsdp.flat.residency import SHARDED
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
@@ -66,7 +66,6 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
-    state.handle.task = task
 
 
 class TaskEnd:
@@ -104,7 +103,7 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
     # another graph task has taken up since are therefore skipped.
     for state in context.tasks[task]:
         handle = state.handle
-        if handle.task == task and handle.is_full and not handle.calls:
+        if handle.backward.task == task and handle.is_full and not handle.calls:
             residency.use_sharded(handle)
     if context.outermost is None and context.tasks.keys() <= context.dead:
         for handle in context.handles:
@@ -127,7 +126,7 @@ def reset_failed_graph_tasks(context: RuntimeContext) -> None:
     for task in dead:
         for state in context.tasks.pop(task, ()):
             handle = state.handle
-            if handle.task == task:
+            if handle.backward.task == task:
                 reset_backward(handle)
                 drop_unreduced_grads(handle)
                 reshard(context, handle)
@@ -135,8 +134,7 @@ def reset_failed_graph_tasks(context: RuntimeContext) -> None:
 
 def reset_backward(handle: FlatParamHandle) -> None:
     """Reset the backward counters and remove the unit from its graph task."""
-    handle.task, handle.pending, handle.open_calls = NO_TASK, 0, 0
-    handle.tapes, handle.expected_calls = (), 0
+    handle.backward = NO_BACKWARD
     handle.phase = Phase.IDLE
 
 
@@ -160,7 +158,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         finish_unused_params(context)
     for state in context.tasks.pop(task, ()):
         handle = state.handle
-        if handle.task != task:
+        if handle.backward.task != task:
             continue
         reset_backward(handle)
         if state.sync_gradients and has_arrived(handle):

@@ -147,7 +147,7 @@ def _reduce_in_turn(
     expected = handle.rule.fill and handle.trainable and schedule.accumulates
     if state.sync_gradients and (expected or has_arrived(handle)):
         reduce_gradients(context, handle)
-    if handle.task == NO_TASK:
+    if handle.backward.task == NO_TASK:
         # Backward has not reached the unit, so no other hook reshards the unit.
         _free_unused(context, state)
 

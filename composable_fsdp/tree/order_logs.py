@@ -175,7 +175,7 @@ class _WaitingNote:
             self._seen[task] = len(states)
             for handle in known + [s.handle for s in states[seen.get(task, 0) :]]:
                 # The unit may have joined another graph task since.
-                if handle.task == task and (missing := _missing(handle)):
+                if handle.backward.task == task and (missing := _missing(handle)):
                     opened.append(handle)
                     lines.append(f"{handle.name}: {missing}")
         return "\n".join(lines)

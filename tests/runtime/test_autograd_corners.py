@@ -84,7 +84,7 @@ def require_rest(model: nn.Module) -> None:
             handle.calls,
         ] == [False, False, []]
         assert handle.phase is Phase.IDLE, handle
-        assert handle.open_calls == handle.pending == 0, handle
+        assert handle.backward.open_calls == handle.backward.pending == 0, handle
         assert not handle.reduce_due, handle
 
 
