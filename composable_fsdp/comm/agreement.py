@@ -4,7 +4,7 @@ The store is one-sided: a rank writes and reads keys without any action of its p
 two ranks that are about to send different collectives can detect the difference
 before::
 
-    say      the first rank at a place writes; later ranks read who wrote and the text
+    say      the first rank at a place writes; later ranks read who wrote which value
     arrive   count this rank at a place
     missing  wait, for a limited time, until all ranks have arrived at a place
     leave    the last rank to leave removes the keys
@@ -17,6 +17,7 @@ Private names, checked on torch 2.13 and 2.11: ``distributed_c10d._get_default_s
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
@@ -40,8 +41,6 @@ NOTICE_AFTER = 10.0
 
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
-_NOTE = "\n"
-"""Separator between the text and the note in a stored value."""
 _roots: Counter[str] = Counter()
 """Number of ``Peers`` objects per group and topic that have used the store."""
 
@@ -58,11 +57,14 @@ def can_compare(group: dist.ProcessGroup) -> bool:
 
 
 class PeerMessage(NamedTuple):
-    """The first message at a place: writing rank, text and note."""
+    """The first message at a place: writing rank, value and note, as JSON returns them.
+
+    JSON has lists and no tuples, and its dicts have strings as keys.
+    """
 
     rank: int
-    text: str
-    note: str
+    value: Any
+    note: Any
 
 
 class Peers:
@@ -78,35 +80,33 @@ class Peers:
         # of a group and topic is the same on each rank.
         self._prefix, self._rank = "", dist.get_rank()
 
-    def say(self, place: str, text: str, note: str = "") -> PeerMessage | None:
-        """Write ``text`` at ``place``, unless another rank has written there before.
+    def say(self, place: str, value: Any, note: Any = None) -> PeerMessage | None:
+        """Write ``value`` at ``place``, unless another rank has written there before.
 
         One round trip to the store; waits for no rank.
 
         Args:
             place: name of the place, equal on all ranks.
-            text: compared with the text of the first rank.
-            note: additional text, not compared. Default: "".
+            value: a value for JSON, compared with the value of the first rank.
+            note: a further value, not compared. Default: None.
 
-        Returns: the message of the first rank if its text differs; else None.
+        Returns: the message of the first rank if its value differs; else None.
         Collective: none.
         """
-        mine = f"{self._rank} {text}{_NOTE}{note}"
+        mine = json.dumps([self._rank, value, note])
         key = self._key(place)
         # ``compare_set`` with an empty expected value writes only if the key does not
         # exist, and returns the stored value.
-        first = bytes(_store().compare_set(key, "", mine)).decode()
-        rank, _, rest = first.partition(" ")
-        said, _, noted = rest.partition(_NOTE)
-        return None if said == text else PeerMessage(int(rank), said, noted)
+        first = PeerMessage(*json.loads(_store().compare_set(key, "", mine)))
+        # Compared as JSON, in which a tuple is a list and NaN equals NaN.
+        return None if json.dumps(first.value) == json.dumps(value) else first
 
-    def heard(self, place: str) -> str | None:
-        """Return the first text at ``place``, or ``None``; waits for no rank."""
+    def heard(self, place: str) -> Any:
+        """Return the first value at ``place``, or ``None``; waits for no rank."""
         store, key = _store(), self._key(place)
         if not store.check([key]):
             return None
-        _, _, rest = bytes(store.get(key)).decode().partition(" ")
-        return rest.partition(_NOTE)[0]
+        return PeerMessage(*json.loads(store.get(key))).value
 
     def arrive(self, place: str, expected: int | None = None) -> None:
         """Count this rank at ``place``; the last expected rank opens the place.

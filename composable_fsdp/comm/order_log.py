@@ -24,15 +24,15 @@ Only a rank without a matching entry communicates, through the key-value store::
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.naming import quoted
 
-REDUCES = "reduces the gradients of "
-"""Text of a reduction, before the name of the unit."""
-NO_GRADIENT = ", with none for "
-"""Text of a reduction, between the unit and the parameters without a gradient."""
+REDUCE = "reduce"
+"""Action of a fact: the unit reduces its gradients."""
 
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
@@ -45,14 +45,38 @@ WAY_OUT = (
 """Last sentences of every ``DesyncError`` of this module."""
 
 
+class Fact(NamedTuple):
+    """What a rank does, in the form in which ranks send and compare it."""
+
+    action: str
+    """Name of the action. The begin and the end of a round are actions, too."""
+    unit: str = ""
+    """Name of the unit that acts; empty if the action belongs to no unit."""
+    details: tuple[str | int | None, ...] = ()
+    """Further values that have to be equal on all ranks."""
+    missing: tuple[str, ...] = ()
+    """If the action is ``REDUCE``: the parameters without a gradient."""
+
+    @classmethod
+    def of(cls, value: Sequence[Any]) -> Fact:
+        """Return the fact that JSON has turned into the list ``value``."""
+        action, unit, details, missing = value
+        return cls(action, unit, tuple(details), tuple(missing))
+
+
+Note = Mapping[str, Sequence[str]]
+"""Units that wait for gradients, each with the parameters that lack a gradient."""
+
+
 class OrderLog:
     """The order of uses in a direction (forward or backward) over some process groups.
 
     ``what`` is the direction. ``peers`` are the ranks to compare with, per group; empty
-    if a comparison is not possible. ``tell(use)`` describes a use in words, where
-    ``None`` is the end of the round; ``tell_mode(mode)`` describes a mode. ``note()``
-    describes units that still wait for gradients, a line ``unit: parameters`` each. The
-    note is never compared across ranks; the note is only added to error messages.
+    if a comparison is not possible. ``describe(use)`` returns a use as a fact, where
+    ``None`` is the end of the round; ``describe_mode(mode)`` does so for a mode.
+    ``word(fact)`` tells a fact in words, for errors. ``note()`` returns the units that
+    still wait for gradients. The note is never compared across ranks; the note is only
+    added to error messages.
     """
 
     __slots__ = (
@@ -65,26 +89,28 @@ class OrderLog:
         "_run",
         "_said",
         "_successors",
+        "describe",
+        "describe_mode",
         "expected",
         "note",
         "peers",
         "position",
         "round",
-        "tell",
-        "tell_mode",
         "what",
+        "word",
     )
 
     def __init__(
         self,
         what: str,
         peers: Sequence[Peers],
-        tell: Callable[[object], str],
-        tell_mode: Callable[[Hashable], str],
-        note: Callable[[], str] = str,
+        describe: Callable[[object], Fact],
+        describe_mode: Callable[[Hashable], Fact],
+        word: Callable[[Fact], str],
+        note: Callable[[], Note] = dict,
     ) -> None:
         self.what, self.peers, self.note = what, tuple(peers), note
-        self.tell, self.tell_mode = tell, tell_mode
+        self.describe, self.describe_mode, self.word = describe, describe_mode, word
         self.round = 0
         """Number of the current round, or of the last round."""
         self.expected: Sequence[object] = NOTHING
@@ -138,7 +164,7 @@ class OrderLog:
             self._leave_record(f"{self.round}/{index}", use, wanted)
         else:
             # All ranks record this mode, so every rank writes and no rank has to wait.
-            self._say(f"{self.round}/{len(self._entries)}", self.tell(use))
+            self._say(f"{self.round}/{len(self._entries)}", self.describe(use))
         self._entries.append(use)
 
     def end(self) -> None:
@@ -180,12 +206,13 @@ class OrderLog:
         usual = self._last if self._run > 1 else None
         predicted = self._successors.get((self._last, self._run), usual)
         if predicted != mode:
-            place, text = f"{self.round}/mode", self.tell_mode(mode)
-            self._say(place, text)
+            place, fact = f"{self.round}/mode", self.describe_mode(mode)
+            self._say(place, fact)
             # Ranks whose prediction comes true write nothing, so this rank must wait
             # for all ranks to write the same mode.
             if predicted is not None:
-                self._meet(place, text, self.tell_mode(predicted), self.round - 1)
+                wanted = self.describe_mode(predicted)
+                self._meet(place, fact, wanted, self.round - 1)
             self._successors[self._last, self._run] = mode
         self._run = self._run + 1 if mode == self._last else 1
         self._last = mode
@@ -196,40 +223,41 @@ class OrderLog:
 
     def _leave_record(self, place: str, use: object, wanted: object) -> None:
         """Write the use that differs from the record, and wait for the other ranks."""
-        text = self.tell(use)
-        self._say(place, text)
+        fact = self.describe(use)
+        self._say(place, fact)
         since = self._recorded_in[self._last]
-        self._meet(place, text, self.tell(wanted), since)
+        self._meet(place, fact, self.describe(wanted), since)
 
-    def _say(self, place: str, text: str) -> None:
-        """Write ``text`` at ``place``.
+    def _say(self, place: str, fact: Fact) -> None:
+        """Write ``fact`` at ``place``.
 
-        Raises: DesyncError, if another rank wrote another text there.
+        Raises: DesyncError, if another rank wrote another fact there.
         """
         self._said.append(place)
-        # The first rank at the place writes. Later ranks compare their text with the
+        # The first rank at the place writes. Later ranks compare their fact with the
         # first.
         note = self.note()
         for peers in self.peers:
-            other = peers.say(place, text, note)
+            other = peers.say(place, fact, note)
             if other is not None:
-                mine, theirs = contrast(text, other.text)
+                mine, theirs = contrast(fact, Fact.of(other.value))
                 raise DesyncError(
                     f"Ranks disagree in {self.what} {self.round}, at {_at(place)}: "
-                    f"this rank {mine}{waiting(note, theirs)}, rank {other.rank} "
-                    f"{theirs}{waiting(other.note, mine)}. {WAY_OUT}"
+                    f"this rank {self.word(mine)}{waiting(note, theirs)}, rank "
+                    f"{other.rank} {self.word(theirs)}{waiting(other.note, mine)}. "
+                    f"{WAY_OUT}"
                 )
 
-    def _meet(self, place: str, text: str, wanted: str, since: int) -> None:
+    def _meet(self, place: str, fact: Fact, wanted: Fact, since: int) -> None:
         """Wait until every rank has left its record at ``place``, too.
 
         Raises: DesyncError, if a rank does not arrive in time.
         """
-        text, wanted = contrast(text, wanted)
+        fact, wanted = contrast(fact, wanted)
         story = (
-            f"In {self.what} {self.round}, at {_at(place)}, this rank {text}"
+            f"In {self.what} {self.round}, at {_at(place)}, this rank {self.word(fact)}"
             f"{waiting(self.note(), wanted)}, where the order recorded in {self.what} "
-            f"{since} has: {wanted}."
+            f"{since} has: {self.word(wanted)}."
         )
         # All arrivals before the first wait: ranks of another group may wait for this
         # rank.
@@ -249,39 +277,36 @@ class OrderLog:
                 )
 
 
-def contrast(mine: str, theirs: str) -> tuple[str, str]:
-    """Remove parameters that both texts name, so that the texts show the difference.
+def contrast(mine: Fact, theirs: Fact) -> tuple[Fact, Fact]:
+    """Remove parameters that both facts name, so that the facts show the difference.
 
-    >>> contrast("reduces a, with none for x, y", "reduces a, with none for y")
-    ('reduces a, with none for x', 'reduces a')
+    >>> mine, theirs = contrast(
+    ...     Fact(REDUCE, "a", missing=("x", "y")), Fact(REDUCE, "a", missing=("y",))
+    ... )
+    >>> mine.missing, theirs.missing
+    (('x',), ())
     """
-    head, _, here = mine.partition(NO_GRADIENT)
-    other_head, _, there = theirs.partition(NO_GRADIENT)
-    # Different units or actions: the texts differ before the parameters.
-    if head != other_head:
+    # Different units or actions: the facts differ before the parameters.
+    if mine._replace(missing=()) != theirs._replace(missing=()):
         return mine, theirs
-    return _less(head, here, there), _less(head, there, here)
+    return _without(mine, theirs.missing), _without(theirs, mine.missing)
 
 
-def _less(head: str, names: str, others: str) -> str:
-    """Return the text of a reduction without the parameters named in ``others``."""
-    known = others.split(", ")
-    left = [name for name in names.split(", ") if name not in known]
-    return f"{head}{NO_GRADIENT}{', '.join(left)}" if any(left) else head
+def _without(fact: Fact, names: Sequence[str]) -> Fact:
+    """Return ``fact`` without the missing parameters ``names``."""
+    left = tuple(name for name in fact.missing if name not in names)
+    return fact._replace(missing=left)
 
 
-def waiting(note: str, reduced: str) -> str:
-    """Return why a rank does not send the reduction ``reduced``: missing gradients.
+def waiting(note: Note, fact: Fact) -> str:
+    """Return why a rank does not send the reduction ``fact``: missing gradients.
 
-    >>> waiting("'a': 'a.x'", "reduces the gradients of 'a'")
+    >>> waiting({"'a'": ["a.x"]}, Fact(REDUCE, "'a'"))
     " and has no gradient yet for 'a.x'"
     """
-    # A line of the note names a unit and the parameters for which the unit waits.
-    for line in note.splitlines():
-        unit, _, names = line.partition(": ")
-        if reduced.partition(NO_GRADIENT)[0] == REDUCES + unit:
-            return f" and has no gradient yet for {names}"
-    return ""
+    if fact.action != REDUCE or fact.unit not in note:
+        return ""
+    return f" and has no gradient yet for {', '.join(map(quoted, note[fact.unit]))}"
 
 
 def _at(place: str) -> str:

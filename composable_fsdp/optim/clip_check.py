@@ -13,7 +13,6 @@ ranks. Ranks that wrote exchange their factors through the key-value store.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -183,13 +182,11 @@ def _exchange(
     if said.leaves or said.factor is not None:
         # The first rank that writes the key sets the reference; every later rank
         # compares itself with the first, and writes the difference under a second key.
-        other = peers.say(place, json.dumps(said._asdict()))
+        other = peers.say(place, said)
         if other is None:
             watched.said.append((peers, place))
         else:
-            wrong = _difference(
-                said, _RankStatement(**json.loads(other.text)), other.rank
-            )
+            wrong = _difference(said, _RankStatement(*other.value), other.rank)
             if wrong:
                 peers.say(f"{place}/wrong", wrong)
     # Wait for all ranks before the second key is read, so that all of them raise.

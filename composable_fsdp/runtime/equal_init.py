@@ -43,14 +43,13 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
         group = chosen[0].groups.shard
         assert group is not None
         mine = {mark: name for handle in chosen for mark, name in _samples(handle)}
-        # The rank is part of the text, so that no two ranks publish equal texts.
-        words = [f"{mark}={name}" for mark, name in mine.items()]
+        # The rank is part of the value, so that no two ranks publish equal values.
         peers = Peers(group, "draws")
-        said = peers.say("first", " ".join([f"{chosen[0].groups.rank}", *words]))
+        said = peers.say("first", [chosen[0].groups.rank, mine])
         peers.leave("left", ["first"])
         if said is None:
             continue
-        theirs = dict(word.split("=", 1) for word in said.text.split(" ")[1:])
+        _, theirs = said.value
         equal = [mark for mark in mine if mark in theirs]
         if equal:
             _warn(said.rank, theirs[equal[0]], mine[equal[0]], len(equal))

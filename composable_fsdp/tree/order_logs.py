@@ -1,4 +1,4 @@
-"""The order logs of a tree: which units share a log, and how errors describe a use.
+"""The order logs of a tree: which units share a log, and the facts that logs compare.
 
 Units that send over the same process groups share a log, because the order of
 collectives matters within a group::
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.order_log import NO_GRADIENT, REDUCES, OrderLog
+from composable_fsdp.comm.order_log import REDUCE, Fact, Note, OrderLog
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import RuntimeContext
@@ -49,7 +49,7 @@ def assign_order_logs(context: RuntimeContext) -> None:
         if handle.groups not in known:
             shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
-            in_forward = _log(forward, "forward", gathers, str)
+            in_forward = _log(forward, "forward", gathers, dict)
             in_backward = _log(backward, "backward", handle.groups.present, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
@@ -66,7 +66,7 @@ def _log(
     logs: dict[tuple[str, ...], OrderLog],
     what: str,
     groups: Sequence[dist.ProcessGroup],
-    note: Callable[[], str],
+    note: Callable[[], Note],
 ) -> OrderLog | None:
     """Return the log for ``groups``, created at the first call; None without groups."""
     if not groups:
@@ -75,9 +75,10 @@ def _log(
     key = tuple(group.group_name for group in groups)
     if key not in logs:
         peers = [Peers(group, what) for group in groups if can_compare(group)]
-        tell = _describe_forward_use if what == "forward" else _describe_backward_use
-        tell_mode = _mode_of_forward if what == "forward" else _mode_of_backward
-        logs[key] = OrderLog(what, peers, tell, tell_mode, note)
+        is_forward = what == "forward"
+        use = _forward_use if is_forward else _backward_use
+        mode = _forward_mode if is_forward else _backward_mode
+        logs[key] = OrderLog(what, peers, use, mode, _words, note)
     return logs[key]
 
 
@@ -112,39 +113,88 @@ def enter_backward_use(
     log.depart(use, (forward, syncs, tuple([s.handle.epoch for s in states])))
 
 
-def _describe_forward_use(use: object) -> str:
-    """Describe a use in forward, in words."""
-    if isinstance(use, FlatParamHandle):
-        # The size lets ranks with models of different shapes raise before a collective.
-        numel = sum(region.layout.padded_numel for region in use.regions)
-        return f"runs {use.name} of {numel:,} elements{_grouping(use)}"
-    return "has no further unit to run"
-
-
-def _grouping(handle: FlatParamHandle) -> str:
-    """Describe how several regions divide the parameters, in a few characters."""
+def _forward_use(use: object) -> Fact:
+    """Return the fact of a use in forward."""
+    if not isinstance(use, FlatParamHandle):
+        return Fact("end forward")
+    # The size lets ranks with models of different shapes raise before a collective.
+    numel = sum(region.layout.padded_numel for region in use.regions)
+    if len(use.regions) < 2:
+        return Fact("run", use.name, (numel,))
     # ``group_by`` may return different groups on different ranks (for example ``hash``
     # of a string); the sizes may be equal in spite of that.
-    if len(handle.regions) < 2:
-        return ""
-    members = [[s.fqns for s in r.layout.parameters] for r in handle.regions]
+    members = [[s.fqns for s in r.layout.parameters] for r in use.regions]
     digest = zlib.crc32(repr(members).encode())
-    return f" in {len(members)} regions (grouping {digest:08x})"
+    return Fact("run regions", use.name, (numel, len(members), digest))
 
 
-def _describe_backward_use(use: object) -> str:
-    """Describe a use in backward, in words."""
+def _backward_use(use: object) -> Fact:
+    """Return the fact of a use in backward."""
     if isinstance(use, FlatParamHandle):
-        return f"runs the backward of {use.name}"
-    if isinstance(use, tuple):
-        handle, epoch, arrived = use
-        # The unit was rebuilt since, so the flags no longer match its regions.
-        if epoch != handle.epoch:
-            return f"reduces the gradients of {handle.name}, grouped as they were"
-        missing = [quoted(fqn) for fqn in without_gradient(handle, arrived)]
-        which = NO_GRADIENT + ", ".join(missing) if missing else ""
-        return f"{REDUCES}{handle.name}{which}"
-    return "has no further backward or reduction"
+        return Fact("run backward", use.name)
+    if not isinstance(use, tuple):
+        return Fact("end backward")
+    handle, epoch, arrived = use
+    # The unit was rebuilt since, so the flags no longer match its regions.
+    if epoch != handle.epoch:
+        return Fact("reduce old regions", handle.name)
+    missing = without_gradient(handle, arrived)
+    return Fact(REDUCE, handle.name, missing=tuple(missing))
+
+
+def _forward_mode(mode: Hashable) -> Fact:
+    """Return the fact of the mode of a forward."""
+    assert isinstance(mode, tuple)
+    fqn, training, grads = mode
+    how = "training" if training else "eval", "with" if grads else "without"
+    return Fact("begin forward", quoted(fqn), how)
+
+
+def _backward_mode(mode: Hashable) -> Fact:
+    """Return the fact of the mode of a backward."""
+    assert isinstance(mode, tuple)
+    forward, syncs, epochs = mode
+    # Without a root there are no units, and no reductions.
+    off = "all" if not any(syncs) else "none" if all(syncs) else "some"
+    ends = off, sum(epochs)
+    if not forward:
+        return Fact("begin backward alone", details=ends)
+    of = _forward_mode(forward)
+    return Fact("begin backward", of.unit, (*of.details, *ends))
+
+
+_WORDS = {
+    "run": "runs {unit} of {:,} elements",
+    "run regions": "runs {unit} of {:,} elements in {} regions (grouping {:08x})",
+    "end forward": "has no further unit to run",
+    "run backward": "runs the backward of {unit}",
+    REDUCE: "reduces the gradients of {unit}",
+    "reduce old regions": "reduces the gradients of {unit}, grouped as they were",
+    "end backward": "has no further backward or reduction",
+    "begin forward": "begins a forward of {unit} in {} mode {} gradients",
+    "begin backward": "begins the backward of a forward of {unit} in {} mode {} "
+    "gradients",
+    "begin backward alone": "begins the backward of no forward",
+}
+"""By action: the text, with the unit and the details."""
+
+_REDUCTIONS_OFF = {
+    "none": "",
+    "some": ", reductions off for some units",
+    "all": ", reductions off",
+}
+
+
+def _words(fact: Fact) -> str:
+    """Tell a fact in words, for an error."""
+    text = _WORDS[fact.action].format(*fact.details, unit=fact.unit)
+    if fact.missing:
+        text += f", with none for {', '.join(map(quoted, fact.missing))}"
+    if fact.action in ("begin backward", "begin backward alone"):
+        *_, off, changes = fact.details
+        text += _REDUCTIONS_OFF[str(off)]
+        text += f", after {changes} changes of requires_grad" if changes else ""
+    return text
 
 
 class _WaitingNote:
@@ -163,12 +213,12 @@ class _WaitingNote:
         self._open: dict[int, list[FlatParamHandle]] = {}
         """Per graph task: the examined units that waited for gradients."""
 
-    def __call__(self) -> str:
-        """Return a line ``unit: parameters`` for each waiting unit."""
+    def __call__(self) -> Note:
+        """Return the waiting units, each with the parameters that lack a gradient."""
         context = self._context()
         tasks = context.tasks if context is not None else {}
         (before, self._open), (seen, self._seen) = (self._open, {}), (self._seen, {})
-        lines = []
+        found: dict[str, list[str]] = {}
         for task, states in tasks.items():
             known = before.get(task, [])
             opened = self._open[task] = []
@@ -177,16 +227,15 @@ class _WaitingNote:
                 # The unit may have joined another graph task since.
                 if handle.backward.task == task and (missing := _missing(handle)):
                     opened.append(handle)
-                    lines.append(f"{handle.name}: {missing}")
-        return "\n".join(lines)
+                    found.setdefault(handle.name, missing)
+        return found
 
 
-def _missing(handle: FlatParamHandle) -> str:
-    """Return the parameters whose gradients the unit waits for; "" if none."""
+def _missing(handle: FlatParamHandle) -> list[str]:
+    """Return the parameters whose gradients the unit waits for."""
     if not handle.reduce_due:
-        return ""
-    arrived = [region.arrived for region in handle.trainable]
-    return ", ".join(map(repr, without_gradient(handle, arrived)))
+        return []
+    return without_gradient(handle, [region.arrived for region in handle.trainable])
 
 
 def without_gradient(
@@ -202,26 +251,3 @@ def without_gradient(
         for slot, hit in zip(region.layout.parameters, hits, strict=True)
         if not hit
     ]
-
-
-def _mode_of_forward(mode: Hashable) -> str:
-    """Describe the mode of a forward, in words."""
-    assert isinstance(mode, tuple)
-    fqn, training, grads = mode
-    return (
-        f"begins a forward of {quoted(fqn)} in {'training' if training else 'eval'} "
-        f"mode {'with' if grads else 'without'} gradients"
-    )
-
-
-def _mode_of_backward(mode: Hashable) -> str:
-    """Describe the mode of a backward, in words."""
-    assert isinstance(mode, tuple)
-    forward, syncs, epochs = mode
-    of = _mode_of_forward(forward).removeprefix("begins ") if forward else "no forward"
-    how = "" if all(syncs) else ", reductions off for some units"
-    if not any(syncs):
-        how = ", reductions off"
-    if any(epochs):
-        how += f", after {sum(epochs)} changes of requires_grad"
-    return f"begins the backward of {of}{how}"

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from composable_fsdp.comm.order_log import NOTHING, OrderLog, contrast, waiting
+from composable_fsdp.comm.order_log import (
+    NOTHING,
+    REDUCE,
+    Fact,
+    OrderLog,
+    contrast,
+    waiting,
+)
 
 
 def new_log() -> OrderLog:
     """A log that compares with nobody."""
-    return OrderLog("forward", (), str, str)
+    return OrderLog("forward", (), _fact, _fact, str)
+
+
+def _fact(use: object) -> Fact:
+    return Fact(str(use))
+
+
+def reduces(unit: str, missing: str) -> Fact:
+    """A reduction without gradients for parameters of one letter each."""
+    return Fact(REDUCE, unit, missing=tuple(missing))
 
 
 def run(log: OrderLog, uses: str, mode: str = "train") -> list[bool]:
@@ -65,30 +83,34 @@ def test_a_round_that_was_dropped_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "expected"),
     [
-        ("runs a", "runs b", ("runs a", "runs b")),
-        ("r a, with none for x, y", "r a, with none for y, z", ("x", "z")),
-        ("r a, with none for x", "r a", ("x", "")),
-        ("r a, with none for x", "r b, with none for x", ("x", "x")),
+        (Fact("run", "a"), Fact("run", "b"), ((), ())),
+        (reduces("a", "xy"), reduces("a", "yz"), (("x",), ("z",))),
+        (reduces("a", "x"), reduces("a", ""), (("x",), ())),
+        (reduces("a", "x"), reduces("b", "x"), (("x",), ("x",))),
     ],
 )
 def test_a_difference_names_the_parameters_that_differ(
-    mine: str, theirs: str, expected: tuple[str, str]
+    mine: Fact, theirs: Fact, expected: tuple[tuple[str, ...], tuple[str, ...]]
 ) -> None:
     """Those that both ranks lack are left out, if it is the same unit."""
-    texts = contrast(mine, theirs)
+    here, there = contrast(mine, theirs)
 
-    if mine.startswith("r "):
-        assert tuple(t.partition(", with none for ")[2] for t in texts) == expected
-    else:
-        assert texts == expected
+    assert (here.missing, there.missing) == expected
+    assert (here[:3], there[:3]) == (mine[:3], theirs[:3])
 
 
 def test_a_rank_that_does_not_reduce_tells_what_it_waits_for() -> None:
     """Only of the unit that the other rank reduces."""
-    note = "'a': 'a.x', 'a.y'\n'b': 'b.x'"
+    note = {"'a'": ["a.x", "a.y"], "'b'": ["b.x"]}
 
-    assert waiting(note, "reduces the gradients of 'b', with none for 'b.z'") == (
-        " and has no gradient yet for 'b.x'"
-    )
-    assert waiting(note, "reduces the gradients of 'c'") == ""
-    assert waiting(note, "runs 'a'") == ""
+    assert waiting(note, reduces("'b'", "z")) == " and has no gradient yet for 'b.x'"
+    assert waiting(note, reduces("'c'", "")) == ""
+    assert waiting(note, Fact("run", "'a'")) == ""
+
+
+@pytest.mark.req("D-06")
+def test_a_fact_is_the_same_after_its_way_through_the_store() -> None:
+    """JSON has lists for tuples; a name may hold what a text would be cut at."""
+    fact = Fact(REDUCE, "'a'", (3, "eval", None), ("x, y", "with none for z\n"))
+
+    assert Fact.of(json.loads(json.dumps(fact))) == fact
