@@ -22,6 +22,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties as OldProperties,
 )
+from torch.distributed.checkpoint import metadata as metadata_classes
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -125,6 +126,20 @@ def test_only_the_names_of_dcps_metadata_are_known(dcp: Path, name: str) -> None
     (dcp / ".metadata").write_bytes(f"c{module}\n{attribute}\n(tR.".encode())
 
     assert f"{name} is no part of DCP's metadata" in refusal(dcp)
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize("name", ["Metadata", "MetadataIndex", "TensorProperties"])
+def test_dcp_metadata_cannot_change_torchs_classes(dcp: Path, name: str) -> None:
+    """A pickle can set attributes on the classes that it names, for a whole process."""
+    module = "torch.distributed.checkpoint.metadata"
+    (dcp / ".metadata").write_bytes(
+        f"c{module}\n{name}\n(N}}S'poisoned'\nI1\nstb.".encode()
+    )
+
+    refusal(dcp)
+
+    assert not hasattr(getattr(metadata_classes, name), "poisoned")
 
 
 @pytest.mark.req("X-21")
@@ -318,9 +333,14 @@ def endless(depth: int = 100) -> Any:
 
 
 @pytest.mark.req("X-21")
-@pytest.mark.parametrize("place", ["size", "path", "file", "transforms", "digits"])
+@pytest.mark.parametrize(
+    "place", ["size", "path", "file", "transforms", "digits", "index"]
+)
 def test_values_too_large_to_print_are_refused_at_once(dcp: Path, place: str) -> None:
-    """Nested tuples that share their halves, and an integer of 5000 digits."""
+    """Nested tuples that share their halves, and an integer of 5000 digits.
+
+    Such a tuple in a key of a dictionary would take as long to hash as to print.
+    """
     metadata: Any = FileSystemReader(dcp).read_metadata()
     item = next(iter(metadata.storage_data.values()))
     if place == "size":
@@ -331,6 +351,8 @@ def test_values_too_large_to_print_are_refused_at_once(dcp: Path, place: str) ->
         item.relative_path = endless()
     elif place == "transforms":
         item.transform_descriptors = endless()
+    elif place == "index":
+        object.__setattr__(next(iter(metadata.storage_data)), "fqn", endless())
     else:
         item.length = 10**5000
     (dcp / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -5,13 +5,17 @@ directory needs is replaced by a stand-in that only keeps the arguments, and any
 name is refused. So a file can call no function of torch, of the standard library or of
 the user's code. The unpickled values are then validated. The names are those that torch
 2.13 writes (checked there), and two names of the first versions of DCP.
+
+torch's own classes are not used, although their constructors are harmless: a pickle can
+set attributes on a class, which would change DCP for the whole process, and the hash of
+a ``MetadataIndex`` of nested tuples takes forever.
 """
 
 from __future__ import annotations
 
 import pickle
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,36 +80,24 @@ class _Kept:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-def _text(*parts: Any) -> str:
-    """Return the parts of a path as text."""
-    return "/".join(map(str, parts))
-
-
 _DCP = "torch.distributed.checkpoint"
+# The module of two classes in the first versions of DCP.
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _KEPT = {
-    (f"{_DCP}.metadata", "Metadata"),
-    (f"{_DCP}.metadata", "MetadataIndex"),
-    (f"{_DCP}.metadata", "TensorStorageMetadata"),
-    (f"{_DCP}.metadata", "BytesStorageMetadata"),
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-    (f"{_DCP}.metadata", "TensorProperties"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_DCP}.metadata", "StorageMeta"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    # The module of these two classes in the first versions of DCP.
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    f"{_DCP}.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        "TensorProperties",
+    },
+    _OLD: {"TensorProperties", "MEM_FORMAT_ENCODING"},
 }
-_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): lambda sizes=(): tuple(sizes),
-    ("torch.serialization", "_get_layout"): _text,
-    # The path that the checkpoint was saved to: a str, or any of these classes.
-    ("pathlib", "Path"): _text,
-    ("pathlib", "PosixPath"): _text,
-    ("pathlib", "WindowsPath"): _text,
-    ("pathlib._local", "Path"): _text,
-    ("pathlib._local", "PosixPath"): _text,
-    ("pathlib._local", "WindowsPath"): _text,
+# The path that the checkpoint was saved to: a str, or any of these classes.
+_PATHS = {"Path", "PosixPath", "WindowsPath"}
+_TEXTS = {
+    "torch.serialization": {"_get_layout"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }
 
 
@@ -116,12 +108,13 @@ class _Reader(pickle._Unpickler):
     # of memory for a few bytes of pickle that memoize a value under the number 2 ** 31.
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name. Raises: UnpicklingError, for other names."""
-        if (module, name) in _KEPT:
-            # Never the real class, whose ``__setstate__`` would run with data from the
-            # file.
+        if name in _KEPT.get(module, ()):
+            # A new class for each use: the pickle may set attributes on the class.
             return type(name, (_Kept,), {"kind": name})
-        if (module, name) in _CALLS:
-            return _CALLS[module, name]
+        if name in _TEXTS.get(module, ()):
+            return lambda *parts: "/".join(map(str, parts))
+        if (module, name) == ("torch", "Size"):
+            return lambda sizes=(): tuple(sizes)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of DCP's metadata")
