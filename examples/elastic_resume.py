@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/elastic_resume.py --die-in-save 40
     torchrun --standalone --nproc-per-node 3 examples/elastic_resume.py
 
-The first run is killed (kill -9 of the last rank) while it writes the checkpoint of
+The first run is killed (kill -9 of the last rank) while it saves the checkpoint of
 step 40; that of step 20 is whole, and the second run goes on from there. With
 ``--max-restarts 1`` torchrun does so by itself. The batches are a function of the step
 alone, so the losses are those of a run that nobody broke: equal at the same number of
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,9 +86,15 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> None:
 
 
 def die_in_next_save(world: World) -> None:
-    """Have the last rank killed while it writes, unless torchrun has restarted it."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        os.environ["COMPOSABLE_FSDP_CRASH_AT"] = f"mid-file:{world.size - 1}"
+    """Kill the last rank when it opens its file, unless torchrun has restarted it."""
+
+    def watch(event: str, details: tuple[object, ...]) -> None:
+        if event == "open" and str(details[0]).endswith(".safetensors"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if world.rank == world.size - 1 and restarts == "0":
+        sys.addaudithook(watch)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

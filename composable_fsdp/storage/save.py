@@ -22,7 +22,6 @@ from torch import nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.names import Optimizers
-from composable_fsdp.storage import crash
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
@@ -178,12 +177,10 @@ def write(team: Team, job: Job, error: Exception | None = None) -> None:
     try:
         if error is not None:
             raise error
-        crash.crash_point("before-write", team.rank)
         begins = places_of(job.pieces)
         name = f"rank{team.rank:05d}.safetensors"
-        file = write_file(os.path.join(job.temporary, name), job.pieces, rank=team.rank)
+        file = write_file(os.path.join(job.temporary, name), job.pieces)
         told = job.part, file, begins
-        crash.crash_point("after-write", team.rank)
     except Exception as raised:
         error = raised
     # Release the pieces before the exchange: in an asynchronous save they hold the
@@ -218,10 +215,8 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
         # The manifest is written and synced before the rename, so a directory with its
         # final name is always complete.
         write_synced(os.path.join(job.temporary, MANIFEST), manifest_bytes(manifest))
-        crash.crash_point("before-rename", 0)
         commit(job.temporary, job.path)
         committed = True
-        crash.crash_point("after-rename", 0)
         # ``latest`` must name a checkpoint that exists, so the file changes after the
         # rename. Older checkpoints go last: at every moment at least one complete
         # checkpoint exists.

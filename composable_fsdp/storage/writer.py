@@ -18,7 +18,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from composable_fsdp.storage import crash
 from composable_fsdp.storage.direct import DirectFile
 from composable_fsdp.storage.dtypes import CODES
 from composable_fsdp.storage.manifest import BLOCK, File
@@ -83,14 +82,12 @@ def places_of(pieces: Sequence[Piece]) -> dict[str, int]:
     return begins
 
 
-def write_file(path: str, pieces: Sequence[Piece], *, rank: int = 0) -> File:
+def write_file(path: str, pieces: Sequence[Piece]) -> File:
     """Write ``pieces`` as a new file; on return, the file is on the disk.
 
     Args:
         path: the path of the file, which must not exist.
         pieces: the entries, in file order.
-        rank: this rank's number in the save, for tests that kill the process. Default
-            0.
 
     Returns: the sizes and checksums of the file.
     Raises: OSError; the file may then exist in part.
@@ -100,7 +97,7 @@ def write_file(path: str, pieces: Sequence[Piece], *, rank: int = 0) -> File:
     total = sum(piece.nbytes for piece in pieces)
     with DirectFile(path) as out:
         out.write(header)
-        payload = _Payload(out, total, rank)
+        payload = _Payload(out)
         for piece in pieces:
             _write_piece(payload, piece)
         out.finish()
@@ -134,8 +131,8 @@ def _header(pieces: Sequence[Piece]) -> bytes:
 class _Payload:
     """Passes bytes on to the file and computes the checksum of each block."""
 
-    def __init__(self, out: DirectFile, total: int, rank: int) -> None:
-        self.out, self.rank, self.done, self.half = out, rank, 0, total // 2
+    def __init__(self, out: DirectFile) -> None:
+        self.out, self.done = out, 0
         self.crc, self.blocks = 0, list[int]()
 
     def write(self, data: memoryview) -> None:
@@ -153,9 +150,6 @@ class _Payload:
             if self.done % BLOCK == 0:
                 self.blocks.append(self.crc)
                 self.crc = 0
-            # For tests that kill the process in the middle of a file.
-            if self.done >= self.half:
-                crash.crash_point("mid-file", self.rank)
 
     def finish(self) -> tuple[int, ...]:
         """Return the checksums of all blocks, the last incomplete block included."""

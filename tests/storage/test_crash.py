@@ -16,8 +16,8 @@ from composable_fsdp import (
     stale_directories,
     verify,
 )
-from composable_fsdp.storage import crash
 from tests.storage.training import everything, make, optimizer_of, same, step
+from tests.support.crash import POINTS, killed_at
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import RankFailure, World
 
@@ -26,11 +26,11 @@ def save_and_die(world: World, folder: Path, point: str, behind: bool) -> None:
     model = make("composable")
     optimizer = optimizer_of(model)
     step(model, optimizer, 0)
-    os.environ[crash.VARIABLE] = point
-    if behind:
-        async_save(folder / "step-2", model, optimizer).result()
-    else:
-        save(folder / "step-2", model, optimizer)
+    with killed_at(point, world.rank):
+        if behind:
+            async_save(folder / "step-2", model, optimizer).result()
+        else:
+            save(folder / "step-2", model, optimizer)
 
 
 def save_first(world: World, folder: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def bytes_below(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.req("X-04")
-@pytest.mark.parametrize("point", [*crash.POINTS, "mid-file:1", "mid-file in thread"])
+@pytest.mark.parametrize("point", [*POINTS, "mid-file:1", "mid-file in thread"])
 def test_a_killed_save_leaves_the_old_checkpoint_whole(
     ranks: RankCount, point: str, tmp_path: Path
 ) -> None:
@@ -76,12 +76,8 @@ def test_a_killed_save_leaves_the_old_checkpoint_whole(
 
 
 def save_again(world: World, folder: Path, point: str) -> str:
-    if point:
-        os.environ[crash.VARIABLE] = point
-    try:
+    with killed_at(point, world.rank):
         return message_of(lambda: save(folder / "step-1", make("wrapper", seed=3)))
-    finally:
-        os.environ.pop(crash.VARIABLE, None)
 
 
 @pytest.mark.req("X-05", "D-18")
@@ -92,7 +88,7 @@ def test_an_existing_name_is_never_written_over(
     ranks(2).run(save_first, tmp_path)
     old = bytes_below(tmp_path / "step-1")
 
-    for point in ("", *crash.POINTS):
+    for point in ("", *POINTS):
         for text in ranks(2).run(save_again, tmp_path, point):
             assert "step-1 exists already, and nothing is overwritten" in text
 
