@@ -25,6 +25,7 @@ from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, sample_again
 from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers
 
 _named_modules = nn.Module.named_modules
@@ -213,20 +214,12 @@ def _parameters_in(module: nn.Module) -> list[Tensor]:
     # ``nn.Module.parameters`` builds the names of all parameters, which takes about
     # half of the time of clipping. The names are not needed here.
     found: list[Tensor | None] = []
-    seen: set[int] = set()
-    stack: list[nn.Module | None] = [top]
-    while stack:
-        each = stack.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
+    for each in walk.modules(top):
         # A class that overrides named_modules or named_parameters may return other
         # parameters.
         if type(each).named_modules is not _named_modules:
             return list(module.parameters())
         found += each._parameters.values()
-        if each._modules:
-            stack += reversed(each._modules.values())
     if type(top).named_parameters is not _named_parameters:
         return list(module.parameters())
     return [parameter for parameter in found if parameter is not None]

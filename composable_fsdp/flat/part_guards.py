@@ -30,6 +30,7 @@ from torch import nn
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.planning import walk
 
 REFUSE = -2
 """Key of the refusal among a part's pre-hooks. Torch's own keys start at 0."""
@@ -127,7 +128,7 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
     """
     # The unit is found through the parameters and not through a closure, so that a
     # copied or pickled module may keep the hook.
-    for path, holder in _holders(module, ""):
+    for path, holder in _holders(module):
         for key, parameter in holder._parameters.items():
             found = find_leaf(parameter)
             if found is None or parameter is None:
@@ -148,12 +149,13 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
             )
 
 
-def _holders(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the module and its containers without a forward, with relative names."""
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None and not has_forward(child):
-            yield from _holders(child, join_name(path, name))
+def _holders(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield names and modules: the module and its containers without a forward."""
+    return walk.named(
+        module,
+        enter=lambda each: each is module or not has_forward(each),
+        every_path=True,
+    )
 
 
 def _whose_rows(handle: FlatParamHandle, made: str, part: str, name: str) -> str:

@@ -14,11 +14,11 @@ from composable_fsdp.access.single import region_of
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.naming import TRANSPARENT, join_name, strip_wrapper
+from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.scalars import is_scalar
+from composable_fsdp.planning import walk
 from composable_fsdp.planning.layout import ParameterSlot
-from composable_fsdp.planning.walk import edges
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,21 +290,10 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every place of every parameter, by name; each module once."""
-    stack, seen = [("", model)], set()
-    while stack:
-        path, module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
+    for path, module in walk.named(model):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield join_name(path, name), parameter
-        # Reverse the order, because the last item of the stack is visited first: names
-        # then come in the order of registration.
-        for edge in reversed(list(edges(module))):
-            # Wrapper modules add no component to the plain model's names.
-            inside = path if edge.name in TRANSPARENT else join_name(path, edge.name)
-            stack.append((inside, edge.child))
 
 
 def _named(fqn: str, parameter: torch.Tensor) -> Named:

@@ -21,7 +21,7 @@ from composable_fsdp.compose.registry import (
 )
 from composable_fsdp.config import ShardingStrategy
 from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import TRANSPARENT, join_name, quoted
+from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.checks import (
     SUSPECT,
@@ -289,11 +289,7 @@ def _walk(
         nearest.members.append(module)
         if module not in request.ignored_modules:
             _note_parameters(module, fqn, chain, found, request)
-        for name, child in reversed(module._modules.items()):
-            if child is None:
-                continue
-            # Names do not show the components that wrappers add.
-            path = fqn if name in TRANSPARENT else join_name(fqn, name)
+        for path, child in walk.below(fqn, module) if module._modules else ():
             incompatible, foreign = other_apis(child)
             if foreign:
                 raise CompositionError(_foreign_text(path, foreign))

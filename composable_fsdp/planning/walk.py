@@ -2,18 +2,19 @@
 
 ``nn.Module.modules`` and ``parameters`` recurse and fail at a depth of about a
 thousand. The walks have the same order: a module before its children, children from
-left to right, each module once, at the first place.
+left to right, each module once, at the first place. Names are plain: ``below`` alone
+decides that wrappers add no component.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import nn
 
-from composable_fsdp.naming import join_name
+from composable_fsdp.naming import TRANSPARENT
 
 # Classes of torch that hold modules or parameters and define no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -40,18 +41,78 @@ def children(parent: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(edge.child for edge in edges(parent)))
 
 
-def modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``root`` and all modules below, in the order of ``root.modules()``."""
-    seen: set[nn.Module] = set()
-    stack = [root]
+def modules(root: nn.Module) -> Iterable[nn.Module]:
+    """Return ``root`` and all modules below, in the order of ``root.modules()``."""
+    # By id, because a class may define ``__eq__``. A dict and no generator, because
+    # clipping calls this function at every step.
+    found: dict[int, nn.Module] = {}
+    stack: list[nn.Module | None] = [root]
     while stack:
         module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield module
-        # Reversed, because the stack pops the last entry first.
-        stack.extend(reversed(children(module)))
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            if module._modules:
+                # Reversed, because the stack pops the last entry first.
+                stack += reversed(module._modules.values())
+    return found.values()
+
+
+def below(
+    name: str, module: nn.Module, hidden: str | None = None
+) -> list[tuple[str, nn.Module]]:
+    """Return the children of ``module`` and their plain names, from right to left.
+
+    The order is that in which a stack takes them: the child on the left is popped
+    first.
+
+    Args:
+        name: the plain name of ``module``.
+        module: the parent.
+        hidden: a further attribute that adds no component to names. Default None:
+            only the attributes of wrappers add none.
+
+    Returns: pairs of name and module; a module under two keys comes twice.
+    Collective: none.
+    """
+    start = f"{name}." if name else ""
+    return [
+        (name if key in TRANSPARENT or key == hidden else start + key, child)
+        for key, child in reversed(module._modules.items())
+        if child is not None
+    ]
+
+
+def named(
+    root: nn.Module,
+    *,
+    enter: Callable[[nn.Module], bool] | None = None,
+    every_path: bool = False,
+    hidden: Callable[[nn.Module], str | None] | None = None,
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield plain names and modules, in the order of ``root.modules()``.
+
+    Args:
+        root: the module with the empty name.
+        enter: whether to yield a module and to walk below the module. Default None:
+            enter all modules.
+        every_path: yield a shared module once per path. Default: once in all.
+        hidden: returns the ``hidden`` of ``below`` for a module. Default: None.
+
+    Returns: an iterator.
+    Collective: none.
+    """
+    seen: set[int] = set()
+    stack = [("", root)]
+    while stack:
+        name, module = stack.pop()
+        if not every_path:
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+        if enter is None or enter(module):
+            yield name, module
+            if module._modules:
+                stack += below(name, module, None if hidden is None else hidden(module))
 
 
 def post_order(root: nn.Module) -> list[nn.Module]:
@@ -98,24 +159,14 @@ def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def name_of(root: nn.Module, module: nn.Module) -> str:
-    """Return the first name of ``module`` below ``root``.
+    """Return the first plain name of ``module`` below ``root``.
 
     Raises: KeyError, if ``module`` is not in the tree.
     """
-    # Per module, the first edge that leads to the module; the name follows backwards.
-    came_from: dict[nn.Module, Edge] = {}
-    stack = list(edges(root))[::-1]
-    while stack:
-        edge = stack.pop()
-        # The first edge wins, as in ``named_modules()``.
-        if edge.child not in came_from:
-            came_from[edge.child] = edge
-            stack.extend(list(edges(edge.child))[::-1])
-    name, at = "", module
-    while at is not root:
-        edge = came_from[at]
-        name, at = join_name(edge.name, name), edge.parent
-    return name
+    for name, each in named(root):
+        if each is module:
+            return name
+    raise KeyError(module)
 
 
 def subtree_numels(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.naming import TRANSPARENT, join_name
+from composable_fsdp.planning.walk import named
 from composable_fsdp.runtime.container_copies import ContainerCopy
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -96,22 +97,20 @@ def cast_buffers(state: _FSDPState) -> None:
 
 def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of the unit, without nested units, and their names."""
+
+    def enter(module: nn.Module) -> bool:
+        owner = OWNERS.get(module)
+        # An activation checkpoint wrapper that was inserted after ``fully_shard`` has
+        # no owner; the wrapped module may belong to this unit.
+        return owner is state or (
+            owner is None and any(name in module._modules for name in TRANSPARENT)
+        )
+
     for root in state.modules:
-        stack: list[tuple[str, nn.Module]] = [("", root)]
-        while stack:
-            fqn, module = stack.pop()
-            # An activation checkpoint wrapper that was inserted after ``fully_shard``
-            # has no owner; the wrapped module may belong to this unit.
-            is_wrapper = any(name in module._modules for name in TRANSPARENT)
-            if (owner := OWNERS.get(module)) is not state and (owner or not is_wrapper):
-                continue
+        for fqn, module in named(root, enter=enter, every_path=True):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield join_name(fqn, name), buffer
-            for name, child in module._modules.items():
-                if child is not None:
-                    path = fqn if name in TRANSPARENT else join_name(fqn, name)
-                    stack.append((path, child))
 
 
 # Input dtypes of modules that keep full precision, during their forward.

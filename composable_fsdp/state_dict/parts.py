@@ -99,7 +99,7 @@ def _start(state: _FSDPState, module: nn.Module) -> str:
     """Return the prefix that the unit's names of this part have."""
     for top in state.modules:
         try:
-            return strip_wrapper(walk.name_of(top, module)) + "."
+            return walk.name_of(top, module) + "."
         except KeyError:
             continue  # in another module of the unit, or moved to another place
     return ""

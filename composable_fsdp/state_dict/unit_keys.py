@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from composable_fsdp.naming import TRANSPARENT, strip_wrapper
+from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.planning.walk import below
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import wrapped_in
 
@@ -40,17 +41,15 @@ def hook_scopes(
         return [(module, _ALL)]
     found, stack = [], [("", module)]
     while stack:
-        start, current = stack.pop()
+        path, current = stack.pop()
+        start = f"{path}." if path else ""
         alone = type(current).state_dict is not nn.Module.state_dict
         reach = HookScope(start, alone=alone, is_split=True)
         # A child without parameters of the unit needs no hook.
         if current is module or names_below(state, current, reach):
             found.append((current, reach))
-        for name, child in current._modules.items() if alone else ():
-            if child is not None:
-                # The unit's names contain no wrapper components.
-                inside = start if name in TRANSPARENT else f"{start}{name}."
-                stack.append((inside, child))
+        if alone:
+            stack += below(path, current)
     return found
 
 

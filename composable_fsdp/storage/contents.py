@@ -19,8 +19,9 @@ from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.naming import TRANSPARENT, join_name, quoted
+from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
+from composable_fsdp.planning import walk
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
 from composable_fsdp.storage.source import OWN_STATE
@@ -168,22 +169,14 @@ def _names_given(module: nn.Module) -> dict[int, str]:
 def places(
     module: nn.Module, *, through_ddp: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module below ``module`` at every path, in the order of ``modules()``.
+    """Yield ``module`` and all below at every path, in the order of ``modules()``.
 
     If ``through_ddp`` is True (the default), paths leave out DistributedDataParallel's
     attribute ``module``, and ``_orig_mod`` of a module that torch.compile returned.
     """
-    # Not ``named_modules``, which yields a shared module at its first path only: a tied
-    # parameter has a name for each path.
-    stack = [("", module)]
-    while stack:
-        path, current = stack.pop()
-        yield path, current
-        outer = _wrapped_as(current) if through_ddp else None
-        for name, child in reversed(current._modules.items()):
-            if child is not None:
-                hidden = name in TRANSPARENT or name == outer
-                stack.append((path if hidden else join_name(path, name), child))
+    # Every path, because a tied parameter has a name for each path.
+    hidden = _wrapped_as if through_ddp else None
+    return walk.named(module, every_path=True, hidden=hidden)
 
 
 def _wrapped_as(module: nn.Module) -> str | None:

@@ -24,6 +24,7 @@ from composable_fsdp.compose.registry import other_apis
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.planning import walk
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 
 # An attribute and no weak set: ``torch.utils.swap_tensors`` refuses parameters that
@@ -111,21 +112,18 @@ def _unmanaged_below(
             yield from _own(name, table[name])
         return
     added = module._modules.get(name)
-    if added is not None:
-        yield from _below(name, added)
+    if added is None:
+        return
+    for path, each in walk.named(added, enter=_is_free, every_path=True):
+        for key, parameter in each._parameters.items():
+            yield from _own(join_name(name, join_name(path, key)), parameter)
 
 
-def _below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``module`` and its submodules that no unit holds."""
+def _is_free(module: nn.Module) -> bool:
+    """Return whether no unit and no other API manages the module."""
     # A module with an owner existed when the unit was built, or has a separate record.
     # Other APIs (DDP, ``replicate``) manage the whole subtree of their module.
-    if OWNERS.get(module) is not None or any(other_apis(module)):
-        return
-    for key, parameter in module._parameters.items():
-        yield from _own(join_name(name, key), parameter)
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _below(join_name(name, key), child)
+    return OWNERS.get(module) is None and not any(other_apis(module))
 
 
 def _own(name: str, parameter: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -149,7 +147,7 @@ def _warn(
     paths = (
         join_name(state.fqn, path)
         for top in state.modules
-        for path, each in top.named_modules()
+        for path, each in walk.named(top)
         if each is module
     )
     path = next(paths, "")

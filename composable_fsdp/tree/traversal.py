@@ -21,12 +21,14 @@ from torch import nn
 from composable_fsdp.compose.registry import (
     TORCH_DDP,
     get_state,
-    incompatible_api,
+    has_api,
+    other_apis,
 )
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import TRANSPARENT, join_name
+from composable_fsdp.naming import TRANSPARENT
 from composable_fsdp.planning.assign import API, REPLICATE
+from composable_fsdp.planning.walk import named
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 
 
@@ -70,38 +72,26 @@ def no_unit(module: nn.Module, what: str, *, recurse: bool) -> CompositionError:
 
 def walk_states(module: nn.Module) -> Iterator[tuple[str, nn.Module, _FSDPState]]:
     """Yield each state once: FQN of its first module, the module, the state."""
-    seen_modules: set[int] = set()
-    seen_states: set[int] = set()
-    # Iterative, so that the depth of the tree is not limited by Python's recursion
-    # limit.
-    stack = [("", module)]
-    while stack:
-        fqn, current = stack.pop()
-        if id(current) in seen_modules:
-            continue
-        seen_modules.add(id(current))
-        state = get_state(current, API)
-        api = incompatible_api(current)
+
+    def enter(current: nn.Module) -> bool:
+        api = other_apis(current)[0]
+        if api is None:
+            return True
         # The subtree belongs to ``replicate`` or DDP.
-        if api is not None:
-            state = get_state(current, REPLICATE)
-            if not isinstance(state, _FSDPState):
-                # A DDP given by the caller is walked; a DDP below is skipped.
-                if current is not module or api != TORCH_DDP:
-                    continue
-            elif current is not module and state.parent is None:
-                # The top of another tree, made by ``replicate``.
-                continue
-        if isinstance(state, _FSDPState) and id(state) not in seen_states:
-            seen_states.add(id(state))
+        state = get_state(current, REPLICATE)
+        if isinstance(state, _FSDPState):
+            # A unit without a parent is the top of another tree, made by ``replicate``.
+            return current is module or state.parent is not None
+        # A DDP given by the caller is walked; a DDP below is skipped.
+        return current is module and api == TORCH_DDP
+
+    seen: set[int] = set()
+    for fqn, current in named(module, enter=enter):
+        # Most modules have no registry, and ``has_api`` tells at a single look.
+        state = _get_unit_state(current) if has_api(current, API, REPLICATE) else None
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
             yield fqn, current, state
-        if current._modules:
-            # Reversed, because the stack returns the last child first. Wrapper names
-            # are left out of the FQN.
-            for name, child in reversed(current._modules.items()):
-                if child is not None:
-                    path = fqn if name in TRANSPARENT else join_name(fqn, name)
-                    stack.append((path, child))
 
 
 def _get_unit_state(module: nn.Module) -> _FSDPState | None:
