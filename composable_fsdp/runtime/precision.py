@@ -81,6 +81,8 @@ def cast_buffers(state: _FSDPState) -> None:
     assert precision.buffer_dtype is not None
     wide = precision.wide(state.module)
     known = precision.buffer_dtypes
+    # By id, because a shared buffer is cast under the first of its names.
+    just_cast: dict[int, torch.dtype] = {}
     for name, buffer in own_buffers(state):
         if not buffer.is_floating_point():
             continue
@@ -89,7 +91,9 @@ def cast_buffers(state: _FSDPState) -> None:
         else:
             dtype = precision.buffer_dtype
             if buffer.dtype != dtype:
-                known[name] = buffer.dtype
+                known[name] = just_cast[id(buffer)] = buffer.dtype
+            elif just_cast and id(buffer) in just_cast:
+                known[name] = just_cast[id(buffer)]
         if buffer.dtype != dtype:
             # ``.data``: the buffer object stays the same.
             buffer.data = buffer.to(dtype)

@@ -7,6 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ from composable_fsdp import (
     ShardingStrategy,
     fully_shard,
     no_sync,
+    save,
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.precision import overridden_classes
 from composable_fsdp.runtime import precision as runtime_precision
+from composable_fsdp.storage.native import NativeSource
 from tests.support.models import TinyGPT
 from tests.support.reference import (
     PATHS,
@@ -271,6 +274,26 @@ def test_buffers_keep_their_dtype_unless_told(
     assert model.scale is buffer
     after = {name: value.dtype for name, value in model.state_dict().items()}
     assert after == before
+
+
+def test_a_shared_modules_buffer_keeps_its_dtype_under_each_name(
+    one_rank: World, tmp_path: Path
+) -> None:
+    """In the state dict and in the native checkpoint, as at one place."""
+    shared = seen()
+    model = fully_shard(
+        nn.Sequential(shared, nn.Linear(8, 8), shared),
+        mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16),
+    )
+
+    model(torch.randn(2, 8))
+    save(tmp_path / "saved", model)
+
+    found = model.state_dict()
+    assert shared.scale.dtype is BF16
+    assert found["0.scale"].dtype is found["2.scale"].dtype is torch.float32
+    with NativeSource(tmp_path / "saved") as source:
+        assert source.model["0.scale"].dtype is torch.float32
 
 
 def check_buffers_like_fsdp1(world: World) -> None:
