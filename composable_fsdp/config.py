@@ -34,6 +34,10 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
 
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+"""Strategies that shard within a group and replicate across groups."""
+
+
 class BackwardPrefetch(Enum):
     """Selects when backward issues the all-gather of the next unit.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.root import outermost
@@ -22,8 +22,6 @@ from composable_fsdp.tree.traversal import (
     no_unit,
     require_module,
 )
-
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def set_requires_gradient_sync(
@@ -177,7 +175,7 @@ def register_comm_hook(
     units = units_of(module, "register_comm_hook", recurse=True)
     # Check all units before the first unit changes.
     for unit in units:
-        if unit.options.strategy in _HYBRID:
+        if unit.options.strategy in HYBRID:
             raise CompositionError(
                 f"register_comm_hook was called with unit {unit.name} of strategy "
                 f"{unit.options.strategy.name}: a hook reduces over one group, and "

@@ -12,11 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.comm.nodes import node_groups, node_size
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
-
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-"""Strategies that shard within a group and replicate across groups."""
 
 
 class GroupRef:
@@ -119,6 +116,35 @@ def _is_nccl(group: dist.ProcessGroup) -> bool:
     return "cuda:nccl" in dist.get_backend_config(group)
 
 
+def group_sizes(
+    strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
+) -> tuple[int, int]:
+    """Return the size of a unit's shard group and the number of replicas.
+
+    Args:
+        strategy: the unit's sharding strategy.
+        world_size: number of ranks in all.
+        shard_world_size: ranks per shard group. Default None: a single shard group of
+            ``world_size`` ranks. ``NO_SHARD`` ignores this argument.
+
+    Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
+    Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
+    Collective: none.
+    """
+    if strategy is ShardingStrategy.NO_SHARD:
+        return 1, world_size
+    if shard_world_size is not None:
+        return shard_world_size, world_size // shard_world_size
+    if strategy in HYBRID:
+        # The number of nodes is unknown here, so the plan cannot choose the groups that
+        # a hybrid strategy chooses by itself.
+        raise PlanError(
+            f"A plan with {strategy.name} expects shard_world_size, the ranks that "
+            "share the parameters. Pass the size of the mesh's shard dim, or of a node."
+        )
+    return world_size, 1
+
+
 class RankLayout:
     """The ranks that the caller of ``fully_shard`` chose, and the groups per strategy.
 
@@ -185,24 +211,20 @@ class RankLayout:
         Collective: none.
         Raises: PlanError, if the strategy is not possible on these ranks.
         """
-        replicate = self.replicate
+        size = None
         if strategy is ShardingStrategy.NO_SHARD:
             self._require_everyone()
-            return 1, self.world_size
-        if replicate is not None:
-            # The caller gave two groups, which determine the sizes for all other
-            # strategies.
-            return self.shard_world_size, self.replicas
-        if strategy not in HYBRID:
-            return self.world_size, 1
-        if not self.by_node:
-            raise PlanError(
-                f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or a "
-                "tuple (shard group, replicate group); got one group. Pass one of the "
-                "two, or neither to shard within a node."
-            )
-        size = node_size(self.world_size)
-        return size, self.world_size // size
+        elif self.replicate is not None:
+            size = self.shard_world_size
+        elif strategy in HYBRID:
+            if not self.by_node:
+                raise PlanError(
+                    f"{strategy.name} expects a 2-D device_mesh (replicate, shard) or "
+                    "a tuple (shard group, replicate group); got one group. Pass one "
+                    "of the two, or neither to shard within a node."
+                )
+            size = node_size(self.world_size)
+        return group_sizes(strategy, world_size=self.world_size, shard_world_size=size)
 
     def for_strategy(self, strategy: ShardingStrategy) -> Groups:
         """Return the groups of a unit with ``strategy``; units share equal groups.

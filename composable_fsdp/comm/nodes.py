@@ -53,23 +53,33 @@ def node_size(world_size: int) -> int:
     return size
 
 
-def node_groups(
-    world_size: int,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return this rank's (shard, replicate) groups; ``None`` for a single rank.
+def node_parts(world_size: int) -> tuple[list[range], list[range]]:
+    """Return the ranks of all shard groups, and of all replicate groups.
 
     Ranks of a node are consecutive, as torchrun numbers the ranks.
 
-    Collective: creates the groups at the first call in a process, none later; all ranks
-    of the default group must call.
+    Collective: none.
     Raises: PlanError, as ``node_size``.
     """
     size = node_size(world_size)
     starts = range(0, world_size, size)
     return (
-        _group_among([range(start, start + size) for start in starts]),
-        _group_among([range(i, world_size, size) for i in range(size)]),
+        [range(start, start + size) for start in starts],
+        [range(i, world_size, size) for i in range(size)],
     )
+
+
+def node_groups(
+    world_size: int,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return this rank's (shard, replicate) groups; ``None`` for a single rank.
+
+    Collective: creates the groups at the first call in a process, none later; all ranks
+    of the default group must call.
+    Raises: PlanError, as ``node_size``.
+    """
+    nodes, across = node_parts(world_size)
+    return _group_among(nodes), _group_among(across)
 
 
 def _group_among(parts: Sequence[range]) -> dist.ProcessGroup | None:

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.comm.groups import HYBRID, RankLayout, resolve_device
-from composable_fsdp.comm.nodes import node_size
+from composable_fsdp.comm.groups import RankLayout, resolve_device
+from composable_fsdp.comm.nodes import node_parts
 from composable_fsdp.compose.registry import get_state, has_api, remove_state, set_state
-from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.entries.apply import Application
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, quoted
@@ -243,12 +243,11 @@ def _precision_in_force(options: UnitOptions) -> dict[str, object]:
 def _members(ranks: RankLayout, strategy: ShardingStrategy) -> str:
     """Describe the ranks of the shard group and of the replicate group, in words."""
     if ranks.replicate is None and strategy in HYBRID:
-        # The arithmetic of node_groups; a call would create the groups.
-        world, size = ranks.world_size, node_size(ranks.world_size)
-        place = dist.get_rank() % size
-        start = dist.get_rank() - place
-        shard = list(range(start, start + size))
-        copies = list(range(place, world, size))
+        # Not the groups themselves: ``for_strategy`` would create them.
+        shard, copies = (
+            list(next(part for part in parts if dist.get_rank() in part))
+            for parts in node_parts(ranks.world_size)
+        )
     else:
         groups = ranks.for_strategy(strategy)
         shard, copies = (

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from composable_fsdp.comm.groups import group_sizes
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -82,38 +83,6 @@ def plan_modules(
         tuple(t.plan for t in targets), request.world_size, tuple(notes)
     )
     return plan, targets
-
-
-def group_sizes(
-    strategy: ShardingStrategy, *, world_size: int, shard_world_size: int | None = None
-) -> tuple[int, int]:
-    """Return the size of a unit's shard group and the number of replicas.
-
-    Args:
-        strategy: the unit's sharding strategy.
-        world_size: number of ranks in all.
-        shard_world_size: ranks per shard group. Default None: a single shard group of
-            ``world_size`` ranks. ``NO_SHARD`` ignores this argument.
-
-    Returns: ``(shard_world_size, replicas)``; the product is ``world_size``.
-    Raises: PlanError, if a hybrid strategy gets no ``shard_world_size``.
-    Collective: none.
-    """
-    if strategy is ShardingStrategy.NO_SHARD:
-        return 1, world_size
-    if shard_world_size is not None:
-        return shard_world_size, world_size // shard_world_size
-    if strategy in (
-        ShardingStrategy.HYBRID_SHARD,
-        ShardingStrategy._HYBRID_SHARD_ZERO2,
-    ):
-        # The number of nodes is unknown here, so the plan cannot choose the groups that
-        # a hybrid strategy chooses by itself.
-        raise PlanError(
-            f"A plan with {strategy.name} expects shard_world_size, the ranks that "
-            "share the parameters. Pass the size of the mesh's shard dim, or of a node."
-        )
-    return world_size, 1
 
 
 class _Build(NamedTuple):
