@@ -14,7 +14,12 @@ from composable_fsdp.comm.device import StreamEvent
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
 from composable_fsdp.flat import part_guards
-from composable_fsdp.flat.handle import NO_BACKWARD, FlatParamHandle, remember_leaves
+from composable_fsdp.flat.handle import (
+    NO_BACKWARD,
+    FlatParamHandle,
+    FullForm,
+    remember_leaves,
+)
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import FlatParameter, build_region
 from composable_fsdp.flat.versions import unreadable_versions
@@ -100,19 +105,17 @@ def make_tables(handle: FlatParamHandle) -> None:
     """Compute the tuples of leaves and buffers that every step iterates over."""
     handle.tables = tuple([owner._parameters for owner in handle.owners])
     handle.sharded_placed = place_leaves(handle, [r.leaves for r in handle.regions])
-    handle.full_placed = place_leaves(handle, [r.full_leaves for r in handle.regions])
-    make_gather_lists(handle)
     note_memory(handle)
     handle.on_meta = any(region.shard.is_meta for region in handle.regions)
     handle.trainable = handle.regions
     if not all(r.layout.trainable for r in handle.regions):
         handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     handle.reduce_groups = _reduced_together(handle)
-    # Hooks, and with them the AccumulateGrad nodes, are installed by
-    # ``runtime.grad_hooks.install_grad_hooks``.
-    handle.accumulators = ()
-    handle.readable, handle.handed_out, handle.foreign = None, (), {}
-    handle.unreadable = unreadable_versions(len(handle.full_placed))
+    handle.handed_out, handle.foreign = (), {}
+    # ``runtime.grad_hooks.install_grad_hooks`` adds hooks and AccumulateGrad nodes.
+    number = len(handle.sharded_placed)
+    handle.form = make_form(handle, unreadable_versions(number), full_precision=False)
+    handle.other_form = None
 
 
 def note_memory(handle: FlatParamHandle) -> None:
@@ -161,17 +164,28 @@ def place_leaves(
     return tuple([by_slot[place.slot_index] for place in handle.places])
 
 
-def make_gather_lists(handle: FlatParamHandle) -> None:
-    """Collect inputs and outputs of the unit's all-gather."""
+def make_form(
+    handle: FlatParamHandle, unreadable: tuple[int, ...], *, full_precision: bool
+) -> FullForm:
+    """Return the full form over the regions' full buffers and leaves.
+
+    Args:
+        handle: the unit.
+        unreadable: the versions of full leaves that autograd must not read.
+        full_precision: whether the buffers have the parameters' own dtype.
+    """
     gathering = [r for r in handle.regions if r.is_cut and r.layout.padded_numel]
-    handle.needs_gather = bool(gathering)
     # The all-gather reads the shard directly if the shard has the compute dtype and is
     # on the compute device. Otherwise the shard is first cast or copied into this
     # rank's slice of ``full``, and the all-gather runs in place on that slice.
     inputs = [r.shard if r.own_slice is None else r.own_slice for r in gathering]
-    handle.gather_lists = ([r.full for r in gathering], inputs)
-    handle.fills = tuple(
-        [(r.own_slice, r.shard) for r in gathering if r.own_slice is not None]
+    return FullForm(
+        full_precision,
+        place_leaves(handle, [r.full_leaves for r in handle.regions]),
+        ([r.full for r in gathering], inputs),
+        tuple([(r.own_slice, r.shard) for r in gathering if r.own_slice is not None]),
+        bool(gathering),
+        unreadable,
     )
 
 
@@ -190,8 +204,7 @@ def reset_handle(handle: FlatParamHandle) -> None:
     """Set the state of a unit between steps, and create events for a CUDA device."""
     handle.phase = Phase.IDLE
     handle.residency = Residency.SHARDED
-    handle.ready = handle.other_form = None
-    handle.wide = False
+    handle.ready = None
     handle.backward, handle.calls = NO_BACKWARD, []
     handle.lent = []
     handle.kept = handle.reduce_due = handle.reduce_has_memory = False

@@ -33,7 +33,7 @@ def shards_are_unchanged(handle: FlatParamHandle) -> bool:
         handle.tables,
         handle.keys,
         handle.sharded_placed,
-        handle.full_placed,
+        handle.form.placed,
         strict=True,
     ):
         if (

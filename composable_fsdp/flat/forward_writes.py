@@ -27,8 +27,8 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def was_written(handle: FlatParamHandle) -> bool:
     """Return whether a full leaf was written in place since ``make_readable``."""
-    now = tuple(map(version_of, handle.full_placed))
-    return now != handle.readable and handle.readable is not None
+    now = tuple(map(version_of, handle.form.placed))
+    return now != handle.form.readable and handle.form.readable is not None
 
 
 def copy_writes_to_shards(handle: FlatParamHandle) -> None:
@@ -40,14 +40,14 @@ def copy_writes_to_shards(handle: FlatParamHandle) -> None:
     Raises: PhaseError, naming the parameter, if the full leaves are copies in another
     dtype, from which the shard cannot be written without loss.
     """
-    assert handle.readable is not None
+    assert handle.form.readable is not None
     written = {
         id(leaf)
-        for leaf, version in zip(handle.full_placed, handle.readable, strict=True)
+        for leaf, version in zip(handle.form.placed, handle.form.readable, strict=True)
         if leaf._version != version
     }
     # Autograd saved the versions after the write, so those versions stay readable.
-    handle.readable = tuple(map(version_of, handle.full_placed))
+    handle.form.readable = tuple(map(version_of, handle.form.placed))
     for region in handle.regions:
         for index, leaf in enumerate(region.full_leaves):
             if id(leaf) in written:

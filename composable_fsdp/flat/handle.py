@@ -36,6 +36,38 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 
 
 @dataclass(slots=True)
+class FullForm:
+    """The full buffers and leaves of a unit in a precision (``full_forms``)."""
+
+    full_precision: bool
+    """Whether the precision is that of the parameters, and not the compute dtype."""
+    placed: tuple[nn.Parameter, ...]
+    """The full leaf of each place."""
+    gather_lists: tuple[list[Tensor], list[Tensor]]
+    """``full`` and the all-gather input of each region that has elements to gather."""
+    fills: tuple[tuple[Tensor, Tensor], ...]
+    """Pairs (this rank's slice of ``full``, shard): the copies that must run before the
+    all-gather."""
+    needs_gather: bool
+    """Whether any region has a ``full`` buffer of its own that must be filled."""
+    # Version counters decide which leaves autograd may read (``flat.versions``).
+    unreadable: tuple[int, ...]
+    """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
+    readable: tuple[int, ...] | None = None
+    """Versions of the leaves in ``placed`` while autograd may read the leaves; ``None``
+    while autograd must not."""
+    # Strong references: a parameter holds its AccumulateGrad node only weakly, and the
+    # engine must be asked about the node that will run.
+    accumulators: tuple[Any, ...] = ()
+    """AccumulateGrad nodes of the trainable full leaves."""
+    regions: tuple[
+        tuple[Tensor, Tensor | None, bool, tuple[nn.Parameter, ...]], ...
+    ] = ()
+    """Per region ``full``, ``own_slice``, ``is_cut`` and ``full_leaves``, once the unit
+    has two forms."""
+
+
+@dataclass(slots=True)
 class BackwardProgress:
     """How far a graph task is in a unit. Each graph task has an object of its own."""
 
@@ -69,22 +101,19 @@ class FlatParamHandle:
         "__weakref__",
         "absent",
         "absent_in",
-        "accumulators",
         "backward",
         "backward_log",
         "calls",
         "device",
         "epoch",
-        "fills",
         "foreign",
+        "form",
         "forward_log",
         "fqn",
         "free_event",
         "full_fqn",
-        "full_placed",
         "full_since",
         "gather_event",
-        "gather_lists",
         "groups",
         "guards",
         "handed_out",
@@ -95,7 +124,6 @@ class FlatParamHandle:
         "keys",
         "leaf_stream",
         "lent",
-        "needs_gather",
         "offload",
         "on_meta",
         "origin",
@@ -105,7 +133,6 @@ class FlatParamHandle:
         "phase",
         "places",
         "plan",
-        "readable",
         "ready",
         "reduce_event",
         "reduce_due",
@@ -121,8 +148,6 @@ class FlatParamHandle:
         "steps",
         "tables",
         "trainable",
-        "unreadable",
-        "wide",
         "written_at_build",
     )
 
@@ -150,9 +175,10 @@ class FlatParamHandle:
     """Whether the shards are on the meta device and have no values yet."""
     rows: bool
     """Whether sharded leaves keep whole rows of dim 0; else sharded leaves are 1-D."""
-    # The fields from ``places`` to ``full_placed`` are aligned: index *i* is the same
-    # place in all of them. Parallel tuples, and not a tuple of records, keep the number
-    # of objects small that the garbage collector tracks per unit.
+    # The fields from ``places`` to ``sharded_placed``, and ``FullForm.placed``, are
+    # aligned: index *i* is the same place in all of them. Parallel tuples, and not a
+    # tuple of records, keep the number of objects small that the garbage collector
+    # tracks per unit.
     places: tuple[Place, ...]
     """Every place (module and key) at which a parameter is registered. A tied parameter
     has several places."""
@@ -164,8 +190,6 @@ class FlatParamHandle:
     """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     """The sharded leaf of each place."""
-    full_placed: tuple[nn.Parameter, ...]
-    """The full leaf of each place, in the current full form."""
     parts_open: bool
     """Whether calls of the unit's parts are allowed, as inside the unit's forward."""
     guards: tuple[dict[int, Any], ...]
@@ -178,32 +202,14 @@ class FlatParamHandle:
     foreign: dict[int, Any]
     """By index of the place: tensors from ``torch.func.functional_call`` that the
     modules show instead of full leaves while the unit is full."""
-    # Version counters decide which leaves autograd may read (``flat.versions``).
-    readable: tuple[int, ...] | None
-    """Versions of the leaves in ``full_placed`` while autograd may read the leaves;
-    ``None`` while autograd must not."""
-    unreadable: tuple[int, ...]
-    """Versions of the leaves in ``full_placed`` while autograd must not read the
-    leaves."""
     handed_out: tuple[nn.Parameter, ...]
     """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
     ready: Waitable | None
     """The pending all-gather, or ``None`` if no all-gather is pending."""
-    needs_gather: bool
-    """Whether any region has a ``full`` buffer of its own that must be filled."""
-    gather_lists: tuple[list[Tensor], list[Tensor]]
-    """``full`` and the all-gather input of each region that has elements to gather."""
-    fills: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs (this rank's slice of ``full``, shard): the copies that must run before the
-    all-gather."""
     trainable: tuple[FlatParameter, ...]
     """Regions whose parameters have gradients."""
     reduce_groups: tuple[tuple[FlatParameter, ...], ...]
     """Trainable regions with elements, grouped by reduce dtype."""
-    # Strong references: a parameter holds its AccumulateGrad node only weakly, and the
-    # engine must be asked about the node that will run.
-    accumulators: tuple[Any, ...]
-    """AccumulateGrad nodes of the trainable full leaves."""
     # ``Any`` here and in ``lent``: the classes are in higher layers.
     calls: list[Any]
     """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None`` if
@@ -222,11 +228,10 @@ class FlatParamHandle:
     absent_in: tuple[torch.UntypedStorage, ...]
     """The expected storage of each leaf in ``absent``. Each of these leaves has an
     empty storage of its own, so that a replaced ``.data`` can be detected."""
-    wide: bool
-    """Whether the current full form has the parameters' own dtype (``full_forms``)."""
-    # ``Any``, because ``FullForm`` is defined in a module that imports this module.
-    other_form: Any
-    """The ``FullForm`` that is not current, or ``None`` until its first use."""
+    form: FullForm
+    """The current full form: buffers and leaves of the precision in use."""
+    other_form: FullForm | None
+    """The full form that is not current, or ``None`` until its first use."""
     written_at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
     backward: BackwardProgress
@@ -296,7 +301,7 @@ class FlatParamHandle:
     def swaps(self) -> Iterator[Swap]:
         """Iterate over all places: table, key, sharded leaf and full leaf."""
         return zip(
-            self.tables, self.keys, self.sharded_placed, self.full_placed, strict=True
+            self.tables, self.keys, self.sharded_placed, self.form.placed, strict=True
         )
 
     @property

@@ -24,7 +24,7 @@ def allocate_full(handle: FlatParamHandle) -> None:
     """Allocate every ``full`` on the current stream, for an all-gather to fill."""
     if GATHERING not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, GATHERING)
-    for full in handle.gather_lists[0]:
+    for full in handle.form.gather_lists[0]:
         memory.allocate(full)
     handle.residency = GATHERING
 
@@ -59,7 +59,7 @@ def use_full(handle: FlatParamHandle) -> None:
         handle.tables,
         handle.keys,
         handle.sharded_placed,
-        handle.full_placed,
+        handle.form.placed,
         strict=True,
     ):
         # Not ``table.get(key)``: a method call per place in every step.
@@ -107,7 +107,7 @@ def free_full(handle: FlatParamHandle) -> None:
     if SHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, SHARDED)
     # The views, and with them the full leaves, stay valid objects without memory.
-    for full in handle.gather_lists[0]:
+    for full in handle.form.gather_lists[0]:
         memory.free(full)
     handle.residency = SHARDED
 

@@ -62,9 +62,9 @@ def make_readable(handle: FlatParamHandle) -> None:
         # flat parameter, which stands for all leaves.
         steps = sum(map(version_of, handle.handed_out))
         now = tuple([version + steps for version in now])
-    if now != handle.readable:
-        set_versions(handle.full_placed, now)
-        handle.readable = now
+    if now != handle.form.readable:
+        set_versions(handle.form.placed, now)
+        handle.form.readable = now
 
 
 def make_unreadable(handle: FlatParamHandle) -> None:
@@ -72,9 +72,9 @@ def make_unreadable(handle: FlatParamHandle) -> None:
 
     Collective: none.
     """
-    if handle.readable is not None:
-        set_versions(handle.full_placed, handle.unreadable)
-        handle.readable = None
+    if handle.form.readable is not None:
+        set_versions(handle.form.placed, handle.form.unreadable)
+        handle.form.readable = None
 
 
 def find_unreadable(text: str) -> str | None:
@@ -89,7 +89,7 @@ def find_unreadable(text: str) -> str | None:
         return None
     handles = {link() for link in LEAVES.values()}
     for handle in handles:
-        if handle is not None and int(number) in handle.unreadable:
-            place = handle.places[handle.unreadable.index(int(number))]
+        if handle is not None and int(number) in handle.form.unreadable:
+            place = handle.places[handle.form.unreadable.index(int(number))]
             return quoted(join_name(handle.full_fqn, place.fqn))
     return None

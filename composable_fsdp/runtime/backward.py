@@ -82,7 +82,7 @@ class UnitForward:
         """The graph task whose pre-backward has run for this call."""
         self.waiting = 0
         """Aliases whose ``input_done`` has not run yet in this graph task."""
-        self.wide, self.epoch = state.handle.wide, state.handle.epoch
+        self.wide, self.epoch = state.handle.form.full_precision, state.handle.epoch
         """Full form and layout number of the unit at the time of the forward."""
 
     def forget_inputs(self) -> None:
@@ -186,7 +186,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
             enter_backward_use(context, log, handle, call.tape.mode)
     # The graph holds the full parameters of the form that the forward used, so backward
     # must use the same form.
-    if handle.wide is not call.wide:
+    if handle.form.full_precision is not call.wide:
         select_full_form(context, state, wide=call.wide)
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
@@ -229,7 +229,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     # of the graph task reshards the unit.
     if handle.backward.open_calls < RETAINED:
         handle.backward.open_calls += RETAINED
-    if handle.wide is not call.wide:
+    if handle.form.full_precision is not call.wide:
         select_full_form(context, state, wide=call.wide)
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
@@ -259,7 +259,7 @@ def _begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) 
     handle.phase = BACKWARD_PRE
     # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a parameter if
     # ``autograd.grad`` captures the gradient.
-    pending = 0 if context.captures else sum(map(will_run, handle.accumulators))
+    pending = 0 if context.captures else sum(map(will_run, handle.form.accumulators))
     # With ``create_graph`` the graph of this backward reads the parameters again.
     retained = RETAINED if torch.is_grad_enabled() else 0
     handle.backward = BackwardProgress(task, pending, retained)

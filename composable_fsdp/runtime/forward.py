@@ -125,9 +125,9 @@ def pre_forward(
     if precision is not None:
         if (
             handle.backward.task == NO_TASK
-            and precision.wide(module) is not handle.wide
+            and precision.wide(module) is not handle.form.full_precision
         ):
-            select_full_form(context, state, wide=not handle.wide)
+            select_full_form(context, state, wide=not handle.form.full_precision)
         cast = cast_inputs(state, args, kwargs, copies)
         if cast is not None:
             args, kwargs = replaced = cast
@@ -151,7 +151,7 @@ def pre_forward(
         # ``_copy_writes_to_shards``.
         if state.looks and not handle.calls:
             state.looks -= 1
-            state.sums = checksums(handle) if handle.needs_gather else None
+            state.sums = checksums(handle) if handle.form.needs_gather else None
         if FORWARD not in handle.phase.followers:
             raise illegal_move(handle.name, handle.phase, FORWARD)
         handle.phase = FORWARD
@@ -279,7 +279,7 @@ def post_forward(
             break
     # ``was_written``, inlined for speed.
     if (
-        tuple(map(version_of, handle.full_placed)) != handle.readable
+        tuple(map(version_of, handle.form.placed)) != handle.form.readable
         or state.sums is not None
         or state.writes_data
     ):

@@ -73,7 +73,7 @@ def install_grad_hooks(state: _FSDPState) -> None:
     # Keep strong references to the AccumulateGrad nodes: a parameter holds the node
     # only weakly, and ``_will_engine_execute_node`` must be asked about the node that
     # will run.
-    handle.accumulators = nodes
+    handle.form.accumulators = nodes
 
 
 def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) 
     Collective: none.
     """
     handle = state.handle
-    if handle.wide is wide:
+    if handle.form.full_precision is wide:
         return
     release(context, handle)
     if switch_form(handle):
@@ -165,7 +165,7 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
     """
     context = state.context
     assert context is not None
-    if handle.readable is None:
+    if handle.form.readable is None:
         raise PhaseError(
             f"Backward reached a parameter of unit {handle.name} while the unit is "
             "sharded: through a tensor that its forward did not return. Return the "

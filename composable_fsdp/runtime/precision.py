@@ -60,7 +60,7 @@ def cast_inputs(
     root = state._is_root
     dtype = precision.root_input_dtype if root else precision.input_dtype
     # ``wide``: the unit computes in the parameters' own dtype in this forward.
-    if dtype is None or handle.wide:
+    if dtype is None or handle.form.full_precision:
         return None
     # In eval mode the unit may be configured to compute in full precision.
     if precision.full_in_eval and not state.module.training:

@@ -88,7 +88,7 @@ def prefetch_listed(
 
 def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Unshard the unit if needed, and remember the unit until the forward ends."""
-    if handle.needs_gather and handle.residency in NOT_GATHERED:
+    if handle.form.needs_gather and handle.residency in NOT_GATHERED:
         # On CUDA the prefetched unit takes the place of a resharded unit whose memory
         # is not freed: the all-gather waits for the last reader of that unit and
         # overlaps the compute of the unit in use.

@@ -50,11 +50,11 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
             f"unshard expects fully sharded module {handle.name} to be sharded; it is "
             "full already. Ask handle.residency first."
         )
-    if handle.readable is not None and handle.needs_gather:
+    if handle.form.readable is not None and handle.form.needs_gather:
         # A unit that was kept for a second backward is still readable, and the
         # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
-    if not handle.needs_gather:
+    if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams is None:
         residency.allocate_full(handle)
@@ -67,8 +67,8 @@ def _gather(
     handle: FlatParamHandle, *, async_op: bool
 ) -> torch.distributed.Work | None:
     """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
-    full, shards = handle.gather_lists
-    for own_slice, shard in handle.fills:
+    full, shards = handle.form.gather_lists
+    for own_slice, shard in handle.form.fills:
         copy_async(own_slice, shard)
     group = handle.groups.shard
     if group is None:
@@ -162,16 +162,16 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
-    if handle.reduce_due and handle.needs_gather:
+    if handle.reduce_due and handle.form.needs_gather:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;
         # copy such a gradient before the memory is freed.
         reduce_buffers.add_waiting_to_reduce_buffers(handle)
-    if not handle.needs_gather:
+    if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
-    if handle.readable is not None:  # ``make_unreadable``, inlined
-        set_versions(handle.full_placed, handle.unreadable)
-        handle.readable = None
+    if handle.form.readable is not None:  # ``make_unreadable``, inlined
+        set_versions(handle.form.placed, handle.form.unreadable)
+        handle.form.readable = None
     if context.streams is None:
         residency.free_full(handle)
     else:
@@ -200,7 +200,7 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """
     if (
         handle.ready is not None
-        or not handle.needs_gather
+        or not handle.form.needs_gather
         or handle.residency is FREE_PENDING
     ):
         reshard(context, handle)

@@ -73,7 +73,9 @@ def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) 
         # zeros would become gradients that the user did not ask for. All ranks must
         # therefore run the same kind of backward.
         schedule.accumulates = not parameters_not_requested() or any(
-            will_run(node) for each in context.handles for node in each.accumulators
+            will_run(node)
+            for each in context.handles
+            for node in each.form.accumulators
         )
     while schedule.next > index:
         schedule.next -= 1

@@ -160,8 +160,8 @@ def test_a_handle_alone_in_its_group_gathers_nothing() -> None:
     """With one rank the full leaves are the shard, always there."""
     (handle,) = handles_of(tiny_mlp(), world_size=1)
 
-    assert not handle.needs_gather
-    assert handle.gather_lists == ([], [])
+    assert not handle.form.needs_gather
+    assert handle.form.gather_lists == ([], [])
 
 
 @pytest.mark.req("D-08", "D-09")
@@ -173,7 +173,7 @@ def test_regions_are_gathered_together_and_only_trainable_ones_reduced() -> None
 
     (handle,) = handles_of(model)
 
-    assert [full.dtype for full in handle.gather_lists[0]] == [
+    assert [full.dtype for full in handle.form.gather_lists[0]] == [
         torch.bfloat16,
         torch.float32,
         torch.float32,

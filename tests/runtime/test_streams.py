@@ -553,7 +553,7 @@ def test_a_backward_that_gathers_nothing_frees_as_it_goes(limited: bool) -> None
         with cuda_order(handles):
             x = model(TOKENS)
             for handle in handles[1:]:
-                handle.accumulators[0].register_prehook(
+                handle.form.accumulators[0].register_prehook(
                     lambda _: alive.append(
                         sum(h.residency is not Residency.SHARDED for h in handles)
                     )
