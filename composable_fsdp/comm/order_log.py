@@ -46,13 +46,13 @@ WAY_OUT = (
 
 
 class Fact(NamedTuple):
-    """What a rank does, in the form in which ranks send and compare it."""
+    """An action of a rank, in the form in which ranks send and compare actions."""
 
     action: str
     """Name of the action. The begin and the end of a round are actions, too."""
     unit: str = ""
-    """Name of the unit that acts; empty if the action belongs to no unit."""
-    details: tuple[str | int | None, ...] = ()
+    """The unit, or the module whose forward begins; empty if there is neither."""
+    details: tuple[str | int, ...] = ()
     """Further values that have to be equal on all ranks."""
     missing: tuple[str, ...] = ()
     """If the action is ``REDUCE``: the parameters without a gradient."""

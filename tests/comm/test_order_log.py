@@ -111,6 +111,6 @@ def test_a_rank_that_does_not_reduce_tells_what_it_waits_for() -> None:
 @pytest.mark.req("D-06")
 def test_a_fact_is_the_same_after_its_way_through_the_store() -> None:
     """JSON has lists for tuples; a name may hold what a text would be cut at."""
-    fact = Fact(REDUCE, "'a'", (3, "eval", None), ("x, y", "with none for z\n"))
+    fact = Fact(REDUCE, "'a'", (3, "eval", 7), ("x, y", "with none for z\n"))
 
     assert Fact.of(json.loads(json.dumps(fact))) == fact
