@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.directory import appear
 from composable_fsdp.storage.formats.dcp_write import write_dcp
-from composable_fsdp.storage.formats.files import appear
 from composable_fsdp.storage.formats.native_write import write_native
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.formats.torch_read import require_checksums

@@ -20,8 +20,13 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.storage.contents import Contents, contents_of, units_in
 from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert
-from composable_fsdp.storage.directory import path_text
-from composable_fsdp.storage.formats.files import OUT, begin, finish, unwritable
+from composable_fsdp.storage.directory import (
+    OUT,
+    begin_output,
+    finish_output,
+    path_text,
+    unwritable,
+)
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
@@ -152,7 +157,7 @@ class _Writing:
         if not self._wanted:
             return
         # A temporary directory: readers of ``path`` never see a partial export.
-        self._work = begin(self._path)
+        self._work = begin_output(self._path)
         tensors, aliases = _tensors(contents)
         self._writer = SafetensorsWriter(
             self._work / OUT,
@@ -176,7 +181,7 @@ class _Writing:
         if self._writer is not None and self._work is not None:
             # Completeness is checked before the rename.
             self._writer.finish()
-            finish(self._work, self._path)
+            finish_output(self._work, self._path)
 
     def clean_up(self) -> None:
         """Close and remove unfinished files."""

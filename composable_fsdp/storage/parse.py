@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import torch
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.dtypes import DTYPES
 from composable_fsdp.storage.manifest import (
+    DTYPES,
     FORMAT,
     VERSION,
     Json,

@@ -36,8 +36,7 @@ from composable_fsdp.storage.contents import (
     named,
     not_in_module,
 )
-from composable_fsdp.storage.dtypes import require_storable
-from composable_fsdp.storage.manifest import Json, Slot
+from composable_fsdp.storage.manifest import Json, Slot, require_storable
 from composable_fsdp.storage.rng import rng_state
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces

@@ -8,7 +8,7 @@ rank reads only its shard, and the same loader works for every format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType, TracebackType
@@ -37,6 +37,30 @@ class TensorInfo:
     def nbytes(self) -> int:
         """The number of bytes of the elements."""
         return self.numel * self.dtype.itemsize
+
+
+Read = Callable[[int, int], Tensor]
+"""Returns elements ``[start, stop)`` of a flattened tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor of a checkpoint that is read on demand.
+
+    ``storage`` is equal for all names of a tied tensor; None if the format cannot tell.
+    """
+
+    info: TensorInfo
+    read: Read
+    storage: Hashable = None
+
+    def whole(self) -> Tensor:
+        """Return the whole tensor, in a storage of exactly the same size."""
+        flat = self.read(0, self.info.numel)
+        # ``torch.save`` writes the whole storage of a tensor, not only the view.
+        if flat.untyped_storage().nbytes() != self.info.nbytes:
+            flat = flat.clone()
+        return flat.view(self.info.shape)
 
 
 class Copy(NamedTuple):

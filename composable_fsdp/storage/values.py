@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.dtypes import DTYPES, dtype_name
+from composable_fsdp.storage.manifest import DTYPES, dtype_name
 
 Put = Callable[[Tensor, str], int]
 """A function that stores a tensor, given its path, and returns the tensor's number."""

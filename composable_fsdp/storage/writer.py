@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.storage.direct import DirectFile
-from composable_fsdp.storage.dtypes import CODES
-from composable_fsdp.storage.manifest import BLOCK, File
+from composable_fsdp.storage.manifest import BLOCK, CODES, File
 
 ALIGNMENT = 64
 """The payload begins at a multiple of this many bytes, for readers that map files."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import async_save, fully_shard, load, save
-from composable_fsdp.storage.dtypes import CODES
+from composable_fsdp.storage.manifest import CODES
 from tests.storage.training import same
 from tests.support.sharded import RankCount, message_of
 from tests.support.world import World

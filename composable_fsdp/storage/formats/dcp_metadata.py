@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.formats.files import inner_file
+from composable_fsdp.storage.directory import inner_file
 from composable_fsdp.storage.formats.torch_read import refusal
 from composable_fsdp.storage.manifest import LARGEST
 from composable_fsdp.storage.source import TensorInfo

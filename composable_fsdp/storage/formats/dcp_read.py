@@ -33,12 +33,12 @@ from composable_fsdp.storage.formats.dcp_metadata import (
     read_metadata,
 )
 from composable_fsdp.storage.formats.nested import NestedSource
-from composable_fsdp.storage.formats.stored import Stored
 from composable_fsdp.storage.formats.torch_read import (
+    lazy_tensors,
     refusal,
     require_uncompressed,
-    stored,
 )
+from composable_fsdp.storage.source import LazyTensor
 
 NOTES = "composable_fsdp.notes"
 """The key of additional facts that our converter saves, as JSON text.
@@ -73,17 +73,17 @@ def open_dcp(directory: Path) -> NestedSource:
 
 
 def _value(reader: _Items, key: str, entry: Entry) -> Any:
-    """Return the value of a key: a ``Stored`` for a tensor, else the object itself."""
+    """Return the value of a key: a ``LazyTensor``, or the object that is no tensor."""
     if entry.info is not None:
 
         def read(start: int, stop: int) -> Tensor:
             return _read_interval(reader, key, entry, start, stop)
 
         # Without ``storage``: DCP stores a tensor per key and does not tell tied keys.
-        return Stored(entry.info, read)
+        return LazyTensor(entry.info, read)
     assert entry.item is not None
     value = reader.load(key, entry.item)
-    return stored(value, f"{entry.item.file}, {key!r}")
+    return lazy_tensors(value, f"{entry.item.file}, {key!r}")
 
 
 class _Items:

@@ -18,8 +18,8 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import NOTES
-from composable_fsdp.storage.formats.tree import DeferredTensor, nested_tree
-from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.formats.tree import nested_tree
+from composable_fsdp.storage.source import LazyTensor, Source
 
 DATA = "__0_0.distcp"
 
@@ -76,7 +76,7 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 def _has_parts(values: list[Any]) -> bool:
     """Return whether the planner descends into a list."""
     return any(
-        isinstance(each, Mapping | DeferredTensor | Tensor)
+        isinstance(each, Mapping | LazyTensor | Tensor)
         or (isinstance(each, list) and _has_parts(each))
         for each in values
     )
@@ -94,7 +94,7 @@ def _write(file: BinaryIO, metadata: Any, path: tuple[Any, ...], value: Any) -> 
     )
 
     key = ".".join(map(str, path))
-    value = value.read() if isinstance(value, DeferredTensor) else value
+    value = value.whole() if isinstance(value, LazyTensor) else value
     begin, offset = file.tell(), None
     torch.save(value, file)
     if isinstance(value, Tensor):

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import MANIFEST, write_synced
-from composable_fsdp.storage.dtypes import require_storable
 from composable_fsdp.storage.formats.tree import pieces
-from composable_fsdp.storage.manifest import Manifest
+from composable_fsdp.storage.manifest import Manifest, require_storable
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import Part, SinglePart

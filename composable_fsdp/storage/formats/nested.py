@@ -12,14 +12,26 @@ forms are accepted:
     "model"         "state_dict",                    tensors by name, and modules' extra
                     "model_state_dict"               states (<module>._extra_state)
     "optim"         "optimizer",                     state by parameter name, nested or
-                    "optim_state_dict",              flattened (see named_optim.py)
+                    "optim_state_dict",              flattened
                     "optimizer_state_dict"
     all others                                       the user's values: extra
+
+The optimizer's state may have any of these forms:
+
+::
+
+    {"state": {name: ...}, "param_groups": [...]}   optim_state_dict, and torch's
+                                                    get_optimizer_state_dict
+    {"state.<name>.<state>": ...,                   get_optimizer_state_dict, flattened
+     "param_groups.<name>.<option>": ...}
+    {"state": {0: ...}, "param_groups": [...]}      optimizer.state_dict(): needs
+                                                    ``param_names`` in the groups
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,9 +39,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim.scalars import is_scalar_shape
-from composable_fsdp.storage.formats.named_optim import Optim, named_optim
-from composable_fsdp.storage.formats.stored import Stored
-from composable_fsdp.storage.source import OWN_STATE, Source, TensorInfo
+from composable_fsdp.storage.source import OWN_STATE, LazyTensor, Source, TensorInfo
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIM_KEYS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
@@ -37,7 +47,7 @@ EXTRA_KEY = "extra"
 
 
 class NestedSource(Source):
-    """A source over a nested dictionary whose tensors are ``Stored``.
+    """A source over a nested dictionary whose tensors are ``LazyTensor``.
 
     Args:
         where: the path of the checkpoint, also for messages.
@@ -61,7 +71,7 @@ class NestedSource(Source):
         self._own = {name: v for name, v in model.items() if _is_own_state(name)}
         tensors = {name: v for name, v in model.items() if name not in self._own}
         self._model, self.aliases = _tied(where, tensors, aliases or {})
-        self.model = {name: stored.info for name, stored in self._model.items()}
+        self.model = {name: tensor.info for name, tensor in self._model.items()}
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of a tensor; see ``Source``.
@@ -86,10 +96,10 @@ class NestedSource(Source):
         return value
 
     @cached_property
-    def _optim(self) -> Optim:
+    def _optim(self) -> _Optim:
         """The optimizer's state and groups by name."""
         canonical = {**{name: name for name in self.model}, **self.aliases}
-        return named_optim(self.path, self._optim_tree, canonical)
+        return _named_optim(self.path, self._optim_tree, canonical)
 
     @cached_property
     def optim(self) -> Mapping[str, Mapping[str, TensorInfo]]:  # type: ignore[override]  # computed when asked for
@@ -123,7 +133,7 @@ class NestedSource(Source):
             key: the name of the state.
             value: the state.
         """
-        return isinstance(value, Stored) and not is_scalar_shape(
+        return isinstance(value, LazyTensor) and not is_scalar_shape(
             key, value.info.shape, self.model[name].shape
         )
 
@@ -185,7 +195,7 @@ def _is_own_state(name: object) -> bool:
 
 def _fits_model(name: object, value: Any) -> bool:
     """Return whether a model's state dict may hold the item."""
-    return isinstance(value, Stored) or _is_own_state(name)
+    return isinstance(value, LazyTensor) or _is_own_state(name)
 
 
 def _one_of(where: str, tree: Mapping[str, Any], keys: Sequence[str]) -> str | None:
@@ -201,27 +211,27 @@ def _one_of(where: str, tree: Mapping[str, Any], keys: Sequence[str]) -> str | N
 
 
 def _tied(
-    where: str, model: Mapping[str, Stored], told: Mapping[str, str]
-) -> tuple[dict[str, Stored], dict[str, str]]:
+    where: str, model: Mapping[str, LazyTensor], told: Mapping[str, str]
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Return each storage once under the first name, and the other names."""
-    kept: dict[str, Stored] = {}
+    kept: dict[str, LazyTensor] = {}
     aliases: dict[str, str] = {}
     first: dict[Hashable, str] = {}
-    for name, stored in model.items():
+    for name, tensor in model.items():
         owner = told.get(name)
         # ``told`` comes from the file, and must not name a missing or another tensor.
         if owner is not None and (
-            owner in told or owner not in model or model[owner].info != stored.info
+            owner in told or owner not in model or model[owner].info != tensor.info
         ):
             raise CheckpointError(
                 f"{where} says that {name!r} is tied to {owner!r}, which is no tensor "
                 "of that shape and dtype in it. The checkpoint is damaged."
             )
         # The first name of a storage keeps the tensor; the other names become aliases.
-        if owner is None and stored.storage is not None:
-            owner = first.setdefault(stored.storage, name)
+        if owner is None and tensor.storage is not None:
+            owner = first.setdefault(tensor.storage, name)
         if owner is None or owner == name:
-            kept[name] = stored
+            kept[name] = tensor
         else:
             aliases[name] = owner
     return kept, aliases
@@ -229,7 +239,7 @@ def _tied(
 
 def read_all(value: Any) -> Any:
     """Return ``value`` with all tensors read."""
-    if isinstance(value, Stored):
+    if isinstance(value, LazyTensor):
         # A clone, because ``read`` may return a view of a mapped file. Options of an
         # optimizer can be tensors, too, such as the learning rate.
         return value.read(0, value.info.numel).reshape(value.info.shape).clone()
@@ -245,3 +255,133 @@ def _short(keys: Sequence[str]) -> str:
     """Return the first keys, for messages."""
     text = ", ".join(map(repr, keys[:8]))
     return f"{text}, ... ({len(keys)} in all)" if len(keys) > 8 else text or "(none)"
+
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Optim:
+    """State by parameter name and state name; groups whose ``params`` are names."""
+
+    state: dict[str, dict[str, Any]]
+    groups: Sequence[Group] | None
+
+
+def _named_optim(
+    where: str, tree: Mapping[str, Any] | None, names: Mapping[str, str]
+) -> _Optim:
+    """Return the saved optimizer ``tree`` with all parameters by name.
+
+    Args:
+        where: the name of the checkpoint in messages.
+        tree: the saved optimizer in any of the three forms; None without optimizer.
+        names: each name of a tensor in the model -> the first name of the same tensor.
+
+    Returns: the state and the groups; ``groups`` is None without optimizer.
+    Raises: CheckpointError, for state by ids without names, state of unknown
+    parameters, or another form.
+    """
+    if tree is None:
+        return _Optim({}, None)
+    if tree.keys() <= {"state", "param_groups"} and "param_groups" in tree:
+        state, groups = tree.get("state", {}), tree["param_groups"]
+    elif all(str(key).startswith(("state.", "param_groups.")) for key in tree):
+        state, groups = _unflatten(where, tree, names)
+    else:
+        raise CheckpointError(
+            f"{where}: the optimizer holds {sorted(map(str, tree))[:8]}; expected "
+            "'state' and 'param_groups'. Save composable_fsdp.optim_state_dict(model, "
+            "optim) with FULL_STATE_DICT set, or convert with --weights-only."
+        )
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
+        raise CheckpointError(
+            f"{where}: the optimizer's 'state' is a {type(state).__name__} and its "
+            f"'param_groups' a {type(groups).__name__}; expected a dict and a list."
+        )
+    by_id = _names_of_ids(where, groups)
+    if by_id:
+        # Ids are compared as text: some formats keep the keys of dictionaries only as
+        # text.
+        state = {by_id.get(str(key), key): values for key, values in state.items()}
+    found = _checked(where, state, names)
+    return _Optim(found, [_named(group, {**names, **by_id}) for group in groups])
+
+
+def _checked(
+    where: str, state: Mapping[Any, Any], names: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the state by first names; raise for names that are not in the model."""
+    for name, values in state.items():
+        # State of an unknown parameter must not be lost without an error.
+        if name not in names or not isinstance(values, Mapping):
+            raise CheckpointError(
+                f"{where}: the optimizer has state of {name!r}, which is no parameter "
+                "of the model in it. Save the two again, or convert with "
+                "--weights-only."
+            )
+    # A parameter without values counts as a parameter without state.
+    return {names[name]: dict(values) for name, values in state.items() if values}
+
+
+def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
+    """Return id -> name for groups whose ``params`` are ids; empty without ids."""
+    found: dict[str, str] = {}
+    for group in groups:
+        params = group.get("params", []) if isinstance(group, Mapping) else None
+        if not isinstance(params, list | tuple):
+            raise CheckpointError(
+                f"{where}: a group of the optimizer is {group!r}; expected a dict with "
+                "a list of parameters under 'params'."
+            )
+        if all(isinstance(param, str) for param in params):
+            continue
+        # torch saves ``param_names`` if the optimizer was built from named parameters.
+        known = group.get("param_names", ())
+        if len(known) != len(params):
+            raise CheckpointError(
+                f"{where}: the optimizer's parameters are numbers, which say nothing "
+                "without the model's code. Save composable_fsdp.optim_state_dict("
+                "model, optim), which keys them by name, or build the optimizer from "
+                "model.named_parameters(); or convert with --weights-only."
+            )
+        found.update(zip(map(str, params), known, strict=True))
+    return found
+
+
+def _named(group: Mapping[str, Any], by_id: Mapping[str, str]) -> Group:
+    """Return the group with ``params`` by first name and without ``param_names``."""
+    # The names are in ``params`` already.
+    options = {key: value for key, value in group.items() if key != "param_names"}
+    params = [by_id.get(str(param), param) for param in group.get("params", [])]
+    return {**options, "params": params}
+
+
+def _unflatten(
+    where: str, tree: Mapping[str, Any], names: Collection[str]
+) -> tuple[dict[str, dict[str, Any]], list[Group]]:
+    """Return the nested state, and groups of parameters whose options are all equal."""
+    state: dict[str, dict[str, Any]] = {}
+    options: dict[str, Group] = {}
+    for key, value in tree.items():
+        # A parameter name contains dots, so the state's name is the text after the last
+        # dot.
+        kind, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        if name not in names:
+            raise CheckpointError(
+                f"{where}: {key!r} of the optimizer belongs to no parameter of the "
+                "model in it. Convert with --weights-only, or save the two again."
+            )
+        (state if kind == "state" else options).setdefault(name, {})[last] = value
+    # The flattened form has options per parameter: the original groups are not known.
+    groups: list[Group] = []
+    for name, own in options.items():
+        own = {key: value for key, value in own.items() if key != "params"}
+        for group in groups:
+            if {k: v for k, v in group.items() if k != "params"} == own:
+                group["params"].append(name)
+                break
+        else:
+            groups.append({**own, "params": [name]})
+    return state, groups

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.dtypes import CODES
-from composable_fsdp.storage.formats.files import inner_file
+from composable_fsdp.storage.directory import inner_file
+from composable_fsdp.storage.manifest import CODES
 from composable_fsdp.storage.source import Source, TensorInfo
 
 SINGLE = "model.safetensors"

@@ -16,8 +16,8 @@ from typing import BinaryIO
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.dtypes import CODES, require_storable
 from composable_fsdp.storage.formats.safetensors_read import INDEX, SINGLE
+from composable_fsdp.storage.manifest import CODES, require_storable
 from composable_fsdp.storage.source import TensorInfo
 from composable_fsdp.storage.writer import bytes_of
 

@@ -23,8 +23,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.local import PLAN
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.formats.safetensors_read import file_start
-from composable_fsdp.storage.formats.stored import Stored
-from composable_fsdp.storage.source import TensorInfo
+from composable_fsdp.storage.source import LazyTensor, TensorInfo
 
 
 def open_torch(path: Path) -> NestedSource:
@@ -39,7 +38,7 @@ def open_torch(path: Path) -> NestedSource:
             f"{path} holds a {type(tree).__name__}; expected a dictionary. Save "
             '{"model": model.state_dict(), ...}.'
         )
-    return NestedSource(str(path), stored(tree, str(path)))
+    return NestedSource(str(path), lazy_tensors(tree, str(path)))
 
 
 def is_torch_file(path: str) -> bool:
@@ -120,13 +119,13 @@ def first_line(error: Exception) -> str:
     return line if line.endswith(".") else f"{line}."
 
 
-def stored(value: Any, where: str) -> Any:
-    """Return ``value`` with every tensor replaced by a ``Stored``.
+def lazy_tensors(value: Any, where: str) -> Any:
+    """Return ``value`` with every tensor replaced by a ``LazyTensor``.
 
     Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor.
     """
     if isinstance(value, Tensor):
-        return _stored_tensor(value, where)
+        return _lazy_tensor(value, where)
     if isinstance(value, Mapping):
         # ``LOCAL_STATE_DICT`` leaves a plan in the state dict or in the metadata.
         metadata = getattr(value, "_metadata", None)
@@ -135,15 +134,17 @@ def stored(value: Any, where: str) -> Any:
                 f"{where} is one rank's LOCAL_STATE_DICT: its tensors are shards. Save "
                 "with FULL_STATE_DICT, or composable_fsdp.save, which keeps them all."
             )
-        return {key: stored(each, f"{where}, {key}") for key, each in value.items()}
+        return {
+            key: lazy_tensors(each, f"{where}, {key}") for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        items = [stored(each, where) for each in value]
+        items = [lazy_tensors(each, where) for each in value]
         return items if isinstance(value, list) else tuple(items)
     return value
 
 
-def _stored_tensor(tensor: Tensor, where: str) -> Stored:
-    """Return the ``Stored`` of a tensor, or raise for a tensor without plain values."""
+def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
+    """Return a ``LazyTensor`` of ``tensor``, which must have plain values."""
     # Other classes may hold only a part of the values, as DTensor does.
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         raise CheckpointError(
@@ -168,4 +169,4 @@ def _stored_tensor(tensor: Tensor, where: str) -> Stored:
         return tensor.reshape(-1)[start:stop]
 
     info = TensorInfo(tensor.dtype, tuple(tensor.shape))
-    return Stored(info, read, place if tensor.numel() else None)
+    return LazyTensor(info, read, place if tensor.numel() else None)

@@ -8,7 +8,7 @@ can drop them afterwards.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.storage.formats.safetensors_write import write_elements
-from composable_fsdp.storage.formats.tree import DeferredTensor, nested_tree, pieces
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.formats.tree import nested_tree, pieces
+from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 
 
 def write_torch(out: Path, source: Source) -> None:
@@ -25,43 +25,42 @@ def write_torch(out: Path, source: Source) -> None:
     tree = nested_tree(source)
     # On the file system of ``out``, which must have the space anyway.
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        files: dict[Key, Path] = {}
-        for later in _laters(tree):
-            if later.key not in files:
-                files[later.key] = Path(folder) / str(len(files))
-                _spill(later, files[later.key])
+        files: dict[Hashable, Path] = {}
+        for later in _lazy_tensors(tree):
+            if later.storage not in files:
+                files[later.storage] = Path(folder) / str(len(files))
+                _spill(later, files[later.storage])
         # Map after all tensors have been written: small objects that are made between
         # large buffers fragment the memory.
         torch.save(_mapped(tree, files, {}), out)
 
 
-Key = tuple[str, ...]
-
-
-def _laters(value: Any) -> Iterator[DeferredTensor]:
-    """Yield the deferred tensors in nested dicts and lists."""
-    if isinstance(value, DeferredTensor):
+def _lazy_tensors(value: Any) -> Iterator[LazyTensor]:
+    """Yield the lazy tensors in nested dicts and lists."""
+    if isinstance(value, LazyTensor):
         yield value
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _laters(each)
+            yield from _lazy_tensors(each)
 
 
-def _spill(later: DeferredTensor, path: Path) -> None:
+def _spill(later: LazyTensor, path: Path) -> None:
     """Write the elements of a tensor to the file ``path``."""
     with path.open("wb") as file:
         for start, stop in pieces(later.info):
-            write_elements(file, later.slices(start, stop))
+            write_elements(file, later.read(start, stop))
 
 
-def _mapped(value: Any, files: dict[Key, Path], mapped: dict[Key, Tensor]) -> Any:
+def _mapped(
+    value: Any, files: dict[Hashable, Path], mapped: dict[Hashable, Tensor]
+) -> Any:
     """Return ``value`` with mapped tensors; tied names share a tensor."""
-    if isinstance(value, DeferredTensor):
+    if isinstance(value, LazyTensor):
         # Tied names must share a tensor: ``torch.save`` then writes its storage only
         # once.
-        if value.key not in mapped:
-            mapped[value.key] = _map(value.info, files[value.key])
-        return mapped[value.key]
+        if value.storage not in mapped:
+            mapped[value.storage] = _map(value.info, files[value.storage])
+        return mapped[value.storage]
     if isinstance(value, dict):
         return {key: _mapped(each, files, mapped) for key, each in value.items()}
     if isinstance(value, list):

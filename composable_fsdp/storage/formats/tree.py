@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
-
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.source import LazyTensor, Read, Source, TensorInfo
 
 CHUNK_BYTES = 64 * 2**20
 """The number of bytes of a tensor that are read and passed on at a time."""
-
-Read = Callable[[int, int], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredTensor:
-    """A tensor that is read on demand; names of a tied tensor have an equal ``key``."""
-
-    key: tuple[str, ...]
-    info: TensorInfo
-    slices: Read
-
-    def read(self) -> Tensor:
-        """Return the whole tensor, in a storage of exactly the same size."""
-        flat = self.slices(0, self.info.numel)
-        # ``torch.save`` writes the whole storage of a tensor, not only the view.
-        if flat.untyped_storage().nbytes() != self.info.nbytes:
-            flat = flat.clone()
-        return flat.view(self.info.shape)
 
 
 def nested_tree(source: Source) -> dict[str, Any]:
     """Return ``{"model": ..., "optim": ..., "extra": ...}``, without missing parts."""
     model = {
-        name: DeferredTensor(("model", name), info, _model_read(source, name))
+        name: LazyTensor(info, _model_read(source, name), ("model", name))
         for name, info in source.model.items()
     }
     # All names of tied parameters are in the model, so a strict load succeeds.
@@ -49,8 +27,8 @@ def nested_tree(source: Source) -> dict[str, Any]:
         # A parameter may have values without any element-wise state.
         for name in (*source.optim, *source.optim_values):
             state[name] = {
-                key: DeferredTensor(
-                    ("optim", name, key), info, _optim_read(source, name, key)
+                key: LazyTensor(
+                    info, _optim_read(source, name, key), ("optim", name, key)
                 )
                 for key, info in source.optim.get(name, {}).items()
             }
