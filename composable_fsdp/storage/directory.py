@@ -1,5 +1,8 @@
 """Makes, commits, finds and removes directories of checkpoints, on the writing rank.
 
+Also checks the file names that a checkpoint contains, and makes converted checkpoints
+appear at once.
+
 ::
 
     runs/

@@ -128,7 +128,7 @@ Names = Annotated[
 ]
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """The beginning of an entry: the file's index, and a byte in the file's payload."""
 
     file: Size
@@ -141,7 +141,7 @@ class Stored:
 
     dtype: torch.dtype
     shape: Shape
-    at: Place
+    at: EntryPlace
 
     @property
     def numel(self) -> int:
@@ -181,7 +181,7 @@ class RegionState:
     name: str
     dtype: torch.dtype
     slots: tuple[Size, ...]
-    shards: tuple[Place, ...]
+    shards: tuple[EntryPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ class Region:
     # Elements of the flat buffer, padding included: ``shard_numel * len(shards)``.
     padded_numel: Size
     slots: tuple[Slot, ...]
-    shards: tuple[Place, ...]
+    shards: tuple[EntryPlace, ...]
     states: tuple[RegionState, ...]
 
 

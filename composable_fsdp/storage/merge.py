@@ -13,19 +13,19 @@ import torch
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.manifest import (
+    EntryPlace,
     File,
     Json,
     Manifest,
-    Place,
     Region,
     RegionState,
     Single,
     Slot,
     Stored,
 )
-from composable_fsdp.storage.part import Part, RegionPart, StateKey
+from composable_fsdp.storage.part import FilePart, RegionPart, StateKey
 
-RankPart = tuple[Part, File, dict[str, int]]
+RankPart = tuple[FilePart, File, dict[str, int]]
 """A rank's part, the rank's file, and the first payload byte of each entry, by key."""
 
 
@@ -82,10 +82,10 @@ def _library_version() -> str:
         return "unknown"
 
 
-def _stored(part: Part, begins: dict[str, int], rank: int, key: str) -> Stored:
+def _stored(part: FilePart, begins: dict[str, int], rank: int, key: str) -> Stored:
     """Return the dtype, the shape and the place of an entry of ``rank``."""
     dtype, shape = part.tensors[key]
-    return Stored(dtype, shape, Place(rank, begins[key]))
+    return Stored(dtype, shape, EntryPlace(rank, begins[key]))
 
 
 def _shifted(value: Json, shift: int) -> Json:
@@ -152,8 +152,8 @@ def _region(
     assert first.slots is not None
     slots_of = _states(first.slots, [found[r] for r in range(count)])
 
-    def place(r: int, key: str) -> Place:
-        return Place(found[r][0], told[found[r][0]][2][key])
+    def place(r: int, key: str) -> EntryPlace:
+        return EntryPlace(found[r][0], told[found[r][0]][2][key])
 
     states = tuple(
         RegionState(

@@ -18,7 +18,7 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.directory import MANIFEST, open_plain
-from composable_fsdp.storage.manifest import Manifest, Place, Region, Slot, Stored
+from composable_fsdp.storage.manifest import EntryPlace, Manifest, Region, Slot, Stored
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.validate import Entry, entries_by_file, parse
 from composable_fsdp.storage.values import decode
@@ -97,7 +97,7 @@ def whole_runs(stored: Stored, start: int, stop: int) -> list[Run]:
 def cut_runs(
     region: Region,
     slot: Slot,
-    shards: tuple[Place, ...],
+    shards: tuple[EntryPlace, ...],
     itemsize: int,
     start: int,
     stop: int,
@@ -206,7 +206,7 @@ class NativeSource(Source):
         ]
         # Both dicts map (tensor name, state name) to the entries; the state name is
         # None for the parameter or buffer itself.
-        self._cut: dict[_Key, tuple[Region, Slot, tuple[Place, ...]]] = {}
+        self._cut: dict[_Key, tuple[Region, Slot, tuple[EntryPlace, ...]]] = {}
         self._wholes: dict[_Key, Stored] = {}
         self._index()
         self.param_groups = self.extra = None

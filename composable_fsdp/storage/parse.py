@@ -18,9 +18,9 @@ from composable_fsdp.storage.manifest import (
     DTYPES,
     FORMAT,
     VERSION,
+    EntryPlace,
     Json,
     Manifest,
-    Place,
     Size,
 )
 
@@ -94,12 +94,12 @@ def _parse(kind: Any, value: Json, where: str) -> Any:
         if not isinstance(value, str) or value not in DTYPES:
             raise _UnexpectedError(where, "the name of a dtype", value)
         return DTYPES[value]
-    if kind is Place:
+    if kind is EntryPlace:
         # ``validate`` checks that the file exists and the bytes lie in the file.
         found = _parse(tuple[Size, ...], value, where)
         if len(found) != 2:
             raise _UnexpectedError(where, "[file, begin]", value)
-        return Place(*found)
+        return EntryPlace(*found)
     # Values of any form: ``validate`` decodes them.
     if kind is Any:
         return value

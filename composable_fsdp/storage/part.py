@@ -9,8 +9,9 @@
     tensor in no unit, extra, options written by rank 0 of the save
 
 Rank 0 of the save merges the descriptions and the places of the entries (``merge``). A
-rank writes each state that any rank has for parameters of a region; ``Part.kinds`` and
-``add_missing`` tell a rank about states that only other ranks have.
+rank writes each state that any rank has for parameters of a region;
+``FilePart.kinds`` and ``add_missing`` tell a rank about states that only other ranks
+have.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class SinglePart:
 
 
 @dataclass(slots=True)
-class Part:
+class FilePart:
     """The description of this rank's file for rank 0, without tensor values."""
 
     regions: list[RegionPart] = field(default_factory=list)
@@ -119,13 +120,13 @@ def digest(kinds: Kinds) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16] if told else ""
 
 
-def add_missing(part: Part, pieces: list[Piece], told: Iterable[Kinds]) -> None:
+def add_missing(part: FilePart, pieces: list[Piece], told: Iterable[Kinds]) -> None:
     """Add entries of zeros for states of regions that only other ranks have.
 
     Args:
         part: the part of this rank, changed in place.
         pieces: the entries of this rank's file; new entries are appended.
-        told: ``Part.kinds`` of all ranks.
+        told: ``FilePart.kinds`` of all ranks.
 
     Collective: none.
     """
@@ -160,11 +161,11 @@ class PartMaker:
     def __init__(self, contents: Contents, *, is_first: bool) -> None:
         self.contents, self.is_first = contents, is_first
         self.pieces: list[Piece] = []
-        self.part = Part()
+        self.part = FilePart()
 
     def make(
         self, optims: Sequence[torch.optim.Optimizer], extra: Any
-    ) -> tuple[Part, list[Piece]]:
+    ) -> tuple[FilePart, list[Piece]]:
         """Return the description and the pieces of this rank.
 
         Scalars are read now; the elements of other tensors are read when the file is

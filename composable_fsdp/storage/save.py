@@ -39,7 +39,7 @@ from composable_fsdp.storage.directory import (
 from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
-from composable_fsdp.storage.part import Part, PartMaker, add_missing, digest
+from composable_fsdp.storage.part import FilePart, PartMaker, add_missing, digest
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.team import Team, team_of
 from composable_fsdp.storage.validate import parse
@@ -94,7 +94,7 @@ class Job:
     """The checkpoint's final directory, absolute: rank 0's, the same on every rank."""
     temporary: str
     """The directory that the files are written to before the rename."""
-    part: Part
+    part: FilePart
     """The description of this rank's file; rank 0 merges the parts of all ranks."""
     pieces: list[Piece]
     """The entries of this rank's file, in the order of the file."""
@@ -126,7 +126,7 @@ def prepare(
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, temporary, error = "", "", None
-    part, pieces = Part(), list[Piece]()
+    part, pieces = FilePart(), list[Piece]()
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
     try:

@@ -17,9 +17,9 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.manifest import (
     BLOCK,
+    EntryPlace,
     Json,
     Manifest,
-    Place,
     Region,
     RegionState,
 )
@@ -192,7 +192,7 @@ def _check_state(region: Region, state: RegionState, where: str, file: str) -> N
         )
 
 
-def all_entries(manifest: Manifest) -> Iterator[tuple[Place, Entry]]:
+def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
     """Yield every entry of the manifest, with the place."""
     for region in manifest.regions:
         count = region.shard_numel

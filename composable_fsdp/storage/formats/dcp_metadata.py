@@ -53,7 +53,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SavedKey:
     """A key of the checkpoint: a tensor in chunks, or an object (``info`` is None)."""
 
     path: PathOf
@@ -124,7 +124,7 @@ class _Reader(pickle._Unpickler):
         raise pickle.UnpicklingError("DCP's metadata has no persistent ids")
 
 
-def read_metadata(directory: Path) -> dict[str, Entry]:
+def read_metadata(directory: Path) -> dict[str, SavedKey]:
     """Return the validated keys of the checkpoint in ``directory``.
 
     Each named file lies in the directory and is long enough. The chunks of each tensor
@@ -153,7 +153,7 @@ class _Malformed(Exception):
     """The metadata does not have the form that DCP writes."""
 
 
-def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, Entry]]:
+def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, SavedKey]]:
     """Yield the validated keys of the metadata."""
     kept = _kept(metadata, "Metadata")
     keys = _a(dict, kept.get("state_dict_metadata"))
@@ -171,12 +171,12 @@ def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, Entry]]:
             item = items.get((key, None))
             if item is None:
                 raise _Malformed(f"no file holds {key!r}")
-            yield key, Entry(path, None, (), item)
+            yield key, SavedKey(path, None, (), item)
         else:
             info = _info(_kept(about, "TensorStorageMetadata"))
             chunks = tuple(_chunks(key, about, items, len(info.shape)))
             require_cover(directory, key, info, chunks)
-            yield key, Entry(path, info, chunks, None)
+            yield key, SavedKey(path, info, chunks, None)
 
 
 def _info(about: _Kept) -> TensorInfo:

@@ -27,9 +27,9 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.formats.dcp_metadata import (
-    Entry,
     Item,
     PathOf,
+    SavedKey,
     read_metadata,
 )
 from composable_fsdp.storage.formats.nested import NestedSource
@@ -72,7 +72,7 @@ def open_dcp(directory: Path) -> NestedSource:
     return NestedSource(str(directory), tree, aliases)
 
 
-def _value(reader: _Items, key: str, entry: Entry) -> Any:
+def _value(reader: _Items, key: str, entry: SavedKey) -> Any:
     """Return the value of a key: a ``LazyTensor``, or the object that is no tensor."""
     if entry.info is not None:
 
@@ -130,7 +130,7 @@ def _require_checksums(data: io.BytesIO) -> None:
 
 
 def _read_interval(
-    reader: _Items, key: str, entry: Entry, start: int, stop: int
+    reader: _Items, key: str, entry: SavedKey, start: int, stop: int
 ) -> Tensor:
     """Return elements ``[start, stop)`` of the flattened tensor."""
     assert entry.info is not None

@@ -20,7 +20,7 @@ from composable_fsdp.storage.formats.tree import pieces
 from composable_fsdp.storage.manifest import Manifest, require_storable
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
-from composable_fsdp.storage.part import Part, SinglePart
+from composable_fsdp.storage.part import FilePart, SinglePart
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import encode
@@ -69,9 +69,9 @@ class _Maker:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.pieces: list[Piece] = []
-        self._part = Part()
+        self._part = FilePart()
 
-    def part(self) -> Part:
+    def part(self) -> FilePart:
         """Return the description. Raises: TypeError, for a value that is not JSON."""
         source, part = self.source, self._part
         # First name -> other names of a tied parameter.
