@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,32 +17,12 @@ from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.region import FlatParameter, part_of
+from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import require_module, walk_states
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A parameter, with the unit and the region of the sharded form."""
-
-    state: _FSDPState
-    region: FlatParameter
-    slot: ParameterSlot
-    leaf: nn.Parameter
-
-    @property
-    def handle(self) -> FlatParamHandle:
-        """Return the handle of the unit."""
-        return self.state.handle
-
-    def part_of(self, value: Tensor) -> Tensor:
-        """Return this rank's part of the full ``value``, in the shard's shape."""
-        return part_of(self.region, self.slot, value, like=self.leaf)
 
 
 def get_full_param(module: nn.Module, fqn: str) -> Tensor:
@@ -60,7 +39,7 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
     >>> get_full_param(model, "blocks.0.attn.weight").norm()
     """
     found = find_parameter(module, fqn, "get_full_param")
-    if not isinstance(found, Held):
+    if not isinstance(found, ParamRef):
         return found.detach().clone()
     return gather_slot(found.handle, found.region, found.slot, found.leaf.detach())
 
@@ -81,12 +60,12 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
     """
     found = find_parameter(module, fqn, "set_full_param")
     value = _checked(found, fqn, value, "set_full_param")
-    if not isinstance(found, Held):
+    if not isinstance(found, ParamRef):
         found.copy_(value)
     else:
         # A unit that is unsharded now would show the old values: free its full
         # parameters, which forward or backward gathers again.
-        free_all_full_params(found.state)
+        free_all_full_params(unit_of(found))
         found.leaf.copy_(found.part_of(value))
 
 
@@ -102,11 +81,11 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     Raises: as ``get_full_param``.
     """
     found = find_parameter(module, fqn, "get_full_grad")
-    if not isinstance(found, Held):
+    if not isinstance(found, ParamRef):
         return None if found.grad is None else found.grad.detach().clone()
     handle, leaf = found.handle, found.leaf
     group = handle.groups.shard
-    part = leaf_gradients(found.region, handle)[_index(found)]
+    part = leaf_gradients(found.region, handle)[found.index]
     # A rank without elements of the parameter has no gradient, but must take part in
     # the broadcasts: agree first whether any rank has a gradient.
     has = torch.tensor([part is not None], device=handle.device).to(torch.uint8)
@@ -133,7 +112,7 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
     Raises: as ``set_full_param``; PhaseError, if the parameter is frozen.
     """
     found = find_parameter(module, fqn, "set_full_grad")
-    leaf = found.leaf if isinstance(found, Held) else found
+    leaf = found.leaf if isinstance(found, ParamRef) else found
     if value is None:
         _set_grad(found, None)
         return
@@ -143,25 +122,27 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
             f"set_full_grad was called for parameter {quoted(fqn)}, which is frozen. "
             "Call requires_grad_() on it first."
         )
-    _set_grad(found, found.part_of(value) if isinstance(found, Held) else value)
+    _set_grad(found, found.part_of(value) if isinstance(found, ParamRef) else value)
 
 
-def _set_grad(found: Held | nn.Parameter, part: Tensor | None) -> None:
+def unit_of(found: ParamRef) -> _FSDPState:
+    """Return the unit that holds the parameter."""
+    state = _get_module_fsdp_state(found.handle.owners[0])
+    assert state is not None
+    return state
+
+
+def _set_grad(found: ParamRef | nn.Parameter, part: Tensor | None) -> None:
     """Set the gradient of a sharded or plain parameter to this rank's ``part``."""
-    if isinstance(found, Held):
-        set_leaf_gradient(found.handle, found.region, _index(found), part)
+    if isinstance(found, ParamRef):
+        set_leaf_gradient(found.handle, found.region, found.index, part)
     elif part is None or found.grad is None:
         found.grad = None if part is None else part.to(found, copy=True)
     else:
         found.grad.copy_(part)
 
 
-def _index(found: Held) -> int:
-    """Return the index of the parameter in the region."""
-    return found.region.layout.parameters.index(found.slot)
-
-
-def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Parameter:
+def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Parameter:
     """Return the parameter of this name, with its unit if a unit holds the parameter.
 
     Args:
@@ -169,7 +150,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Paramete
         fqn: The name, with or without wrapper components.
         what: The function that messages name.
 
-    Returns: a ``Held``, or the plain parameter if no unit holds the parameter. The
+    Returns: a ``ParamRef``, or the plain parameter if no unit holds the parameter. The
         unit's tree is between steps then, with sharded parameters shown.
     Collective: none.
     Raises: CompositionError, with similar names; PhaseError, inside a step.
@@ -181,21 +162,21 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> Held | nn.Paramete
     known = []
     for prefix, _, state in walk_states(module):
         for region in state.handle.regions:
-            for index, slot in enumerate(region.layout.parameters):
+            for slot in region.layout.parameters:
                 # A tied parameter has a name per place in the unit.
                 names = [join_name(prefix, each) for each in slot.fqns]
                 known += names
                 if name in names:
-                    return _settled(state, region, index, what)
+                    return _settled(state, slot, what)
     for other, parameter in module.named_parameters(remove_duplicate=False):
         if strip_wrapper(other) == name:
-            found = find_leaf(parameter)
+            found = find_param(parameter)
             if found is None:
                 return parameter
             # A class that overrides named_parameters has renamed a parameter of a unit.
-            owner = next(s for _, _, s in walk_states(module) if s.handle is found[0])
-            region, index = region_of(*found)
-            return _settled(owner, region, index, what)
+            handle = found.handle
+            owner = next(s for _, _, s in walk_states(module) if s.handle is handle)
+            return _settled(owner, found.slot, what)
         known.append(strip_wrapper(other))
     raise CompositionError(
         f"{what}: {type(module).__name__} has no parameter {fqn!r}. "
@@ -212,7 +193,7 @@ def closest_names(name: str, known: Iterable[str]) -> str:
     return f"It has {len(known)}; the first are {known[:3]}."
 
 
-def _settled(state: _FSDPState, region: FlatParameter, index: int, what: str) -> Held:
+def _settled(state: _FSDPState, slot: ParameterSlot, what: str) -> ParamRef:
     """Return the parameter after a check that the unit is between steps.
 
     Raises: PhaseError, inside a step.
@@ -220,30 +201,22 @@ def _settled(state: _FSDPState, region: FlatParameter, index: int, what: str) ->
     require_between_steps(state, what)
     # require_between_steps may have rebuilt the regions (after a change of
     # requires_grad or of the parameters' data): find the parameter again by slot.
-    slot_index = region.layout.parameters[index].index
-    for each in state.handle.regions:
-        for slot, leaf in zip(each.layout.parameters, each.leaves, strict=True):
-            if slot.index == slot_index:
-                return Held(state, each, slot, leaf)
+    for region in state.handle.regions:
+        for index, now in enumerate(region.layout.parameters):
+            if now.index == slot.index:
+                return ParamRef(state.handle, region, index)
     raise AssertionError(f"unit {state.name} lost a parameter")
 
 
-def region_of(handle: FlatParamHandle, index: int) -> tuple[FlatParameter, int]:
-    """Return the region of parameter ``index`` of the unit, and the index there."""
-    for region in handle.regions:
-        if index < len(region.leaves):
-            return region, index
-        index -= len(region.leaves)
-    raise AssertionError(f"unit {handle.name} has no leaf {index}")
-
-
-def _checked(found: Held | nn.Parameter, fqn: str, value: object, what: str) -> Tensor:
+def _checked(
+    found: ParamRef | nn.Parameter, fqn: str, value: object, what: str
+) -> Tensor:
     """Return ``value`` after a check of shape and device.
 
     Raises: CompositionError, if the shape differs; PhaseError, for a parameter on meta.
     """
-    shape = found.slot.shape if isinstance(found, Held) else tuple(found.shape)
-    leaf = found.leaf if isinstance(found, Held) else found
+    shape = found.slot.shape if isinstance(found, ParamRef) else tuple(found.shape)
+    leaf = found.leaf if isinstance(found, ParamRef) else found
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise CompositionError(

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 
@@ -130,10 +131,10 @@ def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
     # copied or pickled module may keep the hook.
     for path, holder in _holders(module):
         for key, parameter in holder._parameters.items():
-            found = find_leaf(parameter)
+            found = find_param(parameter)
             if found is None or parameter is None:
                 continue
-            handle, cut = found[0], _is_cut(*found)
+            handle, cut = found.handle, found.region.layout.world_size > 1
             if not cut:
                 # An uncut parameter has correct values; only its gradient would not be
                 # averaged.
@@ -194,15 +195,6 @@ def _unit(handle: FlatParamHandle) -> str:
 refuse_part: Any = vars(torch)["_disable_dynamo"](_refuse_part)
 # A pickled module stores hooks by name, so the wrapped function needs a name.
 refuse_part.__module__, refuse_part.__qualname__ = __name__, "refuse_part"
-
-
-def _is_cut(handle: FlatParamHandle, index: int) -> bool:
-    """Return whether the region of leaf ``index`` is divided over several ranks."""
-    for region in handle.regions:
-        if index < len(region.leaves):
-            return region.layout.world_size > 1
-        index -= len(region.leaves)
-    return False
 
 
 def _class_of(handle: FlatParamHandle) -> str:

@@ -10,15 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from composable_fsdp.access.single import region_of
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.layout import ParameterSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +27,18 @@ class Named:
     """Name in the plain model, or the name that the optimizer keeps."""
     parameter: torch.Tensor
     """The sharded parameter, or the parameter itself if no unit holds the parameter."""
-    handle: FlatParamHandle | None
-    """The unit; None if no unit holds the parameter (then ``region`` and ``slot``,
-    too)."""
-    region: FlatParameter | None
-    slot: ParameterSlot | None
+    ref: ParamRef | None
+    """The parameter in its unit; None if no unit holds the parameter."""
+
+    @property
+    def handle(self) -> FlatParamHandle | None:
+        """The unit; None if no unit holds the parameter."""
+        return self.ref.handle if self.ref else None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter in the plain model."""
-        return self.slot.shape if self.slot else tuple(self.parameter.shape)
+        return self.ref.slot.shape if self.ref else tuple(self.parameter.shape)
 
     @property
     def is_cut(self) -> bool:
@@ -51,9 +51,8 @@ class Named:
 
         All ranks for a parameter without elements. Only for a parameter of a unit.
         """
-        assert self.region is not None
-        assert self.slot is not None
-        return self.region.layout.holders(self.slot)
+        assert self.ref is not None
+        return self.ref.region.layout.holders(self.ref.slot)
 
     @property
     def is_absent(self) -> bool:
@@ -67,14 +66,14 @@ class Named:
     @property
     def speaks_for_absent(self) -> bool:
         """Whether this rank is the first holder and another rank has no element."""
-        assert self.region is not None
-        return self.has_absent and self.region.rank == self.holders[0]
+        assert self.ref is not None
+        return self.has_absent and self.ref.region.rank == self.holders[0]
 
     @property
     def has_absent(self) -> bool:
         """Whether some rank of the shard group holds no element; equal on all ranks."""
-        assert self.region is not None
-        return len(self.holders) < self.region.layout.world_size
+        assert self.ref is not None
+        return len(self.holders) < self.ref.region.layout.world_size
 
 
 def require_pair(model: object, optim: object, what: str) -> None:
@@ -234,7 +233,7 @@ def name_parameters(
                     "optimizer of (name, parameter) pairs, with names that the model "
                     "does not use."
                 )
-            members.append(_named(fqn, parameter))
+            members.append(Named(fqn, parameter, find_param(parameter)))
         groups.append(members)
     return groups
 
@@ -296,22 +295,6 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield join_name(path, name), parameter
 
 
-def _named(fqn: str, parameter: torch.Tensor) -> Named:
-    """Return the named parameter, with the slot if a unit holds the parameter."""
-    found = find_leaf(parameter)
-    if found is None:
-        return Named(fqn, parameter, None, None, None)
-    return Named(fqn, parameter, found[0], *place_of(*found))
-
-
-def place_of(
-    handle: FlatParamHandle, index: int
-) -> tuple[FlatParameter, ParameterSlot]:
-    """Return the region and the slot of the unit's parameter number ``index``."""
-    region, at = region_of(handle, index)
-    return region, region.layout.parameters[at]
-
-
 def is_absent(parameter: object) -> bool:
     """Return whether only other ranks hold elements of a unit's parameter.
 
@@ -320,9 +303,8 @@ def is_absent(parameter: object) -> bool:
     """
     if not isinstance(parameter, torch.Tensor) or parameter.numel():
         return False
-    found = find_leaf(parameter)
+    found = find_param(parameter)
     if found is None:
         return False
-    region, slot = place_of(*found)
     # A flat parameter is stepped even if this rank's shard is only padding.
-    return slot.numel > 0 and region.flat is None
+    return found.slot.numel > 0 and found.region.flat is None

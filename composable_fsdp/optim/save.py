@@ -266,10 +266,11 @@ def _gather(
         ]
         for i in indices:
             value: Any = states[i].get(name)
-            region, slot = members[i].region, members[i].slot
-            if region is None or slot is None or members[i].is_scalar(name, value):
+            ref = members[i].ref
+            if ref is None or members[i].is_scalar(name, value):
                 continue
-            at = region.layout.shard_offset(slot, region.rank)
+            region = ref.region
+            at = region.layout.shard_offset(ref.slot, region.rank)
             shard = shards[handle.regions.index(region)]
             shard[at : at + value.numel()].copy_(value.reshape(-1))
         fulls = gather_flat_values(handle, shards, first_only=first_only)
@@ -277,10 +278,10 @@ def _gather(
         if not fulls or not result:
             continue
         for i in indices:
-            region, slot = members[i].region, members[i].slot
-            if name not in states[i] or region is None or slot is None:
+            ref = members[i].ref
+            if name not in states[i] or ref is None:
                 continue
-            full = fulls[handle.regions.index(region)]
+            slot, full = ref.slot, fulls[handle.regions.index(ref.region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
             # Copy the part: a view would keep the whole buffer alive.
             result[members[i].fqn][name] = _copy(part, to_cpu)
@@ -301,7 +302,8 @@ def _empty_shard(
     region = handle.regions[index]
     for i in indices:
         value: Any = states[i].get(name)
-        if members[i].region is region and not members[i].is_scalar(name, value):
+        ref = members[i].ref
+        if ref and ref.region is region and not members[i].is_scalar(name, value):
             # The dtype of the state may differ from the dtype of the parameters.
             buffer = memory.new_buffer(
                 region.layout.shard_numel, value.dtype, handle.device

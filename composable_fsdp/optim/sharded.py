@@ -9,7 +9,6 @@ from torch import Tensor
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import part_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.scalars import is_scalar
@@ -19,13 +18,14 @@ from composable_fsdp.tree.state import _get_module_fsdp_state
 
 def as_sharded(named: Named, value: Any) -> Any:
     """Return this rank's ``value`` as a ``ShardedValue``; scalars stay as they are."""
-    if named.handle is None or named.region is None or named.slot is None:
+    ref = named.ref
+    if ref is None:
         return value
     if not isinstance(value, Tensor) or value.shape != named.parameter.shape:
         # A scalar, or state that is not element-wise of a parameter that this rank
         # holds whole.
         return value
-    return sharded_value(named.handle, named.region, named.slot, value)
+    return sharded_value(ref.handle, ref.region, ref.slot, value)
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
@@ -103,16 +103,15 @@ def own_part(named: Named, value: ShardedValue) -> Tensor:
     # All ranks gather here or no rank does, because the plan of a value is equal on all
     # ranks.
     whole = value.full_tensor()
-    if named.region is None or named.slot is None:
-        return whole
-    return part_of(named.region, named.slot, whole, like=named.parameter)
+    return whole if named.ref is None else named.ref.part_of(whole)
 
 
 def _mismatch(named: Named, value: ShardedValue) -> str:
     """Return why ``value`` is not this rank's part; empty if the value is."""
-    if named.handle is None or named.region is None or named.slot is None:
+    ref = named.ref
+    if ref is None:
         return "expected a whole tensor, because the parameter is not sharded."
-    return mismatch(named.handle, named.region, named.slot, value)
+    return mismatch(ref.handle, ref.region, ref.slot, value)
 
 
 def part_for(named: Named, key: str, value: Any) -> Any:
@@ -142,9 +141,8 @@ def part_for(named: Named, key: str, value: Any) -> Any:
     if value.shape == named.parameter.shape:
         return value
     if tuple(value.shape) == named.shape:
-        assert named.region is not None
-        assert named.slot is not None
-        return part_of(named.region, named.slot, value, like=named.parameter)
+        assert named.ref is not None
+        return named.ref.part_of(value)
     if not named.is_cut:
         # State that is not element-wise, of a parameter that this rank holds whole.
         return value

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
-from composable_fsdp.access.single import Held, closest_names, find_parameter
+from composable_fsdp.access.single import closest_names, find_parameter, unit_of
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError, CompositionError
+from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import originals
 from composable_fsdp.optim.names import Named, require_pair
@@ -46,7 +47,7 @@ def get_full_optim_state(
     """
     found, named = _find(model, optim, fqn, "get_full_optim_state")
     values = over_originals(optim).state.get(named.parameter, {})
-    if not isinstance(found, Held):
+    if not isinstance(found, ParamRef):
         return {key: _clone(value) for key, value in values.items()}
     cut = {id(found.handle): [0]} if named.is_cut else {}
     states = [values]
@@ -108,7 +109,7 @@ def set_full_optim_state(
     for key, value in state.items():
         if isinstance(value, Tensor):
             scalar = is_scalar(key, value, named.shape)
-            if isinstance(found, Held) and not scalar:
+            if isinstance(found, ParamRef) and not scalar:
                 value = found.part_of(value)
             before = own.get(key)
             if isinstance(before, Tensor):
@@ -123,18 +124,18 @@ def set_full_optim_state(
 
 def _find(
     model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str
-) -> tuple[Held | nn.Parameter, Named]:
+) -> tuple[ParamRef | nn.Parameter, Named]:
     """Find the parameter by name and check that ``optim`` holds the parameter.
 
     For ``get_full_optim_state``, an error is raised on all ranks of the shard group.
     """
     found = find_parameter(model, fqn, what)
-    if isinstance(found, Held):
-        named = Named(fqn, found.leaf, found.handle, found.region, found.slot)
+    if isinstance(found, ParamRef):
+        named = Named(fqn, found.leaf, found)
     else:
-        named = Named(fqn, found, None, None, None)
+        named = Named(fqn, found, None)
     sends = what == "get_full_optim_state"
-    units = [found.state] if isinstance(found, Held) and sends else []
+    units = [unit_of(found)] if isinstance(found, ParamRef) and sends else []
     with raise_on_all_ranks(shard_groups(units)):
         require_pair(model, optim, what)
         install_optimizer_hooks(optim)

@@ -19,6 +19,7 @@ from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.flat_state import has_flats
 from composable_fsdp.optim.flat_state_dict import (
@@ -27,7 +28,7 @@ from composable_fsdp.optim.flat_state_dict import (
     take_flat,
     take_marks,
 )
-from composable_fsdp.optim.names import Named, place_of
+from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
@@ -84,9 +85,9 @@ def _named(parameter: Any, *, whole: bool = False) -> Named | None:
     found = find_leaf(parameter) if whole else cut_leaf(parameter)
     if found is None:
         return None
-    region, slot = place_of(*found)
-    fqn = join_name(found[0].full_fqn, slot.fqn)
-    return Named(fqn, parameter, found[0], region, slot)
+    ref = param_ref(*found)
+    fqn = join_name(ref.handle.full_fqn, ref.slot.fqn)
+    return Named(fqn, parameter, ref)
 
 
 def _members(

@@ -172,10 +172,10 @@ def _take(
             own = [_entry(members[at], states[i]) for at, i in enumerate(indices)]
             raise DesyncError(_other_names(own, entries, rank))
     for at, (named, i) in enumerate(zip(members, indices, strict=True)):
-        assert named.region is not None
+        assert named.ref is not None
         # The layout, which is equal on all ranks, says which ranks hold elements.
         # Compare only these: state of other ranks may be stale.
-        holders, own_rank = named.holders, named.region.rank
+        holders, own_rank = named.holders, named.ref.region.rank
         keys = {rank: answers[rank][at][1] for rank in holders}
         first = holders[0]
         other = next((rank for rank in holders if keys[rank] != keys[first]), None)

@@ -22,8 +22,9 @@ from composable_fsdp.flat.flat_parameter import (
     move_own_gradients,
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.optim.names import Group, place_of
+from composable_fsdp.optim.names import Group
 
 _REASONS: Final = {
     "Muon": "orthogonalises whole matrices",
@@ -136,7 +137,7 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
     """
     for parameter in (p for group in optim.param_groups for p in group["params"]):
         found = find_leaf(parameter)
-        if found is not None and place_of(*found)[0].flat is not None:
+        if found is not None and param_ref(*found).region.flat is not None:
             raise CompositionError(
                 f"{type(optim).__name__} holds {leaf_name(*found)}, of which "
                 "flat_parameters(module) has handed out the flat parameter: that gets "
@@ -161,7 +162,7 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
         found = cut_leaf(parameter)
         if found is None:
             continue
-        whole = place_of(*found)[1].shape
+        whole = param_ref(*found).slot.shape
         for key, value in values.items():
             # Skip tensors of a single element, which may be counters. Shapes cannot
             # tell counters from element-wise state there.

@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from composable_fsdp.access.single import region_of
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.replaced import times_replaced
 from composable_fsdp.flat.step_counts import count_step, is_counting_steps
 from composable_fsdp.optim.clip_check import expect_gradients, require_common_factor
@@ -195,14 +195,11 @@ def _note_steps_elsewhere(optim: torch.optim.Optimizer) -> None:
     # zero gradients. If only this rank did so, this rank would create state of
     # parameters that no step has reached. An empty entry prevents that.
     for leaf in parameters_of(optim):
-        place = find_leaf(leaf) if is_absent(leaf) else None
-        if place is not None:
-            region, index = region_of(*place)
-            # ``shown``: the parameter has a gradient on the ranks that hold its
-            # elements.
-            if region.shown[index]:
-                optim.state[leaf] = {}
-                return
+        found = find_param(leaf) if is_absent(leaf) else None
+        # ``shown``: the parameter has a gradient on the ranks that hold its elements.
+        if found is not None and found.region.shown[found.index]:
+            optim.state[leaf] = {}
+            return
 
 
 class _EmptyLeaves(NamedTuple):
@@ -224,18 +221,15 @@ def _empty_leaves(optim: torch.optim.Optimizer) -> tuple[_EmptyLeaves, ...]:
     found: dict[int, _EmptyLeaves] = {}
     leaves = [(leaf, group) for group in optim.param_groups for leaf in group["params"]]
     for leaf, group in leaves:
-        place = None if leaf.numel() else find_leaf(leaf)
+        place = None if leaf.numel() else find_param(leaf)
         _any_absent = _any_absent or place is not None
         if place is not None and not group.get("fused"):
-            handle, index = place
+            handle = place.handle
             each = found.setdefault(
                 id(handle), _EmptyLeaves(weakref.ref(handle), handle.epoch, [])
             )
-            number = 0
-            while index >= len(handle.regions[number].leaves):
-                index -= len(handle.regions[number].leaves)
-                number += 1
-            each.leaves.append((leaf, number, index))
+            number = handle.regions.index(place.region)
+            each.leaves.append((leaf, number, place.index))
     return tuple(found.values())
 
 

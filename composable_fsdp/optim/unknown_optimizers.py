@@ -14,7 +14,7 @@ import torch
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.optim.names import place_of
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.optim.step_checks import cut_leaf, flat_name, leaf_name
 from composable_fsdp.optim.trial_step import CannotTryError, Cut, difference
 
@@ -70,7 +70,7 @@ def _cuts(parameters: list[torch.nn.Parameter]) -> dict[Cut, str]:
             continue
         leaf = cut_leaf(parameter)
         if leaf is not None:
-            is_matrix = len(place_of(*leaf)[1].shape) > 1
+            is_matrix = len(param_ref(*leaf).slot.shape) > 1
             # A vector is cut at any element; that is a cut between rows of length 1.
             cut = Cut(is_matrix, rows=leaf[0].rows or not is_matrix)
             # The name only serves as an example in the message.

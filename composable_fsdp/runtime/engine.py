@@ -33,7 +33,7 @@ from composable_fsdp.flat.flat_parameter import (
     move_gradients_in,
 )
 from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, find_leaf
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.versions import find_unreadable
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.graph_task import current_task
@@ -235,22 +235,6 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     return (given, *(list(chain.from_iterable(form))[index] for form in forms))
 
 
-def _region_of(leaf: Any) -> tuple[FlatParamHandle, FlatParameter, int] | None:
-    """Return the unit, the region and the index in the region of a sharded parameter.
-
-    None if ``leaf`` is no sharded parameter.
-    """
-    found = find_leaf(leaf)
-    if found is None:
-        return None
-    handle, index = found
-    for region in handle.regions:
-        if index < len(region.leaves):
-            return handle, region, index
-        index -= len(region.leaves)
-    return None
-
-
 def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
     """Return the units of all sharded and flat parameters in ``inputs``, each once."""
     # A dict keeps the order of the inputs, which is equal on all ranks.
@@ -376,7 +360,7 @@ class _SetAside:
         # If the region has a flat parameter, the gradients are in ``.grad`` of the flat
         # parameter.
         flats = [
-            region[1].flat for region in map(_region_of, asked) if region is not None
+            found.region.flat for found in map(find_param, asked) if found is not None
         ]
         held = {id(each): each for each in (*asked, *flats) if each is not None}
         self.tensors = tuple(held.values())
@@ -405,10 +389,9 @@ class _SetAside:
 
 def _came(asked: Tensor) -> Tensor | None:
     """Return the gradient of ``asked``, in or outside the flat parameter's gradient."""
-    found = _region_of(asked)
-    if found is not None and found[1].flat is not None:
-        handle, region, index = found
-        return leaf_gradients(region, handle)[index]
+    found = find_param(asked)
+    if found is not None and found.region.flat is not None:
+        return leaf_gradients(found.region, found.handle)[found.index]
     return _gradient(asked)
 
 

@@ -1,0 +1,50 @@
+"""``ParamRef``: a sharded parameter together with the unit that holds the parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.region import FlatParameter, part_of
+from composable_fsdp.planning.layout import ParameterSlot
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRef:
+    """The place of a sharded parameter; valid until the unit is laid out anew."""
+
+    handle: FlatParamHandle
+    region: FlatParameter
+    index: int
+    """Index among the parameters of the region."""
+
+    @property
+    def slot(self) -> ParameterSlot:
+        """Return the parameter's place in the layout of the region."""
+        return self.region.layout.parameters[self.index]
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """Return the sharded parameter itself."""
+        return self.region.leaves[self.index]
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """Return this rank's part of the full ``value``, in the shape of ``leaf``."""
+        return part_of(self.region, self.slot, value, like=self.leaf)
+
+
+def param_ref(handle: FlatParamHandle, index: int) -> ParamRef:
+    """Return the parameter of ``handle`` that ``find_leaf`` gives the ``index``."""
+    for region in handle.regions:
+        if index < len(region.leaves):
+            return ParamRef(handle, region, index)
+        index -= len(region.leaves)
+    raise AssertionError(f"unit {handle.name} has no leaf {index}")
+
+
+def find_param(parameter: object) -> ParamRef | None:
+    """Return the reference to a sharded parameter; ``None`` for other objects."""
+    found = find_leaf(parameter)
+    return None if found is None else param_ref(*found)
