@@ -16,7 +16,15 @@ COLLECTIVES_HOME = f"{PACKAGE}.comm.collectives"
 GROUP_MAKERS_HOME = f"{PACKAGE}.comm.nodes"
 
 MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 80
+MAX_FUNCTION_LINES = 60
+"""Lines of code in a body: docstrings, comments and blank lines do not count."""
+LONGER = {
+    # A call of a function with four arguments takes 0.05 us here, a tenth of what the
+    # order check of a unit takes; the two run in every forward of every unit.
+    "composable_fsdp.runtime.forward.pre_forward": 85,
+    "composable_fsdp.runtime.forward.post_forward": 70,
+}
+"""Functions of the hot path that may be longer, and how long."""
 
 _COLLECTIVE_STARTS = (
     "all_gather",
@@ -181,14 +189,31 @@ def _one_call(node: ast.stmt) -> bool:
     return len([name for name in called if name not in {"sys.exit", "SystemExit"}]) == 1
 
 
+def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> int:
+    """Return how many lines of the body hold code."""
+    first, last = function.body[0].lineno, function.end_lineno or 0
+    documented: set[int] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            documented |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    rows = text.splitlines()
+    return sum(
+        1
+        for at in range(first, last + 1)
+        if at not in documented
+        and rows[at - 1].strip()
+        and not rows[at - 1].lstrip().startswith("#")
+    )
+
+
 def sizes(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
     """Return (report, violations) of the sizes of files and functions."""
     lines = {m.name: len(m.path.read_text().splitlines()) for m in modules.values()}
     functions = [
         (
-            node.end_lineno - node.lineno + 1,
+            _code_lines(node, module.path.read_text()),
             f"{module.at(node.lineno)} {node.name}",
-            node,
+            LONGER.get(f"{module.name}.{node.name}", MAX_FUNCTION_LINES),
         )
         for module in modules.values()
         for node in ast.walk(module.tree)
@@ -206,9 +231,9 @@ def sizes(modules: dict[str, Module]) -> tuple[list[str], list[str]]:
         for name, count in lines.items()
         if count > MAX_FILE_LINES
     ] + [
-        f"{place}: {count} lines, more than {MAX_FUNCTION_LINES}, and no docstring"
-        for count, place, node in functions
-        if count > MAX_FUNCTION_LINES and ast.get_docstring(node) is None
+        f"{place}: {count} lines of code, more than {most}"
+        for count, place, most in functions
+        if count > most
     ]
     return report, broken
 

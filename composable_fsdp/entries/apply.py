@@ -143,21 +143,7 @@ def apply(
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
     parameters = [p for t in targets for region in t.parameters for p in region]
-    # A root may hold no parameters of its own; its device is then that of nested units.
-    below = [
-        unit.device
-        for target in targets
-        for unit in target.units_below
-        if isinstance(unit, _FSDPState)
-    ]
-    device = resolve_device(application.device_id, ranks, parameters, below)
-    # resolve_device follows the mesh and the backend, also where torch finds no GPU.
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PlanError(
-            f"The compute device is {device} (device_id={application.device_id}), and "
-            "this torch finds no CUDA device. Leave device_id out, or pass "
-            "torch.device('cpu')."
-        )
+    device = _device_of(targets, parameters, application)
     init, sync = application.param_init_fn, application.sync_module_states
     # Without an initializer the shards of a model on meta stay on meta until to_empty
     # or a state dict gives them values; a unit with both kinds is refused.
@@ -206,6 +192,33 @@ def apply(
         # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
     return plan
+
+
+def _device_of(
+    targets: Sequence[Target],
+    parameters: Sequence[nn.Parameter],
+    application: Application,
+) -> torch.device:
+    """Return the compute device of the units.
+
+    Raises: PlanError, if this device is a GPU and torch finds none.
+    """
+    # A root may hold no parameters of its own; its device is then that of nested units.
+    below = [
+        unit.device
+        for target in targets
+        for unit in target.units_below
+        if isinstance(unit, _FSDPState)
+    ]
+    device = resolve_device(application.device_id, application.ranks, parameters, below)
+    # resolve_device follows the mesh and the backend, also where torch finds no GPU.
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(
+            f"The compute device is {device} (device_id={application.device_id}), and "
+            "this torch finds no CUDA device. Leave device_id out, or pass "
+            "torch.device('cpu')."
+        )
+    return device
 
 
 def _have_meta_buffers(modules: Iterable[nn.Module]) -> bool:
