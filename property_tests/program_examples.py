@@ -45,6 +45,41 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(), keep_full=True, optimizer=optimizer)
         for optimizer in ("adamw_fused", "momentum_fused", "adamw_single", "sgd")
     ],
+    "full parameters older than the shards": [
+        *(
+            Program(
+                Part(core="mul", children=(Part(unit=""),)),
+                width=5,
+                seed=1,
+                options=Options(keep_full=True, optimizer=optimizer),
+                actions=(
+                    ("forward", 3, "input_grad"),
+                    change,
+                    ("input_gradient", 2, "once"),
+                    ("forward", 3),
+                ),
+            )
+            for change, optimizer in [
+                (("write", 0, "no_grad"), "sgd"),
+                (("write", 1, "assign"), "sgd"),
+                (("step",), "adamw_fused"),
+            ]
+        ),
+        *(
+            Program(
+                options=Options(strategy="SHARD_GRAD_OP", optimizer=optimizer),
+                actions=(
+                    ("train", 0, "keep"),
+                    ("forward", 0),
+                    change,
+                    ("unshard_unit", 0, async_op),
+                    *STEPS,
+                ),
+            )
+            for change in (("step",), ("write", 0, "no_grad"))
+            for optimizer, async_op in [("sgd", True), ("adamw_fused", False)]
+        ),
+    ],
     "a container that is filled": [
         below(Part(form=form))
         for form in (

@@ -26,6 +26,7 @@ from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning import walk
+from composable_fsdp.runtime.unshard import record_gathers
 from composable_fsdp.tree.traversal import inside_wrappers
 
 _named_modules = nn.Module.named_modules
@@ -56,6 +57,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         # normally no optimizer step follows, so they stay valid for the next forward.
         if not state.options.reshard_after_forward:
             state.reshard_after_backward = False
+            record_gathers(state.handle)
     try:
         yield
     finally:

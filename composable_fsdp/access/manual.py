@@ -7,12 +7,13 @@ from torch import nn
 
 from composable_fsdp.access.schedule import state_of_unit
 from composable_fsdp.errors import PhaseError
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import (
     requires_grad_changed,
     shards_are_unchanged,
 )
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import NOT_GATHERED
+from composable_fsdp.flat.residency import HIDDEN, NOT_GATHERED
 from composable_fsdp.runtime import unshard as verbs
 from composable_fsdp.runtime.external_changes import adopt_external_changes_unless_meta
 from composable_fsdp.runtime.graph_task import current_task
@@ -62,7 +63,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             forward, shows the parameters. Default False.
 
     Returns: an ``UnshardHandle`` if ``async_op``, else None.
-    Collective: the unit's all-gather over its shard group, if the unit is sharded.
+    Collective: the unit's all-gather over its shard group, if the unit is sharded or
+        keeps the full parameters of a forward for backward.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
         inside ``unshard_params``.
 
@@ -73,6 +75,18 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     state = state_of_unit(module, "unshard")
     context = _context(state, "unshard")
     handle = state.handle
+    if (
+        handle.full_since is None
+        and handle.form.needs_gather
+        and handle.residency not in NOT_GATHERED
+        and context.outermost is None
+        and handle.task == NO_TASK
+    ):
+        # The full parameters are those of a forward, which waits for its backward. The
+        # shards may have been written to since; the next forward must not use old ones.
+        verbs.reshard(context, handle)
+        if handle.residency is HIDDEN:  # kept for a second backward
+            residency.drop_full(handle)
     if handle.residency in NOT_GATHERED:
         if context.outermost is None and not shards_are_unchanged(handle):
             # After ``p.data = ...``, a cast, or a change of requires_grad: the buffers

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from composable_fsdp.access.settings import require_flag, units_of
+from composable_fsdp.runtime.unshard import record_gathers
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import inside_wrappers, no_unit, require_module
 
@@ -106,6 +107,8 @@ def set_reshard_after_backward(
     require_flag("set_reshard_after_backward", reshard_after_backward)
     for state in units_of(module, "set_reshard_after_backward", recurse=recurse):
         state.reshard_after_backward = reshard_after_backward
+        if not reshard_after_backward:
+            record_gathers(state.handle)
 
 
 def state_of_unit(module: nn.Module, what: str) -> _FSDPState:

@@ -81,6 +81,8 @@ def build_handle(
     make_tables(handle)
     set_divisions(handle)
     reset_handle(handle)
+    # Not in ``reset_handle``, because a rebuilt unit is kept as before.
+    handle.gathered_at = None
     remember_leaves(handle)
     # ``rebuild_for_requires_grad`` passes the tables, because its ``Target`` has no
     # modules to search.

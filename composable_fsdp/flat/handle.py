@@ -114,6 +114,7 @@ class FlatParamHandle:
         "full_fqn",
         "full_since",
         "gather_event",
+        "gathered_at",
         "groups",
         "guards",
         "handed_out",
@@ -240,9 +241,14 @@ class FlatParamHandle:
     """Whether ``full`` stays allocated until the end of the next backward
     (``create_graph=True``)."""
     full_since: tuple[int, ...] | None
-    """``runtime.unshard.shard_versions`` when the unit was kept unsharded after
-    backward or by ``unshard``, or ``None``. If the versions differ later, the shards
-    were written to (for example by an optimizer step)."""
+    """The ``runtime.unshard.shard_versions`` of the values in ``full``, from the time
+    when the unit was kept unsharded after backward or by ``unshard``; else ``None``.
+    If the versions differ later, the shards were written to (for example by an
+    optimizer step)."""
+    gathered_at: tuple[int, ...] | None
+    """``runtime.unshard.shard_versions`` when the last all-gather read the shards.
+    Empty before the first all-gather; ``None`` as long as the unit is never kept
+    unsharded after backward, so that other units pay nothing."""
     steps: int
     """Number of optimizer steps over the unit's leaves since step counting started
     (``step_counts``)."""

@@ -22,6 +22,7 @@ _KEPT = (
     "forward_log",
     "fqn",
     "full_fqn",
+    "gathered_at",
     "origin",
     "reduce_log",
     "rule",

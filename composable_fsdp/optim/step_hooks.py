@@ -78,10 +78,11 @@ class _KnownOptimizer:
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _KnownOptimizer] = (
     weakref.WeakKeyDictionary()
 )
-_unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandle]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Units that were kept unsharded and unchanged before a step that only creates state.
+_unwritten: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, list[tuple[FlatParamHandle, str]]
+] = weakref.WeakKeyDictionary()
+"""Units, and the names of their recorded versions that were current before a step that
+only creates state.
 
 Such a step raises version counters and changes no value."""
 _applications = 0
@@ -126,10 +127,11 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _unwritten.pop(optim, None)
         if is_state_init_step():
             _unwritten[optim] = [
-                handle
+                (handle, field)
                 for handle in handles_of(optim)
-                if handle.full_since is not None
-                and handle.full_since == shard_versions(handle)
+                for field in ("full_since", "gathered_at")
+                if getattr(handle, field)
+                and getattr(handle, field) == shard_versions(handle)
             ]
     prepare_flats(optim)
     require_outside_unshard_params(optim)
@@ -176,8 +178,8 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if is_counting_steps():
             if optim in _unwritten:
                 # The values are unchanged, so accept the new versions as current.
-                for handle in _unwritten.pop(optim):
-                    handle.full_since = shard_versions(handle)
+                for handle, field in _unwritten.pop(optim):
+                    setattr(handle, field, shard_versions(handle))
             else:
                 count_step(met.handles)
         if met.absent:

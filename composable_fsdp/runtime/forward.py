@@ -55,7 +55,12 @@ from composable_fsdp.runtime.precision import cast_floating, cast_inputs
 from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
-from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
+from composable_fsdp.runtime.unshard import (
+    reshard,
+    shard_versions,
+    unshard,
+    wait_unsharded,
+)
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
@@ -449,6 +454,7 @@ def _copy_writes_to_shards(state: _FSDPState) -> None:
     in_place = was_written(handle)
     if not in_place and not state.writes_data:
         return
+    was_current = handle.gathered_at and handle.gathered_at == shard_versions(handle)
     try:
         if in_place:
             copy_writes_to_shards(handle)
@@ -457,6 +463,9 @@ def _copy_writes_to_shards(state: _FSDPState) -> None:
     except PhaseError:
         _after_raise(state)
         raise
+    if was_current:
+        # The shards changed to what the full parameters are.
+        handle.gathered_at = shard_versions(handle)
     if context.streams is not None:
         # The gather stream may gather this unit again in the same forward, and must
         # read the shard after the copy.

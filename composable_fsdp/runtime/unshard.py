@@ -54,6 +54,8 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # A unit that was kept for a second backward is still readable, and the
         # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
+    if handle.gathered_at is not None:
+        handle.gathered_at = shard_versions(handle)
     if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams is None:
@@ -208,9 +210,22 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.residency is UNSHARDED:
         residency.use_sharded(handle)
     if handle.residency is not SHARDED and handle.full_since is None:
-        # The next forward compares these versions, to detect an optimizer step on the
-        # shards.
-        handle.full_since = shard_versions(handle)
+        if not handle.gathered_at:
+            # The all-gather came before the setting, so nobody can tell whether the
+            # shards were written to since. Record from the next all-gather on.
+            record_gathers(handle)
+            reshard(context, handle)
+            return
+        # The next forward compares these versions with the current ones. The versions
+        # are those of the all-gather, because a write or a step between forward and
+        # backward makes the full parameters old already.
+        handle.full_since = handle.gathered_at
+
+
+def record_gathers(handle: FlatParamHandle) -> None:
+    """Record the versions of the shards at every all-gather from now on."""
+    if handle.gathered_at is None:
+        handle.gathered_at = ()
 
 
 def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
