@@ -45,6 +45,17 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(), keep_full=True, optimizer=optimizer)
         for optimizer in ("adamw_fused", "momentum_fused", "adamw_single", "sgd")
     ],
+    "state that an optimizer makes in its constructor": [
+        below(
+            Part(),
+            optimizer="adagrad_fused",
+            early=early,
+            actions=(*before, ("torch_get", how), ("torch_set",), *STEPS),
+        )
+        for how in ("full", "sharded")
+        for early in (False, True)
+        for before in ((), (("forward", 0), ("backward",)))
+    ],
     "full parameters older than the shards": [
         *(
             Program(

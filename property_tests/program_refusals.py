@@ -54,6 +54,6 @@ REFUSALS: list[tuple[set[str], str]] = [
     # What a format cannot hold.
     ({"core:complex"}, "has dtype torch.complex128, which a checkpoint cannot hold"),
     # An optimizer that made state of the plain model's shapes.
-    ({"option:early"}, "made before fully_shard"),
+    ({"option:early"}, "made before fully_shard|make it hold state only after"),
 ]
 """Words of a program (any of them), and what the error says."""

@@ -118,10 +118,6 @@ def load_directory(side: Side) -> Seen:
 
 def torch_get(side: Side, how: str) -> Seen:
     """torch's functions, which make state where there is none: on both sides."""
-    if isinstance(side.optimizer, torch.optim.Adagrad):
-        # It has state before its first step, when nobody has given it hooks yet: shards
-        # would be taken for full tensors.
-        return None
     options = StateDictOptions(full_state_dict=how == "full")
     model = copy.deepcopy(get_model_state_dict(side.model, options=options))
     optimizer = get_optimizer_state_dict(side.model, side.optimizer, options=options)

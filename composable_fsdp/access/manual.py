@@ -80,7 +80,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
         and handle.form.needs_gather
         and handle.residency not in NOT_GATHERED
         and context.outermost is None
-        and handle.task == NO_TASK
+        and handle.backward.task == NO_TASK
     ):
         # The full parameters are those of a forward, which waits for its backward. The
         # shards may have been written to since; the next forward must not use old ones.

@@ -2,8 +2,8 @@
 
 The state dict holds ``ShardedValue`` in the place of this rank's tensors; loading
 accepts ``ShardedValue``, full tensors and this rank's plain tensors. An optimizer gets
-the hooks at its first step, before which the optimizer has no state, or when a function
-of this package is called with the optimizer.
+the hooks at its first step, or before that when a function of this package or of
+``torch.distributed.checkpoint.state_dict`` is called with the optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import cut_leaf
 from composable_fsdp.optim.units import shard_groups
-from composable_fsdp.state_dict.dcp_caller import DcpRequest, dcp_request
+from composable_fsdp.state_dict.dcp_caller import (
+    DcpRequest,
+    call_before_optimizer,
+    dcp_request,
+)
 from composable_fsdp.state_dict.effective_settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -75,6 +79,9 @@ def install_optimizer_hooks(optim: object) -> None:
             for key, value in values.items():
                 if isinstance(value, ShardedValue):
                     values[key] = part_for(named, key, value)
+
+
+call_before_optimizer(install_optimizer_hooks)
 
 
 def _named(parameter: Any, *, whole: bool = False) -> Named | None:

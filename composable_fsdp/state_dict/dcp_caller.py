@@ -96,8 +96,23 @@ def _with_request(run: Call, given: dict[str, Any]) -> Any:
         return run()
 
 
+_before_optimizer: list[Callable[[object], None]] = []
+
+
+def call_before_optimizer(callback: Callable[[object], None]) -> None:
+    """Have DCP functions call ``callback(optim)`` before they use an optimizer.
+
+    ``optim`` imports this module and not the reverse, and registers the installation of
+    its state-dict hooks here: an optimizer that creates state in its constructor gets
+    no step from DCP, and may not have stepped before.
+    """
+    _before_optimizer.append(callback)
+
+
 def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
-    """Run DCP's function that makes an optimizer create its state."""
+    """Run DCP's function that makes an optimizer create its state, if it has none."""
+    for callback in _before_optimizer:
+        callback(given.get("optim"))
     with _kept(_is_init_step, True):
         return run()
 
