@@ -56,6 +56,13 @@ EXAMPLES: dict[str, list[Program]] = {
         for early in (False, True)
         for before in ((), (("forward", 0), ("backward",)))
     ],
+    "a unit that raised inside a forward, and unshard_params": [
+        below(
+            Part(call="caught", again=again),
+            actions=(("train", 0), ("inside_summon", "make")),
+        )
+        for again in (None, 1)
+    ],
     "full parameters older than the shards": [
         *(
             Program(

@@ -487,5 +487,9 @@ def _after_raise(state: _FSDPState) -> None:
     if context.outermost is state and not handle.calls:
         recover(context, drop_gradients=False)
     elif not handle.calls:
+        # A caller inside the outermost forward may catch the error. An earlier call of
+        # the unit may still wait for its backward.
+        awaited = handle in context.tape.open_calls
+        handle.phase = BACKWARD_PRE if awaited else IDLE
         state.remaining = frozenset()
         reshard(context, handle)
