@@ -17,8 +17,7 @@ from torch import Tensor
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.planning.layout import ParameterSlot
+from composable_fsdp.flat.param_ref import ParamRef
 
 
 @torch.no_grad()
@@ -60,15 +59,11 @@ def gather_flat_values(
 
 
 @torch.no_grad()
-def gather_slot(
-    handle: FlatParamHandle, region: FlatParameter, slot: ParameterSlot, part: Tensor
-) -> Tensor:
+def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
     """Return the full value of a parameter, of which ``part`` is this rank's part.
 
     Args:
-        handle: The unit of the parameter.
-        region: The region of the parameter.
-        slot: The parameter's place in the layout of the region.
+        ref: The parameter.
         part: This rank's elements, of the sharded parameter's shape.
 
     Returns: a new tensor of the plain model's shape on the compute device; on meta if
@@ -76,13 +71,14 @@ def gather_slot(
     Collective: over the shard group a broadcast from each rank that holds elements, of
         these elements; none without a shard group.
     """
+    handle, slot = ref.handle, ref.slot
     group = handle.groups.shard
     if part.is_meta:
         return part.new_empty(slot.shape)
     if group is None:
         return part.to(handle.device, copy=True).view(slot.shape)
     ranks = range(group.size())
-    intervals = [region.layout.interval(slot, rank) for rank in ranks]
+    intervals = [ref.region.layout.interval(slot, rank) for rank in ranks]
     return gather_part(part, slot.shape, intervals, group, handle.device)
 
 

@@ -17,7 +17,7 @@ from composable_fsdp.access.gather import gather_slot
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
-from composable_fsdp.flat.param_ref import ParamRef, find_param
+from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
@@ -41,7 +41,7 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
     found = find_parameter(module, fqn, "get_full_param")
     if not isinstance(found, ParamRef):
         return found.detach().clone()
-    return gather_slot(found.handle, found.region, found.slot, found.leaf.detach())
+    return gather_slot(found, found.leaf.detach())
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     if part is None:
         # Another rank has a gradient: this rank's part of the gradient is zero.
         part = torch.zeros_like(leaf, dtype=found.region.grad_dtype)
-    return gather_slot(handle, found.region, found.slot, part.detach())
+    return gather_slot(found, part.detach())
 
 
 @torch.no_grad()
@@ -161,13 +161,12 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
     # other tensors.
     known = []
     for prefix, _, state in walk_states(module):
-        for region in state.handle.regions:
-            for slot in region.layout.parameters:
-                # A tied parameter has a name per place in the unit.
-                names = [join_name(prefix, each) for each in slot.fqns]
-                known += names
-                if name in names:
-                    return _settled(state, slot, what)
+        for ref in param_refs(state.handle):
+            # A tied parameter has a name per place in the unit.
+            names = [join_name(prefix, each) for each in ref.slot.fqns]
+            known += names
+            if name in names:
+                return _settled(state, ref.slot, what)
     for other, parameter in module.named_parameters(remove_duplicate=False):
         if strip_wrapper(other) == name:
             found = find_param(parameter)
@@ -201,10 +200,9 @@ def _settled(state: _FSDPState, slot: ParameterSlot, what: str) -> ParamRef:
     require_between_steps(state, what)
     # require_between_steps may have rebuilt the regions (after a change of
     # requires_grad or of the parameters' data): find the parameter again by slot.
-    for region in state.handle.regions:
-        for index, now in enumerate(region.layout.parameters):
-            if now.index == slot.index:
-                return ParamRef(state.handle, region, index)
+    for ref in param_refs(state.handle):
+        if ref.slot.index == slot.index:
+            return ref
     raise AssertionError(f"unit {state.name} lost a parameter")
 
 

@@ -26,6 +26,7 @@ from composable_fsdp.compose.registry import get_state, has_api, remove_state, s
 from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.entries.apply import Application
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import WRAPPED_MODULE, quoted
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.layout import RegionLayout
@@ -153,9 +154,8 @@ def _show_whole(
         for layout in handle.origin
         for slot in layout.parameters
     }
-    for region in handle.regions:
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
-            stand_ins[id(leaf)] = whole[slot.index]
+    for ref in param_refs(handle):
+        stand_ins[id(ref.leaf)] = whole[ref.slot.index]
     for place, table, key in zip(
         handle.places, handle.tables, handle.keys, strict=True
     ):

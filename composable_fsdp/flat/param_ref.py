@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -33,6 +34,13 @@ class ParamRef:
     def part_of(self, value: Tensor) -> Tensor:
         """Return this rank's part of the full ``value``, in the shape of ``leaf``."""
         return part_of(self.region, self.slot, value, like=self.leaf)
+
+
+def param_refs(handle: FlatParamHandle) -> Iterator[ParamRef]:
+    """Yield the parameters of a unit, in region order."""
+    for region in handle.regions:
+        for index in range(len(region.leaves)):
+            yield ParamRef(handle, region, index)
 
 
 def param_ref(handle: FlatParamHandle, index: int) -> ParamRef:

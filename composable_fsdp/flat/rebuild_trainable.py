@@ -12,6 +12,7 @@ from dataclasses import replace
 from composable_fsdp.flat.build import build_handle, set_divisions
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.handle import FlatParamHandle, remember_leaves
+from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.split import split_region
 
@@ -66,11 +67,7 @@ def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
 
 def _target(handle: FlatParamHandle) -> Target:
     """Return the build target of the unit with regions split by ``requires_grad``."""
-    leaves = {
-        slot.index: leaf
-        for region in handle.regions
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
-    }
+    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
     layouts = tuple(
         part
         for layout in handle.origin

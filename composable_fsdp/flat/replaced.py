@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_ref import param_refs
 
 
 class _Place(NamedTuple):
@@ -66,11 +67,7 @@ def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] |
     # The parameter was assigned to its place again; the next forward will adopt it.
     if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
         return None
-    now = (
-        leaf
-        for region in handle.regions
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
-        if slot.index == place.slot
-    )
-    leaf = next(now, None)
-    return None if leaf is None else (handle, leaf)
+    for ref in param_refs(handle):
+        if ref.slot.index == place.slot:
+            return handle, ref.leaf
+    return None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, FlatParamRecord, find_flat
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import join_name as join_names
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.scalars import is_scalar
@@ -66,11 +67,7 @@ def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
     """Return the originals of a flat parameter in slot order, also of a retired one."""
     # Find leaves by slot index, because a retired flat parameter keeps an old layout,
     # and the leaves may be in other regions now.
-    leaves = {
-        slot.index: leaf
-        for region in handle.regions
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
-    }
+    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
     return [
         Part(
             leaves[slot.index],

@@ -25,7 +25,7 @@ def as_sharded(named: Named, value: Any) -> Any:
         # A scalar, or state that is not element-wise of a parameter that this rank
         # holds whole.
         return value
-    return sharded_value(ref.handle, ref.region, ref.slot, value)
+    return sharded_value(ref, value)
 
 
 def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> None:
@@ -111,7 +111,7 @@ def _mismatch(named: Named, value: ShardedValue) -> str:
     ref = named.ref
     if ref is None:
         return "expected a whole tensor, because the parameter is not sharded."
-    return mismatch(ref.handle, ref.region, ref.slot, value)
+    return mismatch(ref, value)
 
 
 def part_for(named: Named, key: str, value: Any) -> Any:

@@ -59,7 +59,7 @@ def get_full_optim_state(
     for key in sorted(values):
         value = values[key]
         if named.is_cut and not named.is_scalar(key, value):
-            value = gather_slot(found.handle, found.region, found.slot, value)
+            value = gather_slot(found, value)
         result[key] = _clone(value)
     return {key: result[key] for key in values}
 

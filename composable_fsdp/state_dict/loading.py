@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter, part_of
+from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import quoted, strip_wrapper
-from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.local import LocalValue
 from composable_fsdp.state_dict.sharded import ShardedValue, mismatch
@@ -100,12 +98,8 @@ def take_values(
 
     Collective: none.
     """
-    handle, local = state.handle, is_local(state)
-    places = {
-        slot.index: (region, slot, leaf)
-        for region in handle.regions
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
-    }
+    local = is_local(state)
+    places = {ref.slot.index: ref for ref in param_refs(state.handle)}
     for key, index in slots.items():
         value = state_dict.get(key)
         # torch itself reports missing keys and values of a wrong type.
@@ -113,15 +107,15 @@ def take_values(
             continue
         if isinstance(value, LocalValue):
             value = value.plain()
-        region, slot, leaf = places[index]
-        problem = _take(handle, region, slot, leaf, value, local=local)
+        ref = places[index]
+        leaf, problem = ref.leaf, _take(ref, value, local=local)
         if leaf.is_meta and not problem:
             if local_metadata.get("assign_to_params_buffers", False):
                 part = value
                 if isinstance(value, ShardedValue):
                     part = value.local
                 elif not local:
-                    part = part_of(region, slot, value, like=leaf)
+                    part = ref.part_of(value)
                 # torch makes a parameter of the part and assigns this parameter, which
                 # the unit adopts later. Note the value, because a hook of a part of the
                 # unit must not cut the value again.
@@ -139,21 +133,14 @@ def take_values(
 
 
 @torch.no_grad()
-def _take(
-    handle: FlatParamHandle,
-    region: FlatParameter,
-    slot: ParameterSlot,
-    leaf: Tensor,
-    value: Tensor,
-    *,
-    local: bool,
-) -> str:
+def _take(ref: ParamRef, value: Tensor, *, local: bool) -> str:
     """Copy this rank's part of ``value`` into the shard, or return the problem.
 
     The result is empty if ``value`` fits.
     """
+    slot, leaf = ref.slot, ref.leaf
     if isinstance(value, ShardedValue):
-        problem = mismatch(handle, region, slot, value)
+        problem = mismatch(ref, value)
         if not problem:
             leaf.copy_(value.local)
         return problem
@@ -163,7 +150,7 @@ def _take(
         value = value[0]
     expected = tuple(leaf.shape) if local else slot.shape
     if tuple(value.shape) == expected:
-        leaf.copy_(value if local else part_of(region, slot, value, like=leaf))
+        leaf.copy_(value if local else ref.part_of(value))
         return ""
     got = f"{expected}, got {tuple(value.shape)}"
     if local:

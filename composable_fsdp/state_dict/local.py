@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import quoted
 from composable_fsdp.state_dict.dcp_caller import is_checkpointing
 from composable_fsdp.tree.traversal import walk_states
@@ -187,7 +188,6 @@ def as_local(handle: FlatParamHandle | None, part: Tensor, *, to_cpu: bool) -> T
 def local_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
     """Return this rank's shards by slot index, or copies in host memory."""
     return {
-        slot.index: as_local(handle, leaf, to_cpu=to_cpu)
-        for region in handle.regions
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
+        ref.slot.index: as_local(handle, ref.leaf, to_cpu=to_cpu)
+        for ref in param_refs(handle)
     }

@@ -27,9 +27,8 @@ from composable_fsdp.access.gather import gather_part
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.planning.boxes import Box, interval_boxes
-from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict import dcp_caller, dcp_items
 
 Op = Callable[..., Any]
@@ -370,15 +369,11 @@ _OPS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def sharded_value(
-    handle: FlatParamHandle, region: FlatParameter, slot: ParameterSlot, local: Tensor
-) -> Tensor:
+def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
     """Return ``local``, this rank's part of a parameter, as a sharded value.
 
     Args:
-        handle: The unit.
-        region: The region of the parameter.
-        slot: The parameter's place in the layout.
+        ref: The parameter.
         local: This rank's elements.
 
     Returns: a ``ShardedValue``, also if this rank holds the full value. A plain tensor
@@ -386,6 +381,7 @@ def sharded_value(
         shard group.
     Collective: none.
     """
+    handle, region, slot = ref.handle, ref.region, ref.slot
     # No box could represent a parameter without elements.
     if not slot.numel:
         return local.new_empty(slot.shape)
@@ -407,9 +403,8 @@ def sharded_value(
 def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
     """Return copies of this rank's part of the unit's parameters, by slot index."""
     return {
-        slot.index: sharded_value(handle, region, slot, copied(leaf, to_cpu=to_cpu))
-        for region in handle.regions
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
+        ref.slot.index: sharded_value(ref, copied(ref.leaf, to_cpu=to_cpu))
+        for ref in param_refs(handle)
     }
 
 
@@ -418,28 +413,22 @@ def copied(value: Tensor, *, to_cpu: bool) -> Tensor:
     return value.detach().to("cpu" if to_cpu else value.device, copy=True)
 
 
-def mismatch(
-    handle: FlatParamHandle,
-    region: FlatParameter,
-    slot: ParameterSlot,
-    value: ShardedValue,
-) -> str:
-    """Return why ``value`` is not this rank's part of ``slot``, or an empty text.
+def mismatch(ref: ParamRef, value: ShardedValue) -> str:
+    """Return why ``value`` is not this rank's part of ``ref``, or an empty text.
 
     All ranks get the same answer, unless a rank was given another rank's values.
 
     Args:
-        handle: The unit.
-        region: The region of the parameter.
-        slot: The parameter's place in the layout.
+        ref: The parameter.
         value: The value to compare.
 
     Returns: the reason in words, or the empty string.
     Collective: none.
     """
-    own = sharded_value(handle, region, slot, value.local)
+    own = sharded_value(ref, value.local)
     if isinstance(own, ShardedValue) and own.is_part_like(value):
         return ""
+    region, slot = ref.region, ref.slot
     start, stop = region.layout.interval(slot, region.rank)
     return (
         f"expected elements [{start}, {stop}) of shape {slot.shape} on rank "

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.planning.walk import below
@@ -104,10 +105,9 @@ def keys_of(
     found = {slot.index for slot in keys.values()}
     lost = {slot.index: slot for slot in names.values() if slot.index not in found}
     leaves = {
-        id(leaf): lost[slot.index]
-        for region in state.handle.regions
-        for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
-        if slot.index in lost
+        id(ref.leaf): lost[ref.slot.index]
+        for ref in param_refs(state.handle)
+        if ref.slot.index in lost
     }
     # A module below has passed ``state_dict`` on, so the keys are the names that
     # ``named_parameters`` gives, not the plan's: search by identity.
