@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from composable_fsdp.storage.formats.native_write import write_native
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.formats.torch_read import require_checksums
 from composable_fsdp.storage.formats.torch_write import write_torch
-from composable_fsdp.storage.formats.tree import pieces, tensors_of
 from composable_fsdp.storage.opening import (
     DCP,
     FORMATS,
@@ -28,7 +28,7 @@ from composable_fsdp.storage.opening import (
     find_checkpoint,
     open_source,
 )
-from composable_fsdp.storage.source import Source, TensorInfo
+from composable_fsdp.storage.source import Read, Source, TensorInfo
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default of ``max_shard_bytes``, in bytes: Hugging Face's own limit."""
@@ -118,7 +118,7 @@ def write_safetensors(path: Path, source: Source, *, max_shard_bytes: int) -> No
         )
         with closing(writer):
             for name, info in source.model.items():
-                for start, stop in pieces(info):
+                for start, stop in info.slices():
                     writer.write(name, start, source.read_model(name, start, stop))
             writer.finish()
 
@@ -194,8 +194,8 @@ def check_readable(
     """
     total = 0
     watched = _Watched(source, progress, weights_only=weights_only)
-    for name, info, read in tensors_of(watched):
-        for start, stop in pieces(info):
+    for name, info, read in _tensors_of(watched):
+        for start, stop in info.slices():
             got = read(start, stop)
             # A reader must not return fewer elements for a short file.
             if got.numel() != stop - start or got.dtype != info.dtype:
@@ -207,6 +207,15 @@ def check_readable(
             _touch(got)
         total += info.nbytes
     return total
+
+
+def _tensors_of(source: Source) -> Iterator[tuple[str, TensorInfo, Read]]:
+    """Yield the name, the info and the reader of all tensors of model and optimizer."""
+    for name, info in source.model.items():
+        yield name, info, partial(source.read_model, name)
+    for name, states in source.optim.items():
+        for key, info in states.items():
+            yield f"{name}, {key}", info, partial(source.read_optim, name, key)
 
 
 def _touch(values: Tensor) -> None:

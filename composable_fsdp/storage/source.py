@@ -8,7 +8,7 @@ rank reads only its shard, and the same loader works for every format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType, TracebackType
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+CHUNK_BYTES = 64 * 2**20
+"""The number of bytes of a tensor that are read and passed on at a time."""
 OWN_STATE = "_extra_state"
 """The last part of the state dict key of a module's extra state."""
 
@@ -37,6 +39,13 @@ class TensorInfo:
     def nbytes(self) -> int:
         """The number of bytes of the elements."""
         return self.numel * self.dtype.itemsize
+
+    def slices(self) -> Iterator[tuple[int, int]]:
+        """Yield intervals of at most ``CHUNK_BYTES`` that cover the elements."""
+        # Whole elements, so a slice can be read as a tensor.
+        step = max(1, CHUNK_BYTES // self.dtype.itemsize)
+        for start in range(0, self.numel, step):
+            yield start, min(start + step, self.numel)
 
 
 Read = Callable[[int, int], Tensor]

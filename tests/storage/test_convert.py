@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from composable_fsdp import CheckpointError, convert, load, save
-from composable_fsdp.storage.formats import tree
+from composable_fsdp.storage import source as source_module
 from composable_fsdp.storage.opening import open_source
 from tests.storage.samples import everything, same, sample, saved
 
@@ -69,7 +69,7 @@ def test_tensors_that_are_passed_on_in_pieces_come_out_whole(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few elements at a time, as gigabytes would be."""
-    monkeypatch.setattr(tree, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(source_module, "CHUNK_BYTES", 16)
     first = saved(tmp_path / "first.pt")
 
     convert(first, tmp_path / "out", to)

@@ -18,7 +18,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import NOTES
-from composable_fsdp.storage.formats.tree import nested_tree
+from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.source import LazyTensor, Source
 
 DATA = "__0_0.distcp"

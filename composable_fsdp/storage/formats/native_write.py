@@ -16,7 +16,6 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import MANIFEST, write_synced
-from composable_fsdp.storage.formats.tree import pieces
 from composable_fsdp.storage.manifest import Manifest, require_storable
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
@@ -110,10 +109,10 @@ class _Maker:
         """Add the entry of a tensor; ``read`` returns elements ``[start, stop)``."""
         require_storable(info.dtype, repr(key))
 
-        def slices() -> Iterator[Tensor]:
-            return (read(start, stop) for start, stop in pieces(info))
+        def pieces() -> Iterator[Tensor]:
+            return (read(start, stop) for start, stop in info.slices())
 
-        self.pieces.append(Piece(key, info.dtype, info.shape, slices))
+        self.pieces.append(Piece(key, info.dtype, info.shape, pieces))
 
     def _encode(self, value: Any, where: str) -> Any:
         """Encode a value of the optimizer or of a module."""

@@ -1,4 +1,4 @@
-"""Divides a saved dictionary of dictionaries into model, optimizer and other values.
+"""Reads and makes dictionaries of model, optimizer and other values, as users save.
 
 ``torch.save`` files and DCP directories hold any dictionary that the user passed. These
 forms are accepted:
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -155,6 +155,38 @@ class NestedSource(Source):
 
     def close(self) -> None:
         """See ``Source``; there is nothing to close."""
+
+
+def nested_tree(source: Source) -> dict[str, Any]:
+    """Return a source as the dictionary that users save, without missing parts.
+
+    The tensors are ``LazyTensor``; ``NestedSource`` is the inverse.
+    """
+    model = {
+        name: LazyTensor(info, partial(source.read_model, name), ("model", name))
+        for name, info in source.model.items()
+    }
+    # All names of tied parameters are in the model, so a strict load succeeds.
+    for name, kept in source.aliases.items():
+        model[name] = model[kept]
+    tree: dict[str, Any] = {"model": {**model, **source.own_states}}
+    # Without groups, the checkpoint has no optimizer.
+    if source.param_groups is not None:
+        state: dict[str, dict[str, Any]] = {}
+        # A parameter may have values without any element-wise state.
+        for name in (*source.optim, *source.optim_values):
+            state[name] = {
+                key: LazyTensor(
+                    info, partial(source.read_optim, name, key), ("optim", name, key)
+                )
+                for key, info in source.optim.get(name, {}).items()
+            }
+            state[name].update(source.optim_values.get(name, {}))
+        groups = [dict(group) for group in source.param_groups]
+        tree["optim"] = {"state": state, "param_groups": groups}
+    if source.extra is not None:
+        tree["extra"] = source.extra
+    return tree
 
 
 def _split(

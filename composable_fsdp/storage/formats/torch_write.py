@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composable_fsdp.storage.formats.nested import nested_tree
 from composable_fsdp.storage.formats.safetensors_write import write_elements
-from composable_fsdp.storage.formats.tree import nested_tree, pieces
 from composable_fsdp.storage.source import LazyTensor, Source, TensorInfo
 
 
@@ -47,7 +47,7 @@ def _lazy_tensors(value: Any) -> Iterator[LazyTensor]:
 def _spill(later: LazyTensor, path: Path) -> None:
     """Write the elements of a tensor to the file ``path``."""
     with path.open("wb") as file:
-        for start, stop in pieces(later.info):
+        for start, stop in later.info.slices():
             write_elements(file, later.read(start, stop))
 
 
