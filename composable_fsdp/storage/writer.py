@@ -121,9 +121,14 @@ def _header(pieces: Sequence[Piece]) -> bytes:
             "shape": list(piece.shape),
             "data_offsets": [begin, end],
         }
+    return header_bytes(table, ALIGNMENT)
+
+
+def header_bytes(table: dict[str, object], alignment: int) -> bytes:
+    """Return the length and the JSON of ``table``, padded to ``alignment`` bytes."""
     text = json.dumps(table, separators=(",", ":")).encode()
     # The format allows spaces after the JSON.
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -165,11 +170,17 @@ def _write_piece(payload: _Payload, piece: Piece) -> None:
                 payload.write(memoryview(_ZEROS)[:part])
                 part -= len(_ZEROS)
         else:
-            # ``resolve_conj`` and ``resolve_neg``: lazily conjugated or negated tensors
-            # hold other values in memory than they represent.
-            host = part.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+            host = in_host_memory(part)
             payload.write(bytes_of(host))
     assert payload.done == end, f"{piece.key} has another size than its shape says"
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` on the CPU, with the elements in memory in row-major order."""
+    # ``resolve_conj`` and ``resolve_neg``: lazily conjugated or negated tensors hold
+    # other values in memory than they represent. The imaginary part of a conjugate is
+    # real and negated.
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

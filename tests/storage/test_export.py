@@ -198,6 +198,17 @@ def test_a_plain_module_is_exported_without_a_group(tmp_path: Path) -> None:
     assert same(found, dict(model.state_dict()))
 
 
+def test_a_lazily_negated_buffer_is_exported_with_its_values(tmp_path: Path) -> None:
+    """The imaginary part of a conjugate is real, and its memory has the other sign."""
+    model = nn.Linear(1, 1)
+    model.register_buffer("offset", torch.tensor([1 + 2j]).conj().imag)
+    assert model.get_buffer("offset").is_neg()
+
+    export_safetensors(tmp_path / "out.safetensors", model)
+
+    assert load_file(tmp_path / "out.safetensors")["offset"].tolist() == [-2.0]
+
+
 def test_a_module_without_values_is_refused(tmp_path: Path) -> None:
     """By name, and nothing is written."""
     with pytest.raises(CheckpointError, match="'weight', 'bias' are on meta"):

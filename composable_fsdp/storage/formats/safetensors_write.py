@@ -19,7 +19,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.formats.safetensors_read import INDEX, SINGLE
 from composable_fsdp.storage.manifest import CODES, require_storable
 from composable_fsdp.storage.source import TensorInfo
-from composable_fsdp.storage.writer import bytes_of
+from composable_fsdp.storage.writer import bytes_of, header_bytes, in_host_memory
 
 
 class SafetensorsWriter:
@@ -87,14 +87,13 @@ class SafetensorsWriter:
                 "shape": info.shape,
                 "data_offsets": (places[name], places[name] + info.nbytes),
             }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        # The format allows trailing spaces: the data then begins at a multiple of 8.
-        text += b" " * (-len(text) % 8)
-        file.write(len(text).to_bytes(8, "little") + text)
+        # The data begins at a multiple of the largest element size.
+        text = header_bytes(header, 8)
+        file.write(text)
         # The file has the final size from the start; elements are written in any order.
-        file.truncate(8 + len(text) + at)
+        file.truncate(len(text) + at)
         for name, place in places.items():
-            self._at[name] = (file, 8 + len(text) + place)
+            self._at[name] = (file, len(text) + place)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Write ``values`` of any shape at element ``start`` of tensor ``name``.
@@ -125,11 +124,8 @@ class SafetensorsWriter:
 
 
 def write_elements(file: BinaryIO, values: Tensor) -> None:
-    """Write the elements of ``values`` in row-major order, from their own memory."""
-    host = values.detach().cpu().contiguous()
-    # A conjugated tensor is a lazy view whose memory holds other values.
-    if host.is_complex():
-        host = host.resolve_conj().resolve_neg()
+    """Write the elements of ``values`` in row-major order."""
+    host = in_host_memory(values)
     file.write(bytes_of(host))
 
 
