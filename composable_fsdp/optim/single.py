@@ -109,6 +109,9 @@ def set_full_optim_state(
     for key, value in state.items():
         if isinstance(value, Tensor):
             scalar = is_scalar(key, value, named.shape)
+            if not scalar and value.ndim == 0 and key in own:
+                # For a 0-d parameter the optimizer's own state tells.
+                scalar = named.is_scalar(key, own[key])
             if isinstance(found, ParamRef) and not scalar:
                 value = found.part_of(value)
             before = own.get(key)

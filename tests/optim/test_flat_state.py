@@ -387,6 +387,29 @@ class Scaled(nn.Module):
         return x * self.scale + self.shift
 
 
+def set_counted(world: World, form: str) -> None:
+    model = fully_shard(Scaled())
+    given = flat_parameters(model) if form == "flat" else model.parameters()
+    optimizer = Counting(given, {})
+    backward(loss_of(model, x_of(0, world.rank)))
+    optimizer.step()
+    before = copy.deepcopy(local_state_dict(optimizer))
+
+    for name in ("scale", "shift"):
+        state = get_full_optim_state(model, optimizer, name)
+        set_full_optim_state(model, optimizer, name, state)
+
+    assert _same(local_state_dict(optimizer), before)
+
+
+@pytest.mark.parametrize("form", ["flat", "originals"])
+def test_a_counter_of_a_0d_parameter_is_set_as_the_optimizer_keeps_it(
+    ranks: RankCount, form: str
+) -> None:
+    """What ``get_full_optim_state`` returns is set again without a change."""
+    ranks(2).run(set_counted, form)
+
+
 def resume_counted(world: World, folder: Path) -> None:
     states: list[State] = []
     for _ in range(2):
