@@ -80,12 +80,17 @@ def wrapped_in_new(model: Any) -> None:
     model.second = nn.Sequential(model.second, linear())
 
 
+def checkpointed(model: Any) -> None:
+    model.second = checkpoint_wrapper(linear())
+
+
 TOLD: dict[str, tuple[Callable[[Any], None], str]] = {
     "appended": (appended, "Linear 'more.0' was registered after fully_shard"),
     "replaced": (replaced, "Linear 'second' was registered after fully_shard"),
     "replaced unit": (replaced_unit, "Linear 'first' was registered after"),
     "parameter": (given_parameter, "Parameter 'gain' was registered after"),
     "around": (wrapped_in_new, "no unit holds 'second.1.weight', 'second.1.bias'"),
+    "checkpointed": (checkpointed, "no unit holds 'second.weight', 'second.bias'"),
 }
 
 
