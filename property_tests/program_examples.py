@@ -6,6 +6,16 @@ from property_tests.program_recipes import Action, Options, Part, Program
 
 STEPS: tuple[Action, ...] = (("train", 0), ("train", 1), ("train", 2))
 
+REPEATED = Part(
+    core="nogradpart",
+    children=(
+        Part(form="slice", call="vjp", unit="both", dtype="float32", frozen=1),
+        Part(form="in_place", frozen=2),
+    ),
+    unit="",
+    again=2,
+)
+
 
 def below(
     *parts: Part, actions: tuple[Action, ...] = STEPS, **options: object
@@ -62,6 +72,51 @@ EXAMPLES: dict[str, list[Program]] = {
             actions=(("train", 0), ("inside_summon", "make")),
         )
         for again in (None, 1)
+    ],
+    "a unit that needs another layout inside a transform": [
+        Program(
+            Part(
+                core="plain",
+                children=(
+                    Part(children=(Part(unit=""),), unit="both"),
+                    Part(unit="both"),
+                    Part(
+                        core="ownpenalty",
+                        call=call,
+                        children=(Part(core="conv", frozen=1),),
+                    ),
+                ),
+            ),
+            width=5,
+            options=Options(
+                strategy=strategy, style="auto", apart=True, groups=True, replicas=12
+            ),
+            actions=(("freeze_all", True), ("train", 2)),
+        )
+        for call in ("jvp", "vjp")
+        for strategy in ("NO_SHARD", "FULL_SHARD")
+    ],
+    "a backward inside a forward, and gradients for all": [
+        Program(
+            Part(
+                core="layer_norm",
+                call="functional",
+                children=(REPEATED, REPEATED),
+                unit="both",
+                again=0,
+            ),
+            width=2,
+            seed=3,
+            options=Options(
+                strategy="SHARD_GRAD_OP",
+                prefetch="BACKWARD_POST",
+                forward_prefetch=True,
+                block="ELEMENT",
+                fill=True,
+                methods=True,
+            ),
+            actions=(("freeze_piece", 6, True), ("train", 1)),
+        )
     ],
     "full parameters older than the shards": [
         *(

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 # torch does not annotate these constructors.
 _Event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -159,6 +163,23 @@ def copy_async(target: Tensor, source: Tensor) -> None:
         # weights that only an all-gather writes to.
         with torch._C._DisableFuncTorch():
             target.copy_(source, non_blocking=True)
+
+
+def outside_transforms(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, Result]:
+    """Decorate a function that makes or replaces tensors of this package.
+
+    Inside a transform of torch.func (``jvp``, ``vjp``, ``vmap``) such tensors would be
+    wrappers that are dead after the transform.
+    """
+
+    @wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def synchronize(streams: Streams | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.build import note_memory
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -211,6 +212,7 @@ def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.
     return handle.device
 
 
+@outside_transforms
 def restore_shard_views(handle: FlatParamHandle) -> None:
     """Copy changed leaves into the shard and make all leaves views of the shard."""
     with torch.no_grad():

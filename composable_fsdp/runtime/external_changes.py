@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from composable_fsdp.comm.device import make_streams
+from composable_fsdp.comm.device import make_streams, outside_transforms
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.external_changes import require_leaves, shards_are_unchanged
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -22,6 +22,7 @@ from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 
+@outside_transforms
 def adopt_external_changes(state: _FSDPState) -> None:
     """Make the shards of the unit hold the parameters that the modules show.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.rebuild_trainable import rebuild_for_requires_grad
@@ -12,6 +13,7 @@ from composable_fsdp.tree.root import root_of
 from composable_fsdp.tree.state import RuntimeContext
 
 
+@outside_transforms
 def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Move parameters that were frozen or unfrozen to regions of their kind.
 

@@ -157,6 +157,10 @@ def _reduce_in_turn(
 def _free_unused(context: RuntimeContext, state: _FSDPState) -> None:
     """Reshard the unit, or keep the unit full for the next forward if so configured."""
     handle = state.handle
+    if handle.calls:
+        # This backward runs inside a forward of the unit (``torch.func.vjp``), which
+        # still reads the parameters.
+        return
     if state.reshard_after_backward:
         reshard(context, handle)
     elif handle.residency is not SHARDED:
