@@ -14,7 +14,7 @@ import shutil
 import tracemalloc
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -361,6 +361,47 @@ def test_values_too_large_to_print_are_refused_at_once(dcp: Path, place: str) ->
 
     assert f"{dcp / '.metadata'} is damaged: " in message
     assert len(message) < 500
+
+
+class SavedPath:
+    """A path of endless parts, once unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PosixPath, (endless(),)
+
+
+@pytest.mark.req("X-21")
+def test_the_path_that_a_checkpoint_was_saved_to_is_not_looked_at(dcp: Path) -> None:
+    """As text it might be endless."""
+    metadata: Any = FileSystemReader(dcp).read_metadata()
+    metadata.storage_meta.checkpoint_id = SavedPath()
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    read_all(dcp)
+
+
+@pytest.mark.req("X-21")
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ("}", "K\x01s"),
+        ("}(", "K\x01u"),
+        ("(", "K\x01d"),
+        ("\x8f(", "\x90"),
+        ("(", "\x91"),
+    ],
+    ids=["item", "items", "dict", "set", "frozenset"],
+)
+def test_metadata_with_keys_too_large_to_hash_is_refused(
+    dcp: Path, begin: str, end: str
+) -> None:
+    """In a dictionary or a set, by each opcode that adds to one."""
+    # Without the header (the protocol and the length) and the last opcode.
+    key = pickle.dumps(endless(), protocol=4)[11:-1]
+    data = b"\x80\x04" + begin.encode("latin1") + key + end.encode("latin1") + b"."
+    (dcp / ".metadata").write_bytes(data)
+
+    assert f"{dcp / '.metadata'} holds a pickle with more in it" in refusal(dcp)
 
 
 @pytest.mark.req("X-21")

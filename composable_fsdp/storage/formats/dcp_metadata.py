@@ -18,7 +18,7 @@ import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -94,15 +94,21 @@ _KEPT = {
 }
 # The path that the checkpoint was saved to: a str, or any of these classes.
 _PATHS = {"Path", "PosixPath", "WindowsPath"}
-_TEXTS = {
+_IGNORED = {
     "torch.serialization": {"_get_layout"},
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
 }
 
 
+_OPCODES: dict[int, Any] = pickle._Unpickler.dispatch
+_HASHING = {code[0] for code in (pickle.DICT, pickle.ADDITEMS, pickle.FROZENSET)}
+
+
 class _Reader(pickle._Unpickler):
     """An unpickler that knows only the names of DCP's metadata."""
+
+    stack: list[Any]
 
     # The base class is the unpickler written in Python. The unpickler in C fills 32 GiB
     # of memory for a few bytes of pickle that memoize a value under the number 2 ** 31.
@@ -111,13 +117,39 @@ class _Reader(pickle._Unpickler):
         if name in _KEPT.get(module, ()):
             # A new class for each use: the pickle may set attributes on the class.
             return type(name, (_Kept,), {"kind": name})
-        if name in _TEXTS.get(module, ()):
-            return lambda *parts: "/".join(map(str, parts))
+        if name in _IGNORED.get(module, ()):
+            return lambda *parts: None
         if (module, name) == ("torch", "Size"):
             return lambda sizes=(): tuple(sizes)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of DCP's metadata")
+
+    def _set_item(self) -> None:
+        """Add an item to a dict. Raises: UnpicklingError, for a key of another type."""
+        self._require_keys(self.stack[-2:-1])
+        _OPCODES[pickle.SETITEM[0]](self)
+
+    def _set_items(self) -> None:
+        """Add items to a dict. Raises: UnpicklingError, for a key of another type."""
+        self._require_keys(self.stack[::2])
+        _OPCODES[pickle.SETITEMS[0]](self)
+
+    def _require_keys(self, keys: list[Any]) -> None:
+        """Refuse keys that DCP does not use."""
+        # The hash of nested tuples that share their halves takes forever.
+        for key in keys:
+            if not isinstance(key, str | _Kept):
+                raise pickle.UnpicklingError(
+                    f"a {type(key).__name__} is no key of DCP's metadata"
+                )
+
+    # The functions by opcode, without the other opcodes that hash values.
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code: _OPCODES[code] for code in _OPCODES if code not in _HASHING},
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+    }
 
     def persistent_load(self, pid: Any) -> Any:
         """Refuse persistent ids, which DCP does not use."""
