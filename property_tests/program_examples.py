@@ -118,6 +118,23 @@ EXAMPLES: dict[str, list[Program]] = {
             actions=(("freeze_piece", 6, True), ("train", 1)),
         )
     ],
+    "torch's state dicts while a unit is full by hand": [
+        below(
+            Part(),
+            optimizer=optimizer,
+            actions=(
+                *before,
+                ("unshard_unit", 1, False),
+                ("torch_get", how),
+                ("torch_set",),
+                ("reshard_unit", 1),
+                *STEPS,
+            ),
+        )
+        for how in ("full", "sharded")
+        for optimizer in ("adamw_foreach", "adagrad_fused")
+        for before in ((), (("train", 0),))
+    ],
     "full parameters older than the shards": [
         *(
             Program(

@@ -33,6 +33,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat import residency
+from composable_fsdp.phases import Residency
+from composable_fsdp.tree.traversal import _get_fsdp_states
 
 _PACKAGE = "torch.distributed.checkpoint"
 _MODULE = f"{_PACKAGE}.state_dict"
@@ -96,6 +99,27 @@ def _with_request(run: Call, given: dict[str, Any]) -> Any:
         return run()
 
 
+def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
+    """Run a DCP function for optimizers while modules show the sharded parameters.
+
+    DCP looks for the parameters of the optimizer among those that the model shows,
+    which are others while a unit is unsharded by hand.
+    """
+    model = given.get("model")
+    shown = [
+        state.handle
+        for state in (_get_fsdp_states(model) if isinstance(model, nn.Module) else ())
+        if state.handle.residency is Residency.UNSHARDED
+    ]
+    for handle in shown:
+        residency.use_sharded(handle)
+    try:
+        return _with_request(run, given)
+    finally:
+        for handle in shown:
+            residency.use_full(handle)
+
+
 _before_optimizer: list[Callable[[object], None]] = []
 
 
@@ -141,9 +165,9 @@ def _with_check(run: Call, given: dict[str, Any]) -> Any:
 _FUNCTIONS: dict[str, dict[str, Call]] = {
     _MODULE: {
         "_get_model_state_dict": _with_request,
-        "_get_optim_state_dict": _with_request,
+        "_get_optim_state_dict": _with_sharded_leaves,
         "_load_model_state_dict": _with_request,
-        "_load_optim_state_dict": _with_request,
+        "_load_optim_state_dict": _with_sharded_leaves,
         "_init_optim_state": _with_init_step,
     },
     f"{_PACKAGE}.state_dict_saver": {"_save_state_dict": _with_saving_ranks},
