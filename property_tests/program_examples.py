@@ -26,6 +26,12 @@ def below(
 
 
 EXAMPLES: dict[str, list[Program]] = {
+    "a write before an error that is caught": [
+        below(
+            Part(core="clamp", call="caught"),
+            actions=(("forward", 0), ("forward", 1)),
+        )
+    ],
     "an auxiliary loss on an attribute": [
         below(Part(form="aux_for_loss")),
         below(Part(form="aux_for_parent"), Part()),

@@ -56,7 +56,6 @@ ON_SHARDS = (
     "raw_round_trip",
 )
 """Actions on ``model.parameters()``, which are others while a unit is full by hand."""
-WRITING = {"core:clamp", "core:dataclamp", "core:normalized"}
 WHILE_LOCAL = ("forward", "backward", "collect", "setting", "sync", "unshard_unit")
 """Actions that a script may take while gradients are not reduced yet."""
 LOSSES = ("plain", "retain", "all", "half", "no_sync", "scaled")
@@ -191,8 +190,6 @@ class Run:
             "argument:provide",
         } & (self.program.words()):
             return False  # gradients that a script assigns may differ by rank
-        if name == "raise_in_forward" and WRITING & self.program.words():
-            return False  # what a forward wrote is lost if it raises later
         if name in REDUCING[:3] and not self.plain[0].slots:
             return False
         if name in ("backward", "forward", "sync") and self.local:

@@ -12,6 +12,7 @@ the unit full if needed, the use is not recorded, and backward reshards the unit
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
@@ -288,7 +289,11 @@ def post_forward(
         or state.sums is not None
         or state.writes_data
     ):
-        _copy_writes_to_shards(state)
+        try:
+            _copy_writes_to_shards(state)
+        except PhaseError:
+            _after_raise(state)
+            raise
     call = handle.calls.pop() if handle.calls else None
     if handle.foreign and not handle.calls:
         # ``functional_call`` removes its tensors after the call, so put them back into
@@ -455,14 +460,10 @@ def _copy_writes_to_shards(state: _FSDPState) -> None:
     if not in_place and not state.writes_data:
         return
     was_current = handle.gathered_at and handle.gathered_at == shard_versions(handle)
-    try:
-        if in_place:
-            copy_writes_to_shards(handle)
-        if state.writes_data:
-            copy_all_to_shards(handle)
-    except PhaseError:
-        _after_raise(state)
-        raise
+    if in_place:
+        copy_writes_to_shards(handle)
+    if state.writes_data:
+        copy_all_to_shards(handle)
     if was_current:
         # The shards changed to what the full parameters are.
         handle.gathered_at = shard_versions(handle)
@@ -477,6 +478,11 @@ def _after_raise(state: _FSDPState) -> None:
     """Reset the unit, or the whole tree if outermost, after the forward raised."""
     context, handle = state.context, state.handle
     assert context is not None
+    if handle.residency is UNSHARDED and handle.form.readable is not None:
+        # In-place writes before the error stay, as in a plain module. The user's error
+        # matters more than a refusal of the write.
+        with suppress(PhaseError):
+            _copy_writes_to_shards(state)
     state.sums = None
     if handle.calls:
         call = handle.calls.pop()

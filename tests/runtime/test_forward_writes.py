@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.reference import (
     apply_units,
     assert_same_training,
     backward,
+    differences,
     sgd,
     train,
     train_reference,
@@ -125,6 +127,64 @@ def test_a_write_to_weights_in_forward_reaches_the_shards(
 ) -> None:
     """In place and through ``.data``, in training and evaluation."""
     ranks(2).run(train_writers, path, strategy)
+
+
+class Gives(nn.Module):
+    """Goes on without a unit that gives up, after the unit has written."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Catch the error."""
+        try:
+            return cast(Tensor, self.inner(x))
+        except GivesUpError:
+            return x * 2
+
+
+class GivesUpError(RuntimeError):
+    """What a module raises."""
+
+
+def give_up(*_: object) -> None:
+    raise GivesUpError
+
+
+def write_and_raise(world: World, path: str) -> None:
+    """Each kind raises behind its write: caught by a caller, and by the script."""
+    for kind in KINDS:
+        plain = nn.Sequential(Gives(build(kind)[0]), build(kind)[1])
+        model = apply_units(copy.deepcopy(plain), ["0.inner", "1"], path=path)
+        sides = plain, model
+        x = wide_input(WIDTH)(0, world.rank)
+        inner = [each.get_submodule("0.inner") for each in sides]
+        hooks = [each.register_forward_hook(give_up) for each in inner]
+        outs = [each(x) for each in sides]
+        assert torch.equal(*outs)
+        for hook in hooks:
+            hook.remove()
+        last = [
+            each.get_submodule("1").register_forward_hook(give_up) for each in sides
+        ]
+        for each in sides:
+            with pytest.raises(GivesUpError):
+                each(x)
+        for hook in last:
+            hook.remove()
+        assert torch.equal(*[each(x) for each in sides])
+        weights = dict(plain.state_dict())
+        assert differences(model.state_dict(), weights) == {}
+
+
+@pytest.mark.req("P-06")
+@pytest.mark.parametrize("path", PATHS)
+def test_what_a_forward_wrote_before_it_raised_stays(
+    ranks: RankCount, path: str
+) -> None:
+    """In a unit whose caller goes on, and in one whose error ends the forward."""
+    ranks(2).run(write_and_raise, path)
 
 
 def write_to_copies(world: World) -> list[str]:
