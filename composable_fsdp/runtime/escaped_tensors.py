@@ -118,6 +118,14 @@ def tensors_on_attributes(state: _FSDPState, since: int) -> list[Tensor]:
     return made_since(found, since)
 
 
+def first_number(aliases: tuple[Any, ...]) -> int:
+    """Return the first sequence number of a forward with these ``aliases``.
+
+    0 without an alias: each node that leads to an output belongs to the forward.
+    """
+    return min([alias._sequence_nr() for alias in aliases], default=0)
+
+
 def made_since(tensors: Iterable[Tensor], since: int) -> list[Tensor]:
     """Return the tensors whose node was made at or after ``since``."""
     return [tensor for tensor in tensors if _is_since(tensor, since)]

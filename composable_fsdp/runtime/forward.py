@@ -42,6 +42,7 @@ from composable_fsdp.runtime.container_copies import (
 )
 from composable_fsdp.runtime.escaped_tensors import (
     below_transforms,
+    first_number,
     grad_fns_of,
     made_since,
     sequence_number,
@@ -388,7 +389,7 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
     # backward may enter the unit.
     for tensor, version in inputs:
         if tensor._version != version:
-            tensors = [*tensors, *written_in_place(inputs, _since(aliases))]
+            tensors = [*tensors, *written_in_place(inputs, first_number(aliases))]
             break
     if state.scans or state.kept_at:
         tensors = [*tensors, *tensors_on_attributes(state, call.since)]
@@ -399,9 +400,9 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
         node = tensors[0].grad_fn
         nodes = [] if node is None else [node]
     else:
-        nodes = grad_fns_of(tensors, _since(aliases))
+        nodes = grad_fns_of(tensors, first_number(aliases))
     if not nodes:
-        nodes = grad_fns_of(below_transforms(tensors), _since(aliases))
+        nodes = grad_fns_of(below_transforms(tensors), first_number(aliases))
     if not nodes:
         return False
     if len(aliases) > 1:
@@ -432,14 +433,6 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
     calls = call.tape.open_calls
     calls[handle] = calls.get(handle, 0) + 1
     return True
-
-
-def _since(aliases: tuple[Any, ...]) -> int:
-    """Return the first sequence number of a forward with these ``aliases``.
-
-    0 without an alias: each node that leads to an output belongs to the forward.
-    """
-    return min([alias._sequence_nr() for alias in aliases], default=0)
 
 
 def _copy_writes_to_shards(state: _FSDPState) -> None:
