@@ -137,7 +137,8 @@ def clip_grad_norm_(
     # float16 powers overflow, so float32 at least. The parameters decide, not the
     # gradients: a rank without any element of a parameter has no gradient, but must
     # send the same dtype as the other ranks.
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
+    dtype = torch.float64 if is_double else torch.float32
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
     total = _total_norm(plain, sharded, kind)

@@ -15,6 +15,7 @@ from composable_fsdp import (
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
+    get_full_grad,
 )
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
@@ -483,3 +484,36 @@ def check_no_gradient(world: World, path: str) -> None:
 def test_to_clip_without_any_gradient_warns(ranks: RankCount, path: str) -> None:
     """As FSDP1: before backward, or after zero_grad, nothing is clipped."""
     ranks(2).run(check_no_gradient, path)
+
+
+class Complex(nn.Module):
+    """A complex parameter, whose gradient is complex."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = torch.arange(1.0, 7.0, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.complex(values, -values).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A real loss."""
+        return (self.weight * x).abs().square().sum()
+
+
+def clip_complex(world: World) -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        for norm in NORMS:
+            plain, model = Complex(dtype), fully_shard(Complex(dtype))
+            for each in (plain, model):
+                each(torch.ones(6)).backward()
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm)
+            total = clip_grad_norm_(model, 0.5, norm)
+            assert torch.allclose(total.double(), expected.double())
+            whole = get_full_grad(model, "weight")
+            assert whole is not None
+            assert plain.weight.grad is not None
+            assert torch.allclose(whole, plain.weight.grad)
+
+
+def test_complex_gradients_are_clipped_as_the_plain_models(ranks: RankCount) -> None:
+    """In the precision of their real and imaginary parts."""
+    ranks(2).run(clip_complex)
