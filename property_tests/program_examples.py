@@ -253,6 +253,7 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(call="forward")),
         below(Part(form="generator")),
         below(Part(form="late_thunk")),
+        below(Part(core="oldweightnorm", form="late_thunk")),
         below(Part(), actions=(("call_core", 1, 0),)),
         *(
             Program(

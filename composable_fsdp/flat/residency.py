@@ -89,7 +89,11 @@ def use_sharded(handle: FlatParamHandle) -> None:
     # As ``refuse_part_calls``, inlined to save a function call per step.
     if handle.parts_open:
         for hooks in handle.guards:
-            hooks[REFUSE] = refuse_part
+            if hooks:
+                hooks[REFUSE] = refuse_part
+                hooks.move_to_end(REFUSE, last=False)  # type: ignore[attr-defined]  # torch's are OrderedDict
+            else:
+                hooks[REFUSE] = refuse_part
         handle.parts_open = False
     # A unit that shows its sharded leaves already keeps its state.
     if handle.residency is UNSHARDED:
