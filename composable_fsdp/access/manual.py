@@ -7,13 +7,12 @@ from torch import nn
 
 from composable_fsdp.access.schedule import state_of_unit
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import (
     requires_grad_changed,
     shards_are_unchanged,
 )
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import HIDDEN, NOT_GATHERED
+from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.runtime import unshard as verbs
 from composable_fsdp.runtime.external_changes import adopt_external_changes_unless_meta
 from composable_fsdp.runtime.graph_task import current_task
@@ -38,8 +37,8 @@ class UnshardHandle:
         resharded: the unit's own forward also waits.
         """
         handle, self._handle = self._handle, None
-        # ``full_since`` is None after the unit was resharded.
-        if handle is not None and handle.full_since is not None:
+        # ``kept_full`` is False after the unit was resharded.
+        if handle is not None and handle.kept_full:
             verbs.wait_unsharded(handle)
 
 
@@ -76,7 +75,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     context = _context(state, "unshard")
     handle = state.handle
     if (
-        handle.full_since is None
+        not handle.kept_full
         and handle.form.needs_gather
         and handle.residency not in NOT_GATHERED
         and context.outermost is None
@@ -84,9 +83,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     ):
         # The full parameters are those of a forward, which waits for its backward. The
         # shards may have been written to since; the next forward must not use old ones.
-        verbs.reshard(context, handle)
-        if handle.residency is HIDDEN:  # kept for a second backward
-            residency.drop_full(handle)
+        verbs.discard_full(context, handle)
+    verbs.record_gathers(handle)
     if handle.residency in NOT_GATHERED:
         if context.outermost is None and not shards_are_unchanged(handle):
             # After ``p.data = ...``, a cast, or a change of requires_grad: the buffers
@@ -102,10 +100,10 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             current = torch.cuda.current_stream(handle.device)
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)
-    if handle.full_since is None:
-        # The versions of the sharded parameters now: the next forward compares them to
-        # detect writes under the full parameters.
-        handle.full_since = verbs.shard_versions(handle)
+    if not handle.gathered_at:
+        # Gathered before the record began, for the forward or backward that is running.
+        handle.gathered_at = verbs.shard_versions(handle)
+    handle.kept_full = True
     pending = UnshardHandle(handle)
     if async_op:
         return pending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
@@ -33,7 +34,7 @@ def build_handle(
     groups: Groups,
     device: torch.device,
     sharded: bool = False,
-    guarded: tuple[dict[int, Any], ...] | None = None,
+    guarded: tuple[OrderedDict[int, Any], ...] | None = None,
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves; the unit is sharded afterwards.
 
@@ -209,8 +210,10 @@ def reset_handle(handle: FlatParamHandle) -> None:
     handle.ready = None
     handle.backward, handle.calls = NO_BACKWARD, []
     handle.lent = []
-    handle.kept = handle.reduce_due = handle.reduce_has_memory = False
-    handle.reduce_owner = handle.held = handle.full_since = None
+    handle.kept = handle.kept_full = handle.reduce_due = handle.reduce_has_memory = (
+        False
+    )
+    handle.reduce_owner = handle.held = None
     handle.gather_event = handle.free_event = handle.reduce_event = None
     handle.leaf_stream, handle.steps = None, 0
     # Events are created here once and recorded again in every step.

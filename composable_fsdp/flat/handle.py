@@ -7,6 +7,7 @@ The handle holds data and answers questions. The functions of ``flat.residency``
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,6 @@ class FlatParamHandle:
         "fqn",
         "free_event",
         "full_fqn",
-        "full_since",
         "gather_event",
         "gathered_at",
         "groups",
@@ -123,6 +123,7 @@ class FlatParamHandle:
         "here_at",
         "kept",
         "keys",
+        "kept_full",
         "leaf_stream",
         "lent",
         "offload",
@@ -193,7 +194,7 @@ class FlatParamHandle:
     """The sharded leaf of each place."""
     parts_open: bool
     """Whether calls of the unit's parts are allowed, as inside the unit's forward."""
-    guards: tuple[dict[int, Any], ...]
+    guards: tuple[OrderedDict[int, Any], ...]
     """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
     refusal while the unit is sharded."""
     phase: Phase
@@ -240,15 +241,14 @@ class FlatParamHandle:
     kept: bool
     """Whether ``full`` stays allocated until the end of the next backward
     (``create_graph=True``)."""
-    full_since: tuple[int, ...] | None
-    """The ``runtime.unshard.shard_versions`` of the values in ``full``, from the time
-    when the unit was kept unsharded after backward or by ``unshard``; else ``None``.
-    If the versions differ later, the shards were written to (for example by an
-    optimizer step)."""
+    kept_full: bool
+    """Whether ``full`` was kept for the next forward, after backward or by ``unshard``.
+    The next forward compares ``gathered_at`` with the versions of then."""
     gathered_at: tuple[int, ...] | None
-    """``runtime.unshard.shard_versions`` when the last all-gather read the shards.
-    Empty before the first all-gather; ``None`` as long as the unit is never kept
-    unsharded after backward, so that other units pay nothing."""
+    """``runtime.unshard.shard_versions`` when the last all-gather read the shards. If
+    the versions differ later, the shards were written to (for example by an optimizer
+    step). Empty before the first all-gather; ``None`` as long as the unit is never kept
+    unsharded, so that other units pay nothing."""
     steps: int
     """Number of optimizer steps over the unit's leaves since step counting started
     (``step_counts``)."""

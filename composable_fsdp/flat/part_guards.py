@@ -21,8 +21,9 @@ keep ``nn.TransformerEncoderLayer`` from its fast path.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ REFUSE = -2
 
 def find_guards(
     handle: FlatParamHandle, modules: Sequence[nn.Module]
-) -> tuple[dict[int, Any], ...]:
+) -> tuple[OrderedDict[int, Any], ...]:
     """Return the tables of pre-hooks of the unit's parts.
 
     ``modules`` are the modules with the unit's hooks, which are no parts. The result is
@@ -57,7 +58,9 @@ def find_guards(
             parts.update(_readers(module, without))
     for module in modules:
         parts.pop(id(module), None)
-    return tuple([part._forward_pre_hooks for part in parts.values()])
+    # Torch annotates the tables as dicts, and creates each as an OrderedDict.
+    tables = (part._forward_pre_hooks for part in parts.values())
+    return tuple([cast("OrderedDict[int, Any]", table) for table in tables])
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -94,13 +97,10 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
 def refuse_part_calls(handle: FlatParamHandle) -> None:
     """Install the refusal on the unit's parts; for the sharded state."""
     for hooks in handle.guards:
-        if hooks:
-            # Before pre-hooks of the user, which may compute with parameters
-            # (``torch.nn.utils.weight_norm`` does).
-            hooks[REFUSE] = refuse_part
-            hooks.move_to_end(REFUSE, last=False)  # type: ignore[attr-defined]  # torch's are OrderedDict
-        else:
-            hooks[REFUSE] = refuse_part
+        # Before pre-hooks of the user, which may compute with parameters
+        # (``torch.nn.utils.weight_norm`` does).
+        hooks[REFUSE] = refuse_part
+        hooks.move_to_end(REFUSE, last=False)
     handle.parts_open = False
 
 

@@ -216,7 +216,7 @@ def _agreed(
             by_handle.setdefault(id(members[i].handle), []).append(i)
     # This call also fills in the state of parameters without elements on this rank, so
     # that every rank gathers the same state names.
-    require_same_state(members, states, by_handle, units)
+    require_same_state(members, states, units)
     options = aligned_groups(groups, joined, own)
     return members, options, states, by_handle
 

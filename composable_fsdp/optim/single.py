@@ -49,9 +49,8 @@ def get_full_optim_state(
     values = over_originals(optim).state.get(named.parameter, {})
     if not isinstance(found, ParamRef):
         return {key: _clone(value) for key, value in values.items()}
-    cut = {id(found.handle): [0]} if named.is_cut else {}
     states = [values]
-    require_same_state([named], states, cut)
+    require_same_state([named], states)
     (values,) = states
     result: dict[str, Any] = {}
     # Sort the names, because each state needs broadcasts, in the same order on all

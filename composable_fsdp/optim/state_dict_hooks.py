@@ -125,9 +125,9 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
         return None
     if has_flats(optim.param_groups):
         return give_flat(optim, state_dict)
+    # torch's functions do not say in this call that they need full tensors;
+    # ``dcp_request`` has the options of the call above.
     asked = dcp_request()
-    # torch's functions do not say in the call that they need full tensors, so
-    # ``dcp_request`` reads their options from the calling frame.
     if asked is not None and asked.full:
         return _full(optim, state_dict, asked)
     # In a checkpoint, parameters that every rank holds whole are sharded values, too,
@@ -168,13 +168,7 @@ def _exchanged_states(
     """
     cut = {key: named for key, named in members.items() if named.is_cut}
     states = [state.get(key, {}) for key in cut]
-    by_handle: dict[int, list[int]] = {}
-    # Sort by name: all ranks must describe the parameters in the same order, and the
-    # order in the optimizer may differ between ranks.
-    for i, named in sorted(enumerate(cut.values()), key=lambda pair: pair[1].fqn):
-        by_handle.setdefault(id(named.handle), []).append(i)
-    units = _get_fsdp_states(model)
-    require_same_state(list(cut.values()), states, by_handle, units)
+    require_same_state(list(cut.values()), states, _get_fsdp_states(model))
     return {
         key: values
         for (key, named), values in zip(cut.items(), states, strict=True)

@@ -53,7 +53,6 @@ state for ranks without elements (empty if not needed)."""
 def require_same_state(
     members: list[Named],
     states: list[Values],
-    by_handle: dict[int, list[int]],
     units: Sequence[_FSDPState] = (),
 ) -> None:
     """Check on all ranks that state can be gathered; complete ``states``.
@@ -64,7 +63,6 @@ def require_same_state(
     Args:
         members: the named parameters of the optimizer.
         states: the state of each parameter; changed in place.
-        by_handle: indices of the sharded parameters by ``id(handle)``.
         units: units whose shard groups take part even if the optimizer of this rank
             holds none of their parameters; default: no further groups.
 
@@ -81,17 +79,14 @@ def require_same_state(
     # order, and must use a group even if this rank has no parameter to describe there.
     cut: dict[dist.ProcessGroup, list[int]]
     cut = {group: [] for group in shard_groups(units)}
-    for indices in by_handle.values():
-        for i in indices:
-            handle = members[i].handle
-            assert handle is not None
-            assert handle.groups.shard is not None
-            cut.setdefault(handle.groups.shard, []).append(i)
+    # By name: the order of the parameters in the optimizer may differ between ranks.
+    for i, named in sorted(enumerate(members), key=lambda pair: pair[1].fqn):
+        if named.handle is not None and named.handle.groups.shard is not None:
+            cut.setdefault(named.handle.groups.shard, []).append(i)
     # Complete all exchanges before any error is raised: a rank that raised after the
     # first would be missing in the next.
     told = []
     for group, indices in cut.items():
-        indices.sort(key=lambda i: members[i].fqn)
         mine = [_entry(members[i], states[i]) for i in indices]
         told.append((indices, exchange(problem, mine, group)))
     if problem is not None:

@@ -8,6 +8,7 @@ look-ups: flat parameters, parameter groups, and a dictionary of known optimizer
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,13 +56,14 @@ loaded before; the second step sees the state that the first step created."""
 class _KnownOptimizer:
     """Facts about an optimizer, valid while ``at`` is unchanged."""
 
-    __slots__ = ("absent", "at", "handles", "looks")
+    __slots__ = ("absent", "at", "empty", "handles", "looks")
 
     def __init__(
         self,
         at: object,
         handles: list[FlatParamHandle],
         absent: tuple[_EmptyLeaves, ...],
+        empty: Sequence[torch.Tensor],
     ) -> None:
         self.at = at
         """The number of ``fully_shard`` calls and of replaced parameters when the
@@ -71,18 +73,20 @@ class _KnownOptimizer:
         # alive.
         self.handles = tuple([weakref.ref(handle) for handle in handles])
         self.absent = absent
-        """Parameters without elements on this rank, per unit."""
+        """Parameters without elements on this rank, per unit, whose versions steps on
+        other ranks move."""
+        self.empty = empty
+        """All parameters without elements on this rank, and with some on others."""
         self.looks = 0
 
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _KnownOptimizer] = (
     weakref.WeakKeyDictionary()
 )
-_unwritten: weakref.WeakKeyDictionary[
-    torch.optim.Optimizer, list[tuple[FlatParamHandle, str]]
-] = weakref.WeakKeyDictionary()
-"""Units, and the names of their recorded versions that were current before a step that
-only creates state.
+_unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandle]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Units whose recorded versions were current before a step that only creates state.
 
 Such a step raises version counters and changes no value."""
 _applications = 0
@@ -127,11 +131,9 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _unwritten.pop(optim, None)
         if is_state_init_step():
             _unwritten[optim] = [
-                (handle, field)
+                handle
                 for handle in handles_of(optim)
-                for field in ("full_since", "gathered_at")
-                if getattr(handle, field)
-                and getattr(handle, field) == shard_versions(handle)
+                if handle.gathered_at and handle.gathered_at == shard_versions(handle)
             ]
     prepare_flats(optim)
     require_outside_unshard_params(optim)
@@ -151,7 +153,8 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Install the hooks before the checks below: the hooks cut state that was loaded
         # earlier into this rank's parts, and the checks expect parts.
         install_optimizer_hooks(optim)
-        met = _KnownOptimizer(at, handles_of(optim), _empty_leaves(optim))
+        empty = [p for p in parameters_of(optim) if is_absent(p)]
+        met = _KnownOptimizer(at, handles_of(optim), _empty_leaves(optim), empty)
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
@@ -178,17 +181,19 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if is_counting_steps():
             if optim in _unwritten:
                 # The values are unchanged, so accept the new versions as current.
-                for handle, field in _unwritten.pop(optim):
-                    setattr(handle, field, shard_versions(handle))
+                for handle in _unwritten.pop(optim):
+                    handle.gathered_at = shard_versions(handle)
             else:
                 count_step(met.handles)
         if met.absent:
             _count_writes_of_empty(optim, met)
-        if not optim.state:
-            _note_steps_elsewhere(optim)
+        if met.empty and not optim.state:
+            _note_steps_elsewhere(optim, met.empty)
 
 
-def _note_steps_elsewhere(optim: torch.optim.Optimizer) -> None:
+def _note_steps_elsewhere(
+    optim: torch.optim.Optimizer, empty: Sequence[torch.Tensor]
+) -> None:
     """Give an optimizer without state an empty entry if other ranks have stepped.
 
     Collective: none.
@@ -196,11 +201,10 @@ def _note_steps_elsewhere(optim: torch.optim.Optimizer) -> None:
     # ``torch.distributed.checkpoint.state_dict`` steps an optimizer without state with
     # zero gradients. If only this rank did so, this rank would create state of
     # parameters that no step has reached. An empty entry prevents that.
-    for leaf in parameters_of(optim):
-        found = find_param(leaf) if is_absent(leaf) else None
+    for ref in map(find_param, empty):
         # ``shown``: the parameter has a gradient on the ranks that hold its elements.
-        if found is not None and found.region.shown[found.index]:
-            optim.state[leaf] = {}
+        if ref is not None and ref.region.shown[ref.index]:
+            optim.state[ref.leaf] = {}
             return
 
 

@@ -337,7 +337,7 @@ def post_forward(
         # The full buffer stays for backward. The modules show the sharded parameters,
         # because ``zero_grad`` or an optimizer may ask for parameters before backward.
         residency.use_sharded(handle)
-        handle.full_since = None
+        handle.kept_full = False
     return replaced
 
 
@@ -355,7 +355,7 @@ def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
     handle.phase = phase
     if awaited and not state.reshard_after_forward:
         residency.use_sharded(handle)
-        handle.full_since = None
+        handle.kept_full = False
     else:
         reshard(context, handle)
 

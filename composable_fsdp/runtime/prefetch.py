@@ -104,6 +104,6 @@ def drop_unused(context: RuntimeContext) -> None:
     Waits for the all-gathers of these units. Collective: none.
     """
     for handle in context.prefetched:
-        if handle.ready is not None and handle.full_since is None:
+        if handle.ready is not None and not handle.kept_full:
             reshard(context, handle)
     context.prefetched.clear()

@@ -24,7 +24,7 @@ from composable_fsdp.flat.external_changes import (
 )
 from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import COPIES_SHOWN, HIDDEN, SHARDED, UNSHARDED
+from composable_fsdp.flat.residency import COPIES_SHOWN, SHARDED, UNSHARDED
 from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
@@ -43,7 +43,12 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.requires_grad import follow_requires_grad
-from composable_fsdp.runtime.unshard import free_oldest, reshard, shard_versions
+from composable_fsdp.runtime.unshard import (
+    discard_full,
+    free_oldest,
+    reshard,
+    shard_versions,
+)
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
 from composable_fsdp.tree.root import ensure_root, root_of
 from composable_fsdp.tree.state import (
@@ -82,17 +87,13 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         free_cleared(handle)
         if handle.rule.fill:
             schedule = schedule or BackwardSchedule()
-        if handle.full_since is not None and require_current_full_params(handle):
+        if handle.kept_full and require_current_full_params(handle):
             continue
         if handle.residency is not SHARDED:
-            reshard(context, handle)
-            if handle.residency is HIDDEN:
-                # The unit is kept for a second backward. The memory stays, and the next
-                # all-gather writes into the same memory.
-                residency.drop_full(handle)
+            discard_full(context, handle)
     for unit in root_of(context)._root_states:
         handle = unit.handle
-        if handle.full_since is None and not shards_are_unchanged(handle):
+        if not handle.kept_full and not shards_are_unchanged(handle):
             adopt_external_changes(unit)
             if requires_grad_changed(handle):
                 follow_requires_grad(context, handle)
@@ -131,7 +132,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
     # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
         residency.use_sharded(handle)
-    if handle.full_since != shard_versions(handle):
+    if handle.gathered_at != shard_versions(handle):
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "

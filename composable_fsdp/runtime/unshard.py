@@ -21,6 +21,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
     FREE_PENDING,
+    HIDDEN,
     NOT_GATHERED,
     SHARDED,
     UNSHARDED,
@@ -159,7 +160,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # memory.
         handle.ready.wait()
         handle.ready = None
-    handle.full_since = None
+    handle.kept_full = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
@@ -209,17 +210,17 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
         return
     if handle.residency is UNSHARDED:
         residency.use_sharded(handle)
-    if handle.residency is not SHARDED and handle.full_since is None:
-        if not handle.gathered_at:
-            # The all-gather came before the setting, so nobody can tell whether the
-            # shards were written to since. Record from the next all-gather on.
-            record_gathers(handle)
-            reshard(context, handle)
-            return
-        # The next forward compares these versions with the current ones. The versions
-        # are those of the all-gather, because a write or a step between forward and
-        # backward makes the full parameters old already.
-        handle.full_since = handle.gathered_at
+    if handle.residency is SHARDED or handle.kept_full:
+        return
+    if handle.gathered_at:
+        # The versions are those of the all-gather, because a write or a step between
+        # forward and backward makes the full parameters old already.
+        handle.kept_full = True
+    else:
+        # The all-gather came before the setting, so a write to the shards since would
+        # not be noticed. Record from the next all-gather on.
+        record_gathers(handle)
+        reshard(context, handle)
 
 
 def record_gathers(handle: FlatParamHandle) -> None:
@@ -238,6 +239,18 @@ def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
     step_counts.start_counting_steps()
     flats = [r.flat for r in handle.regions if r.flat is not None]
     return (handle.steps, *(x._version for x in (*handle.leaves, *flats)))
+
+
+def discard_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Reshard the unit, so that the next use all-gathers the shards again.
+
+    Collective: none.
+    """
+    reshard(context, handle)
+    if handle.residency is HIDDEN:
+        # The unit is kept for a second backward. The memory stays, and the next
+        # all-gather writes into the same memory.
+        residency.drop_full(handle)
 
 
 def release(context: RuntimeContext, handle: FlatParamHandle) -> None:

@@ -117,7 +117,9 @@ def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
         return _with_request(run, given)
     finally:
         for handle in shown:
-            residency.use_full(handle)
+            # A call that found the shards replaced has resharded the unit.
+            if handle.residency is Residency.HIDDEN:
+                residency.use_full(handle)
 
 
 _before_optimizer: list[Callable[[object], None]] = []
