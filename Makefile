@@ -4,6 +4,8 @@
 PYTHON ?= python3
 # Processes that share the test files; JOBS=0 runs all of them in one, in order.
 JOBS ?= 2
+# Random programs of make long.
+PROGRAMS ?= 10000
 # More arguments for pytest: ARGS=--full-matrix runs every combination of parameters.
 ARGS ?=
 VENV := .venv
@@ -49,8 +51,12 @@ docs: $(DOCS) ## build the documentation; a warning is an error
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-long: $(DEV) ## the property tests with the long random profile
-	PYTEST_TIMEOUT=3600 COMPOSABLE_FSDP_HYPOTHESIS=long $(PY) -m pytest property_tests
+# Random programs run outside pytest, where a failure does not end the run.
+long: $(DEV) ## the property tests with the long random profile, and random programs
+	@failed=0; PYTEST_TIMEOUT=3600 COMPOSABLE_FSDP_HYPOTHESIS=long \
+		$(PY) -m pytest property_tests -k "not programs_are_right" || failed=1; \
+	$(PY) -m property_tests.long_programs --programs $(PROGRAMS) || failed=1; \
+	exit $$failed
 
 clean: ## remove the environment, caches and built documentation
 	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
