@@ -12,8 +12,8 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from composable_fsdp.compose.registry import set_state
-from composable_fsdp.tree.root import ensure_root, root_of
-from composable_fsdp.tree.state import OWNERS, _get_module_fsdp_state
+from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.state import OWNERS, _get_module_fsdp_state, root_of
 from composable_fsdp.tree.traversal import (
     _get_fsdp_handles,
     _get_fsdp_states,

@@ -7,12 +7,9 @@ from torch import nn
 
 from composable_fsdp.access.schedule import state_of_unit
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.external_changes import (
-    requires_grad_changed,
-    shards_are_unchanged,
-)
+from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import NOT_GATHERED
+from composable_fsdp.flat.residency import NOT_GATHERED, shards_are_unchanged
 from composable_fsdp.runtime import unshard as verbs
 from composable_fsdp.runtime.external_changes import adopt_external_changes_unless_meta
 from composable_fsdp.runtime.graph_task import current_task

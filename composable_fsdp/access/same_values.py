@@ -9,8 +9,8 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.build_region import full_views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import full_views
 from composable_fsdp.naming import join_name, quoted
 
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from composable_fsdp.access.gather import gather_flat_values, spread_flat_values
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat import memory
+from composable_fsdp.flat.build_region import full_views
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
+from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter, full_views, shard_views
+from composable_fsdp.flat.region import FlatParameter
 
 T = TypeVar("T")
 

@@ -23,10 +23,10 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
 from composable_fsdp.flat.build import written
+from composable_fsdp.flat.build_region import full_leaf, full_views
 from composable_fsdp.flat.external_changes import is_at, restore_full_views
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import full_leaf, full_views
-from composable_fsdp.flat.versions import version_of
+from composable_fsdp.flat.residency import version_of
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.phases import Phase, illegal_move
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded

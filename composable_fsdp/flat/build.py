@@ -15,6 +15,7 @@ from composable_fsdp.comm.device import StreamEvent
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.config import Block
 from composable_fsdp.flat import part_guards
+from composable_fsdp.flat.build_region import build_region
 from composable_fsdp.flat.handle import (
     NO_BACKWARD,
     FlatParamHandle,
@@ -22,8 +23,8 @@ from composable_fsdp.flat.handle import (
     remember_leaves,
 )
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
-from composable_fsdp.flat.region import FlatParameter, build_region
-from composable_fsdp.flat.versions import unreadable_versions
+from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.residency import unreadable_versions
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.planner import Target
 
@@ -115,7 +116,7 @@ def make_tables(handle: FlatParamHandle) -> None:
         handle.trainable = tuple([r for r in handle.regions if r.layout.trainable])
     handle.reduce_groups = _reduced_together(handle)
     handle.handed_out, handle.foreign = (), {}
-    # ``runtime.grad_hooks.install_grad_hooks`` adds hooks and AccumulateGrad nodes.
+    # ``runtime.backward.install_grad_hooks`` adds hooks and AccumulateGrad nodes.
     number = len(handle.sharded_placed)
     handle.form = make_form(handle, unreadable_versions(number), full_precision=False)
     handle.other_form = None

@@ -26,14 +26,12 @@ from composable_fsdp.flat.gradients import (
     note_shown,
     own_gradients,
     ready_gradient,
-    views_are_intact,
-)
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import (
-    FlatParameter,
     shard_views,
+    views_are_intact,
     with_absent,
 )
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import RegionLayout
 
 grad_of = attrgetter("grad")

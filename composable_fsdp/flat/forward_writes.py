@@ -15,7 +15,7 @@ from torch import Tensor
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, part_of
-from composable_fsdp.flat.versions import set_versions, version_of
+from composable_fsdp.flat.residency import set_versions, version_of
 from composable_fsdp.naming import join_name, quoted
 
 _AT_ONCE = 1 << 20

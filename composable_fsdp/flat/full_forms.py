@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.build import make_form
+from composable_fsdp.flat.build_region import make_full
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import make_full
 from composable_fsdp.phases import Residency
 
 

@@ -1,8 +1,11 @@
-"""The flat gradient of a region (``grad_shard``), and ``.grad`` of the leaves.
+"""Gradients of a unit: reduce buffers, flat gradients, and ``.grad`` of the leaves.
 
-``.grad`` of each leaf is a view of the flat gradient. After ``zero_grad`` no leaf shows
-such a view, and the flat gradient is released: at the next forward, so that activations
-can use the memory, or at the latest at the next reduction, which allocates another.
+Gradients as autograd made them wait in ``FlatParameter.waiting``, and are copied into
+the reduce buffer of the region together. The reduction writes the flat gradient
+(``grad_shard``), and ``.grad`` of each leaf is a view of the flat gradient. After
+``zero_grad`` no leaf shows such a view, and the flat gradient is released: at the next
+forward, so that activations can use the memory, or at the latest at the next reduction,
+which allocates another.
 
 A user may clear ``.grad`` of some leaves only, exchange ``.grad`` of two leaves, or set
 a tensor of their own. Then sums are added to each leaf's gradient separately and in
@@ -11,18 +14,81 @@ place, as autograd does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import or_
 
 import torch
 from torch import Tensor
 
+from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import (
-    FlatParameter,
-    make_grad_shard,
-    shard_views,
-    with_absent,
-)
+from composable_fsdp.flat.region import FlatParameter
+
+
+def new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
+    """Create an uninitialised buffer ``(shard_numel,)`` on the device of the shards."""
+    numel, device = region.layout.shard_numel, region.device
+    if not region.offload or device.type == "meta":
+        return memory.new_buffer(numel, dtype, device)
+    # Copies between host and device are asynchronous only if the host memory is pinned.
+    pinned = device.type == "cuda"
+    return memory.new_buffer(numel, dtype, torch.device("cpu"), pinned=pinned)
+
+
+def shard_views(
+    region: FlatParameter, base: Tensor, *, rows: bool
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Return views of a buffer that is laid out like the shard.
+
+    Args:
+        region: the region whose layout is used.
+        base: the buffer ``(shard_numel,)``.
+        rows: whether views keep whole rows of dim 0; else the views are 1-D.
+
+    Returns: one view per parameter (empty if this rank has no elements), and the views
+    of the padding.
+    Collective: none.
+    """
+    _, cuts, shapes = region.layout.shard_cuts(region.rank, rows=rows)
+    # One split creates all pieces; slices would need one operation each.
+    pieces = base.split_with_sizes(cuts.sizes)
+    parts = [
+        pieces[i] if len(shape) == 1 else pieces[i].view(shape)
+        for i, shape in zip(cuts.parameters, shapes, strict=True)
+    ]
+    return parts, tuple([pieces[i] for i in cuts.gaps])
+
+
+def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
+    """Create ``grad_shard`` ``(shard_numel,)`` (values undefined) and its views."""
+    # Called by reductions and not at build: between build and backward the memory is
+    # free for optimizer state and activations.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            make_grad_shard(region, rows=rows)
+        return
+    if region.offload:
+        shard = new_shard(region, region.grad_dtype)
+    else:
+        # Runs once per step and unit; inlined to save a function call.
+        numel, device = region.layout.shard_numel, region.device
+        shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
+    views, region.grad_gaps = shard_views(region, shard, rows=rows)
+    region.shown = region.unshown
+    region.grad_places = (*map(Tensor.data_ptr, (shard, *views)),)
+    region.grad_shard = shard
+    region.grad_views = with_absent(region, views) if region.absent else tuple(views)
+
+
+def with_absent(
+    region: FlatParameter, gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Return ``gradients`` with ``None`` for leaves without elements on this rank."""
+    # FSDP1 does the same: the mean of an empty gradient is NaN, and ``max()`` raises.
+    shown = list(gradients)
+    for index in region.absent:
+        shown[index] = None
+    return tuple(shown)
 
 
 def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -> None:
@@ -218,3 +284,85 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
     """Record that the views of the parameters flagged in ``parts`` are shown."""
     if region.shown != parts:
         region.shown = bytes(map(or_, region.shown, parts))
+
+
+def allocate_reduce(handle: FlatParamHandle) -> None:
+    """Allocate the reduce buffers on the current stream."""
+    for region in handle.trainable:
+        assert region.reduce_buffer is not None
+        memory.allocate(region.reduce_buffer)
+    handle.reduce_has_memory = True
+
+
+def free_reduce(handle: FlatParamHandle) -> None:
+    """Free the reduce buffers, on the stream that allocated the buffers."""
+    for region in handle.trainable:
+        assert region.reduce_buffer is not None
+        memory.free(region.reduce_buffer)
+    handle.reduce_has_memory = False
+
+
+def zero_missing(handle: FlatParamHandle) -> None:
+    """Zero the padding, and the parts of gradients that did not arrive."""
+    # All views are collected first, so that a single call zeroes all of them.
+    missing: list[torch.Tensor] = []
+    for region in handle.trainable:
+        missing.extend(region.gaps)
+        if 0 in region.arrived:
+            missing.extend(
+                view
+                for view, hit in zip(region.reduce_views, region.arrived, strict=True)
+                if not hit and view.numel()
+            )
+    if missing:
+        torch._foreach_zero_(missing)
+
+
+def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
+    """Return per region which leaves get a gradient from this reduction.
+
+    Includes gradients of earlier reductions whose sums wait in ``partial``.
+    """
+    if handle.rule.fill:
+        # With ``set_reduce_scatter_unused_params`` every parameter counts as arrived,
+        # so that all ranks reduce the same parameters.
+        arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
+    else:
+        arrived = tuple([bytes(region.arrived) for region in handle.trainable])
+    if handle.held is not None:
+        arrived = tuple(
+            bytes(map(or_, now, earlier))
+            for now, earlier in zip(arrived, handle.held, strict=True)
+        )
+    return arrived
+
+
+def clear_arrived(handle: FlatParamHandle) -> None:
+    """Record that no gradient waits for a reduction."""
+    for region in handle.trainable:
+        region.arrived[:] = bytes(len(region.arrived))
+
+
+def add_waiting_to_reduce_buffers(handle: FlatParamHandle) -> None:
+    """Copy waiting gradients that are views of ``full``, before ``full`` is freed.
+
+    Does not write to the reduce buffers: the copies wait in ``FlatParameter.waiting``.
+    """
+    for region in handle.trainable:
+        # A custom ``autograd.Function`` may return a saved weight as a gradient.
+        begin = region.full.data_ptr()
+        end = begin + region.full.nbytes
+        # Tensor subclasses may have no data pointer; a subclass is never a view of
+        # ``full``.
+        plain = [each for each in region.waiting if each.__class__ is torch.Tensor]
+        for place in map(torch.Tensor.data_ptr, plain):
+            if begin <= place < end:
+                region.waiting = [
+                    None if each is None else each.clone() for each in region.waiting
+                ]
+                break
+
+
+def has_arrived(handle: FlatParamHandle) -> bool:
+    """Return whether the unit has a gradient that waits to be reduced."""
+    return handle.reduce_due and any(1 in r.arrived for r in handle.trainable)

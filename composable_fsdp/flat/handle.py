@@ -1,7 +1,7 @@
 """``FlatParamHandle``: a unit's flat buffers, and the unit's state during a step.
 
 The handle holds data and answers questions. The functions of ``flat.residency``,
-``flat.reduce_buffers`` and ``runtime`` change the handle.
+``flat.gradients`` and ``runtime`` change the handle.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FullForm:
     all-gather."""
     needs_gather: bool
     """Whether any region has a ``full`` buffer of its own that must be filled."""
-    # Version counters decide which leaves autograd may read (``flat.versions``).
+    # Version counters decide which leaves autograd may read (``flat.residency``).
     unreadable: tuple[int, ...]
     """Versions of the leaves in ``placed`` while autograd must not read the leaves."""
     readable: tuple[int, ...] | None = None

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from composable_fsdp.flat.build import make_tables, reset_handle, set_divisions
+from composable_fsdp.flat.build_region import build_region
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves, remember_leaves
-from composable_fsdp.flat.region import build_region
 
 
 def rebuild_handle(

@@ -1,23 +1,52 @@
-"""The moves of a unit between its states of residency (``phases.Residency``).
+"""Where the full parameters of a unit are, and who may read the parameters.
 
-Only the functions of this file write ``handle.residency``. They run in every step, so
-each checks its move inline.
+The moves of a unit between its states of residency (``phases.Residency``): only the
+functions of this file write ``handle.residency``. The moves run in every step, so each
+move checks its state inline.
+
+A full leaf may be read from the wait for the unit's all-gather until the unit is
+resharded. A graph that reads the leaf earlier or later would read freed memory, or
+memory that an all-gather is writing. Autograd compares the version of every saved
+tensor with the version at unpacking, so the version counters express which leaves may
+be read::
+
+    unshard    wait_unsharded         reshard
+    --- unreadable ---|--- readable ---|--- unreadable ---
+                       the version of the sharded leaf
+
+``torch._C._autograd._unsafe_set_version_counter`` is private; used only here, checked
+on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
+
+from operator import attrgetter
+
+import torch
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.functional_params import (
     restore_functional_params,
     save_functional_params,
 )
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
+from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.phases import Residency, illegal_move
 
 SHARDED, GATHERING, UNSHARDED, HIDDEN, FREE_PENDING, COPIES_SHOWN = Residency
 NOT_GATHERED = SHARDED, FREE_PENDING
 """States in which a unit needs an all-gather before its full parameters are read."""
+
+set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Set the version counters of a tuple of tensors."""
+version_of = attrgetter("_version")
+"""Return the version counter of a tensor without a Python-level function call."""
+
+_FIRST = 1 << 31
+"""Lower bound of unreadable versions, above all versions that writes reach; counters
+have 32 bits."""
+_given = 0
 
 
 def allocate_full(handle: FlatParamHandle) -> None:
@@ -128,3 +157,94 @@ def drop_full(handle: FlatParamHandle) -> None:
     if SHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, SHARDED)
     handle.residency = SHARDED
+
+
+def unreadable_versions(number: int) -> tuple[int, ...]:
+    """Return versions for ``number`` leaves that mean "must not be read".
+
+    Each version is given out once (until the counter wraps around), so that the version
+    in an autograd error identifies the leaf.
+    """
+    global _given
+    first = _FIRST + _given % (_FIRST >> 1)
+    _given += number
+    return tuple(range(first, first + number))
+
+
+def make_readable(handle: FlatParamHandle) -> None:
+    """Allow autograd to read the full leaves, whose data must be there.
+
+    Collective: none.
+    """
+    # The version of a readable full leaf is the version of its sharded leaf: an
+    # optimizer step, a load or a write between forward and backward raises the same
+    # error as in plain torch. If the version differs afterwards, the full leaf was
+    # written to (``forward_writes``). Read at every wait: a parent's forward may write
+    # to its children's shards.
+    now = tuple(map(version_of, handle.sharded_placed))
+    if handle.handed_out:
+        # An optimizer that steps on a flat parameter increments only the version of the
+        # flat parameter, which stands for all leaves.
+        steps = sum(map(version_of, handle.handed_out))
+        now = tuple([version + steps for version in now])
+    if now != handle.form.readable:
+        set_versions(handle.form.placed, now)
+        handle.form.readable = now
+
+
+def make_unreadable(handle: FlatParamHandle) -> None:
+    """Make autograd refuse to read the full leaves from now on.
+
+    Collective: none.
+    """
+    if handle.form.readable is not None:
+        set_versions(handle.form.placed, handle.form.unreadable)
+        handle.form.readable = None
+
+
+def find_unreadable(text: str) -> str | None:
+    """Return the name of the parameter that autograd refused to read.
+
+    ``text`` is the message of autograd's error, from which the version is parsed. The
+    result is ``None`` if ``text`` names no unreadable version that is in use.
+    """
+    _, found, rest = text.partition("is at version ")
+    number = rest.partition(";")[0]
+    if not found or not number.isdecimal() or int(number) < _FIRST:
+        return None
+    handles = {link() for link in LEAVES.values()}
+    for handle in handles:
+        if handle is not None and int(number) in handle.form.unreadable:
+            place = handle.places[handle.form.unreadable.index(int(number))]
+            return quoted(join_name(handle.full_fqn, place.fqn))
+    return None
+
+
+def shards_are_unchanged(handle: FlatParamHandle) -> bool:
+    """Return whether every leaf is registered and has its data in the shard.
+
+    The sharded form must be current. Costs about 0.1 microseconds per leaf.
+    """
+    # As ``handle.swaps``, inlined to save the property call.
+    for parameters, name, leaf, full in zip(
+        handle.tables,
+        handle.keys,
+        handle.sharded_placed,
+        handle.form.placed,
+        strict=True,
+    ):
+        if (
+            parameters.get(name) is not leaf
+            or leaf.requires_grad is not full.requires_grad
+        ):
+            return False
+    for leaf, pointer in zip(handle.here, handle.here_at, strict=True):
+        if leaf.data_ptr() != pointer:
+            return False
+    # Empty leaves have no data address, so their storage is compared. A program changes
+    # the parameters on all ranks, and in this way all ranks notice the change, whatever
+    # elements each rank holds.
+    for leaf, storage in zip(handle.absent, handle.absent_in, strict=True):
+        if leaf.untyped_storage() is not storage:
+            return False
+    return not handle.on_meta

@@ -23,7 +23,7 @@ from composable_fsdp.flat.flat_parameter import rebind_flat_parameter
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
-from composable_fsdp.runtime.grad_hooks import install_grad_hooks
+from composable_fsdp.runtime.backward import install_grad_hooks
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.traversal import walk_states

@@ -8,7 +8,7 @@
   parameters, so the engine would find the sharded parameters unreachable and return
   None or zeros. The wrapper passes the full parameters instead and returns reduced
   gradients.
-* a clear error for a read of parameters while the unit is sharded (``flat.versions``):
+* a clear error for a read of parameters while the unit is sharded (``flat.residency``):
   torch's message has a shape and two version numbers, ours names the parameter.
 
 Any other backward pays a single function call. ``torch._C._vmapmode_*_nesting`` are
@@ -34,15 +34,14 @@ from composable_fsdp.flat.flat_parameter import (
 )
 from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.flat.versions import find_unreadable
+from composable_fsdp.flat.residency import find_unreadable
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.requested_grads import requesting_other_tensors
 from composable_fsdp.runtime.second_order import capture, reduced
-from composable_fsdp.tree.root import root_of
-from composable_fsdp.tree.state import RuntimeContext
+from composable_fsdp.tree.state import RuntimeContext, root_of
 
 _GRAPH: Any = torch.autograd.graph
 _AUTOGRAD: Any = torch.autograd

@@ -11,7 +11,7 @@ unsharded:
 * a tensor on an attribute or buffer of a module in the unit (an auxiliary loss).
 
 If a tensor leaves in another way (a closure, a global list), backward raises an error
-when the graph reads parameters of the sharded unit (``flat.versions``).
+when the graph reads parameters of the sharded unit (``flat.residency``).
 
 ``torch._C._autograd._get_sequence_nr`` and ``Node._sequence_nr`` are private, checked
 on torch 2.13 and 2.11. Sequence numbers ascend in the order in which nodes are made.

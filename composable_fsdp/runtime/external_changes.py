@@ -10,16 +10,16 @@ import torch
 
 from composable_fsdp.comm.device import make_streams, outside_transforms
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.external_changes import require_leaves, shards_are_unchanged
+from composable_fsdp.flat.external_changes import require_leaves
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.runtime.grad_hooks import install_grad_hooks
+from composable_fsdp.runtime.backward import install_grad_hooks
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import free_oldest
-from composable_fsdp.tree.root import root_of
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 
 @outside_transforms

@@ -31,10 +31,14 @@ from composable_fsdp.flat.forward_writes import (
 from composable_fsdp.flat.functional_params import save_functional_params
 from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.flat.part_guards import REFUSE
-from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED
-from composable_fsdp.flat.versions import version_of
+from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED, version_of
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, illegal_move
-from composable_fsdp.runtime.backward import UnitForward, pre_backward
+from composable_fsdp.runtime.backward import (
+    FSDP_HOOK_KEY,
+    UnitForward,
+    pre_backward,
+    select_full_form,
+)
 from composable_fsdp.runtime.container_copies import (
     ContainerCopy,
     apply_changes,
@@ -49,15 +53,15 @@ from composable_fsdp.runtime.escaped_tensors import (
     tensors_on_attributes,
     written_in_place,
 )
-from composable_fsdp.runtime.grad_hooks import FSDP_HOOK_KEY, select_full_form
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in, to_device
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
-from composable_fsdp.runtime.prefetch import drop_unused, prefetch_forward
 from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
 from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
 from composable_fsdp.runtime.unshard import (
+    drop_unused,
+    prefetch_forward,
     reshard,
     shard_versions,
     unshard,

@@ -19,6 +19,7 @@ from composable_fsdp.comm.device import wait_for_step
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import move_gradients_in
 from composable_fsdp.flat.grad_samples import SAMPLE_REQUEST, sample_gradients
+from composable_fsdp.flat.gradients import has_arrived
 from composable_fsdp.flat.handle import NO_BACKWARD, FlatParamHandle
 from composable_fsdp.flat.residency import SHARDED
 from composable_fsdp.phases import Phase
@@ -34,9 +35,8 @@ from composable_fsdp.runtime.unshard import (
     keep_full,
     reshard,
 )
-from composable_fsdp.runtime.unused_params import finish_unused_params, has_arrived
-from composable_fsdp.tree.root import root_of
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState
+from composable_fsdp.runtime.unused_params import finish_unused_params
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the graph task that runs on this thread; ``NO_TASK`` outside

@@ -20,11 +20,15 @@ from composable_fsdp.flat.external_changes import (
     leaves_view_shards,
     requires_grad_changed,
     restore_shard_views,
-    shards_are_unchanged,
 )
 from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
-from composable_fsdp.flat.residency import COPIES_SHOWN, SHARDED, UNSHARDED
+from composable_fsdp.flat.residency import (
+    COPIES_SHOWN,
+    SHARDED,
+    UNSHARDED,
+    shards_are_unchanged,
+)
 from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
@@ -50,12 +54,13 @@ from composable_fsdp.runtime.unshard import (
     shard_versions,
 )
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
-from composable_fsdp.tree.root import ensure_root, root_of
+from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
     BackwardSchedule,
     ForwardRecord,
     RuntimeContext,
     _FSDPState,
+    root_of,
 )
 
 

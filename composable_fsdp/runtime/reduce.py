@@ -21,18 +21,24 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
-from composable_fsdp.flat import memory, reduce_buffers
+from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
     add_to_all,
     add_to_each,
+    allocate_reduce,
+    arrived_flags,
+    clear_arrived,
+    free_reduce,
     note_shown,
     own_gradients,
     ready_gradient,
+    zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
+from composable_fsdp.runtime.unshard import unshard
 from composable_fsdp.runtime.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
@@ -65,7 +71,7 @@ def copy_grads_to_reduce_buffers(
     for stream in users[1:]:
         users[0].wait_stream(stream)
     if not handle.reduce_has_memory:
-        reduce_buffers.allocate_reduce(handle)
+        allocate_reduce(handle)
         handle.reduce_owner = users[0] if users else None
     for region in handle.trainable:
         gradients = [gradient for gradient in region.waiting if gradient is not None]
@@ -103,9 +109,9 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     copy_grads_to_reduce_buffers(context, handle)
     # Missing gradients count as zeros. The padding is zeroed, too, because the buffer
     # is uninitialized memory.
-    reduce_buffers.zero_missing(handle)
+    zero_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
-    arrived = reduce_buffers.arrived_flags(handle)
+    arrived = arrived_flags(handle)
     log = handle.reduce_log
     try:
         if log is not None:
@@ -116,7 +122,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     finally:
         # Clear only now: the order log tells other ranks which gradients have not
         # arrived.
-        reduce_buffers.clear_arrived(handle)
+        clear_arrived(handle)
         handle.held = None
     handle.reduce_due = False
     for region in handle.trainable:
@@ -210,7 +216,7 @@ def finish_reduction(context: RuntimeContext) -> None:
             stream.wait_stream(current)
     for region in handle.trainable:
         region.temporary = None
-    reduce_buffers.free_reduce(handle)
+    free_reduce(handle)
 
 
 def drop_reduction(context: RuntimeContext) -> None:
@@ -233,7 +239,7 @@ def drop_reduction(context: RuntimeContext) -> None:
             stream.wait_stream(context.streams.reduce)
     for region in handle.trainable:
         region.temporary = None
-    reduce_buffers.free_reduce(handle)
+    free_reduce(handle)
 
 
 def drop_unreduced_grads(handle: FlatParamHandle) -> None:
@@ -241,7 +247,7 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
 
     Collective: none.
     """
-    reduce_buffers.clear_arrived(handle)
+    clear_arrived(handle)
     handle.held = None
     for region in handle.trainable:
         region.partial = None
@@ -252,7 +258,7 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
             # Kernels on the hooks' stream may still copy gradients into the reduce
             # buffers.
             handle.reduce_owner.wait_stream(handle.leaf_stream)
-        reduce_buffers.free_reduce(handle)
+        free_reduce(handle)
 
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
@@ -415,3 +421,18 @@ def _hold_partial_sums(reduction: Reduction) -> None:
             region.partial.add_(sums)
         else:
             region.partial = sums
+
+
+def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Unshard a unit whose backward begins and that was not prefetched.
+
+    Collective: the all-gather of the unit. Without ``backward_prefetch``, and if
+        parameters are both sharded and replicated on CPU, the all-reduce of the
+        reduction in flight precedes the all-gather.
+    """
+    # Without prefetch, finish the reduction in flight first, so that the reduce buffer
+    # is free while gradients arrive. This wait costs nothing: a backend runs
+    # collectives in order, so the all-gather runs after the reduction in any case.
+    if handle.plan.options.backward_prefetch is None and context.reducing is not None:
+        finish_reduction(context)
+    unshard(context, handle)

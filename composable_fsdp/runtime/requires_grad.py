@@ -6,11 +6,10 @@ from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.rebuild_trainable import rebuild_for_requires_grad
-from composable_fsdp.runtime.grad_hooks import install_grad_hooks
+from composable_fsdp.runtime.backward import install_grad_hooks
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import release
-from composable_fsdp.tree.root import root_of
-from composable_fsdp.tree.state import RuntimeContext
+from composable_fsdp.tree.state import RuntimeContext, root_of
 
 
 @outside_transforms

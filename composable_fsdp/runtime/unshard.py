@@ -7,6 +7,12 @@ the gather stream::
 
     gather   [wait free(k-2)] [all-gather k]---event k
     compute  [ ...     k-1    ...          ]  [wait event k] [ ... k ... ]--free(k)
+
+A prefetch issues the all-gather before the unit is needed. The next unit is read from a
+record and never searched in the module tree: in backward from the order of the forward,
+in forward from the order of the last forward of the same mode. All ranks have equal
+records, so all ranks issue the same all-gathers. A user may list the units to prefetch
+instead.
 """
 
 from __future__ import annotations
@@ -15,8 +21,9 @@ import torch
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, copy_async
-from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat import reduce_buffers, residency, step_counts
+from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.flat import residency, step_counts
+from composable_fsdp.flat.gradients import add_waiting_to_reduce_buffers
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import (
     COPIES_SHOWN,
@@ -25,14 +32,12 @@ from composable_fsdp.flat.residency import (
     NOT_GATHERED,
     SHARDED,
     UNSHARDED,
-)
-from composable_fsdp.flat.versions import (
     make_readable,
     make_unreadable,
     set_versions,
 )
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
-from composable_fsdp.tree.state import RuntimeContext
+from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 
 def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -168,7 +173,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if handle.reduce_due and handle.form.needs_gather:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;
         # copy such a gradient before the memory is freed.
-        reduce_buffers.add_waiting_to_reduce_buffers(handle)
+        add_waiting_to_reduce_buffers(handle)
     if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
@@ -268,3 +273,81 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
         with torch.cuda.stream(context.streams.gather):
             handle.free_event.wait()
             residency.free_full(handle)
+
+
+def prefetch_backward(
+    context: RuntimeContext, tape: ForwardRecord, reached: int
+) -> None:
+    """Unshard the unit whose backward comes next.
+
+    Args:
+        context: the context of the tree.
+        tape: the record of the forward.
+        reached: index in ``tape.order`` of the earliest use that backward has reached.
+            The nearest earlier use of another unit is prefetched.
+
+    Collective: the all-gather of that unit; none if no unit is earlier, or that unit is
+        unsharded already.
+    """
+    handle: FlatParamHandle | None = tape.order.before(reached)
+    if handle is not None and handle.residency in NOT_GATHERED:
+        unshard(context, handle)
+
+
+def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
+    """Unshard the unit that followed this use in the last forward, or the listed units.
+
+    Collective: one all-gather per unit that is not unsharded.
+    """
+    if state.ahead_in_forward:
+        prefetch_listed(context, state, state.ahead_in_forward)
+        return
+    log = state.handle.forward_log
+    following = log.expected[log.position] if log is not None else None
+    if isinstance(following, FlatParamHandle):
+        _gather_ahead(context, following)
+
+
+def prefetch_listed(
+    context: RuntimeContext, state: _FSDPState, listed: tuple[_FSDPState, ...]
+) -> None:
+    """Unshard the units that the user listed for ``state``, in the order of the list.
+
+    Args:
+        context: the context of the tree.
+        state: the unit that runs.
+        listed: the units to prefetch; all must belong to the tree of ``context``.
+
+    Raises: CompositionError, if a listed unit belongs to another tree.
+    Collective: one all-gather per unit that is not unsharded.
+    """
+    for target in listed:
+        if target.context is not context:
+            raise CompositionError(
+                f"Unit {state.name} is to prefetch {target.name}, which is not below "
+                "the same outermost fully sharded module. List units of one tree."
+            )
+        _gather_ahead(context, target.handle)
+
+
+def _gather_ahead(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Unshard the unit if needed, and remember the unit until the forward ends."""
+    if handle.form.needs_gather and handle.residency in NOT_GATHERED:
+        # On CUDA the prefetched unit takes the place of a resharded unit whose memory
+        # is not freed: the all-gather waits for the last reader of that unit and
+        # overlaps the compute of the unit in use.
+        if context.retiring:
+            wait_for_freed_memory(context, handle)
+        unshard(context, handle)
+        context.prefetched.append(handle)
+
+
+def drop_unused(context: RuntimeContext) -> None:
+    """Reshard units that were prefetched in this forward and not used.
+
+    Waits for the all-gathers of these units. Collective: none.
+    """
+    for handle in context.prefetched:
+        if handle.ready is not None and not handle.kept_full:
+            reshard(context, handle)
+    context.prefetched.clear()

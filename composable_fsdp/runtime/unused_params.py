@@ -26,16 +26,18 @@ from typing import Any
 import torch
 
 from composable_fsdp.config import BackwardPrefetch
-from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.gradients import has_arrived
+from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
-from composable_fsdp.runtime.prefetch import (
+from composable_fsdp.runtime.reduce import reduce_gradients, unshard_in_backward
+from composable_fsdp.runtime.requested_grads import parameters_not_requested
+from composable_fsdp.runtime.unshard import (
+    keep_full,
     prefetch_backward,
     prefetch_listed,
-    unshard_in_backward,
+    reshard,
+    wait_unsharded,
 )
-from composable_fsdp.runtime.reduce import reduce_gradients
-from composable_fsdp.runtime.requested_grads import parameters_not_requested
-from composable_fsdp.runtime.unshard import keep_full, reshard, wait_unsharded
 from composable_fsdp.tree.order_logs import enter_backward_use
 from composable_fsdp.tree.state import (
     BackwardSchedule,
@@ -118,11 +120,6 @@ def finish_unused_params(context: RuntimeContext) -> None:
     for tape in tapes:
         send_skipped_uses(context, tape, -1)
     context.filling.clear()
-
-
-def has_arrived(handle: FlatParamHandle) -> bool:
-    """Return whether the unit has a gradient that waits to be reduced."""
-    return handle.reduce_due and any(1 in r.arrived for r in handle.trainable)
 
 
 def _gather_in_turn(context: RuntimeContext, tape: ForwardRecord, at: int) -> None:

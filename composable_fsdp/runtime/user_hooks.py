@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.flat_parameter import grad_of
-from composable_fsdp.flat.gradients import note_shown
-from composable_fsdp.flat.region import FlatParameter, shard_views
+from composable_fsdp.flat.gradients import note_shown, shard_views
+from composable_fsdp.flat.region import FlatParameter
 
 tensor_hooks_of = attrgetter("_backward_hooks")
 _post_hooks_of = attrgetter("_post_accumulate_grad_hooks")

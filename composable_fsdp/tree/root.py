@@ -12,7 +12,12 @@ from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.tree.order_logs import assign_order_logs
-from composable_fsdp.tree.state import RuntimeContext, _FSDPState, _RootFSDPState
+from composable_fsdp.tree.state import (
+    RuntimeContext,
+    _FSDPState,
+    _RootFSDPState,
+    root_of,
+)
 from composable_fsdp.tree.traversal import walk_states
 
 _EQUAL_IN_A_TREE = ("limit_all_gathers", "use_orig_params")
@@ -39,15 +44,6 @@ def outermost(state: _FSDPState) -> _FSDPState:
     while (parent := state.parent) is not None:
         state = parent
     return state
-
-
-def root_of(context: RuntimeContext) -> _RootFSDPState:
-    """Return the root state of ``context``."""
-    root = context.root()
-    # The context holds the root weakly. The root is alive while any module of its tree
-    # can run.
-    assert root is not None
-    return root
 
 
 def _initialise(top: _FSDPState) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.order import ExecutionOrder
 from composable_fsdp.tree.precision import Precision
 
+H = TypeVar("H")
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
@@ -60,6 +60,38 @@ class BackwardSchedule:
         self.uses.append(state)
         # A unit that runs several times is reduced only before its earliest forward.
         self.begins[state] = min(begin, self.begins.get(state, begin))
+
+
+class ExecutionOrder(Generic[H]):
+    """Uses of units in a forward of the root, first to last.
+
+    >>> order = ExecutionOrder[str]()
+    >>> [order.record(unit) for unit in ("embed", "block", "block")]
+    [0, 1, 2]
+    >>> order.before(1)
+    'embed'
+    """
+
+    __slots__ = ("uses",)
+
+    def __init__(self) -> None:
+        # Backward refers to a use by the index in this list.
+        self.uses: list[H] = []
+
+    def record(self, unit: H) -> int:
+        """Append a use and return its index."""
+        self.uses.append(unit)
+        return len(self.uses) - 1
+
+    def before(self, index: int) -> H | None:
+        """Return the nearest earlier use of another unit; ``None`` if there is none."""
+        # Consecutive uses of the same unit are skipped: a prefetch of the current unit
+        # would have no effect.
+        unit = self.uses[index]
+        for i in range(index - 1, -1, -1):
+            if self.uses[i] is not unit:
+                return self.uses[i]
+        return None
 
 
 class ForwardRecord:
@@ -407,3 +439,12 @@ def _get_module_state(module: nn.Module) -> _FSDPState | None:
     the same class of state. Collective: none.
     """
     return OWNERS.get(module)
+
+
+def root_of(context: RuntimeContext) -> _RootFSDPState:
+    """Return the root state of ``context``."""
+    root = context.root()
+    # The context holds the root weakly. The root is alive while any module of its tree
+    # can run.
+    assert root is not None
+    return root

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.region import FlatParameter, build_region
+from composable_fsdp.flat.build_region import build_region
+from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.planning.options import Dtypes
 

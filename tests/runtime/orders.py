@@ -16,8 +16,8 @@ from composable_fsdp import FullyShardedDataParallel
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.root import ensure_root, root_of
-from composable_fsdp.tree.state import _get_module_fsdp_state
+from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.state import _get_module_fsdp_state, root_of
 from composable_fsdp.tree.traversal import (
     _get_fsdp_handles,
     _get_fsdp_states,

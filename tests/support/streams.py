@@ -33,10 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composable_fsdp
 from composable_fsdp.comm import device as device_layer
 from composable_fsdp.flat import build as build_layer
-from composable_fsdp.flat import rebuild, region
+from composable_fsdp.flat import build_region, gradients, rebuild
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.runtime import grad_hooks, graph_task, offload, unshard
+from composable_fsdp.runtime import backward, graph_task, offload, unshard
 
 _PACKAGE = os.path.dirname(composable_fsdp.__file__)
 Link = weakref.ref[FlatParameter]
@@ -334,7 +334,7 @@ def _of_streams(order: StreamOrder) -> Patches:
 def _of_memory(order: StreamOrder) -> Patches:
     """Where memory is given and taken, and where it is the host's."""
     resize = torch.UntypedStorage.resize_
-    new_shard = region._new_shard
+    new_shard = gradients.new_shard
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
         block = order.block(storage)
@@ -358,7 +358,8 @@ def _of_memory(order: StreamOrder) -> Patches:
 
     return [
         (torch.UntypedStorage, "resize_", resize_),
-        (region, "_new_shard", host_shard),
+        (build_region, "new_shard", host_shard),
+        (gradients, "new_shard", host_shard),
         (offload, "copy_async", copy_async),
         (unshard, "copy_async", copy_async),
     ]
@@ -366,7 +367,7 @@ def _of_memory(order: StreamOrder) -> Patches:
 
 def _of_autograd(order: StreamOrder) -> Patches:
     """Nodes of leaves run on the stream they were made on."""
-    arrival, accumulators = grad_hooks._make_grad_hook, grad_hooks._accumulators
+    arrival, accumulators = backward._make_grad_hook, backward._accumulators
     finish = graph_task.finish_task
 
     def arrival_there(index: int) -> Callable[[Link, Tensor], None]:
@@ -394,7 +395,7 @@ def _of_autograd(order: StreamOrder) -> Patches:
         finish(*args)
 
     return [
-        (grad_hooks, "_make_grad_hook", arrival_there),
-        (grad_hooks, "_accumulators", note_stream),
+        (backward, "_make_grad_hook", arrival_there),
+        (backward, "_accumulators", note_stream),
         (graph_task, "finish_task", finish_behind_leaves),
     ]

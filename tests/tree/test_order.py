@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.tree.order import ExecutionOrder
+from composable_fsdp.tree.state import ExecutionOrder
 
 
 def recorded(units: str) -> ExecutionOrder[str]:

@@ -15,12 +15,13 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import LEAVES
 from composable_fsdp.tree import root as roots
 from composable_fsdp.tree import traversal
-from composable_fsdp.tree.root import ensure_root, outermost, root_of
+from composable_fsdp.tree.root import ensure_root, outermost
 from composable_fsdp.tree.state import (
     OWNERS,
     _FSDPState,
     _get_module_fsdp_state,
     _RootFSDPState,
+    root_of,
 )
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.planning.trees import linears
