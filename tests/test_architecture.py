@@ -1,6 +1,7 @@
 """The house of ``docs/design.md``, held against the source as it is.
 
-The rules stand in ``tests/import_graph.py`` and ``tests/source_rules.py``. Each is
+The rules stand in ``tests/import_graph.py``, ``tests/source_rules.py`` and
+``tests/field_rules.py``. Each is
 tried twice: on this package, where it must find nothing, and on a small tree that
 breaks it, so that no rule can pass because it looks at nothing.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import composable_fsdp
-from tests import import_graph, source_rules
+from tests import field_rules, import_graph, source_rules
 from tests.import_graph import Module
 
 ROOT = Path(composable_fsdp.__file__).parent
@@ -145,6 +146,39 @@ def test_files_and_functions_stay_small(package: dict[str, Module]) -> None:
     print("\n".join(report))
 
     assert broken == []
+
+
+def test_classes_have_few_fields(package: dict[str, Module]) -> None:
+    """No class has more than 20 fields."""
+    assert field_rules.wide_classes(package) == []
+
+
+def test_few_fields_are_written_from_several_files(package: dict[str, Module]) -> None:
+    """Most fields are written from a single file."""
+    shared = field_rules.shared_fields(package)
+    print("\n".join(shared))
+
+    assert len(shared) <= field_rules.MAX_SHARED_FIELDS
+
+
+def test_fields_written_from_two_files_are_found(tmp_path: Path) -> None:
+    """Writes count by the class of the object; a constructor's own do not count."""
+    package = fake_package(
+        tmp_path,
+        {
+            "config": "class A:\n    __slots__ = ('x', 'y')\n"
+            "    def __init__(self) -> None:\n        self.x = self.y = self.z = 0",
+            "naming": "def f(a: A, other: B) -> None:\n    a.x = other.x = 1",
+            "errors": "class B:\n    x: int\n    many: list[A]\n"
+            "def g(b: B) -> None:\n    for a in b.many:\n        a.x += 1\n"
+            "        a.y = 2",
+        },
+    )
+
+    assert field_rules.shared_fields(package) == [
+        "A.x: composable_fsdp.errors, composable_fsdp.naming"
+    ]
+    assert field_rules.wide_classes(package) == []
 
 
 @pytest.mark.req("S1-20", "S1-41")
