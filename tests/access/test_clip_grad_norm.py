@@ -20,6 +20,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT, build, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.recipes import ModelRecipe, ModuleRecipe
 from tests.support.reference import (
     STRATEGIES,
@@ -136,7 +137,10 @@ def test_parameters_can_be_given_instead_of_the_module(
     ranks(world_size).run(check_norm, path, strategy, norm_type, choose)
 
 
-def check_small_norm(world: World, path: str) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+def test_a_norm_below_the_limit_leaves_every_bit(world: World, path: str) -> None:
+    """Through the function and through the wrapper's method."""
     model = gpt(path)
     loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -149,15 +153,6 @@ def check_small_norm(world: World, path: str) -> None:
     assert 0 < norm < 1e6
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-
-
-@one_to_three_ranks
-@both_paths
-def test_a_norm_below_the_limit_leaves_every_bit(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Through the function and through the wrapper's method."""
-    ranks(world_size).run(check_small_norm, path)
 
 
 def check_broken(world: World, bad: float, rank: int, norm_type: float) -> list[float]:
@@ -202,7 +197,13 @@ def test_infinity_on_one_rank_is_infinity_on_all(
         assert norm == INF
 
 
-def check_mixed(world: World, norm_type: float) -> None:
+@every_norm
+@on_ranks(1, 2, 3)
+def test_plain_parameters_beside_sharded_ones_count_once(
+    world: World, norm_type: float
+) -> None:
+    """What is equal on all ranks is not summed over them."""
+
     def parts() -> tuple[nn.Module, nn.Module]:
         return tiny_mlp(), tiny_mlp(seed=1)
 
@@ -224,15 +225,6 @@ def check_mixed(world: World, norm_type: float) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.allclose(ours.grad, theirs.grad)
-
-
-@every_norm
-@one_to_three_ranks
-def test_plain_parameters_beside_sharded_ones_count_once(
-    ranks: RankCount, world_size: int, norm_type: float
-) -> None:
-    """What is equal on all ranks is not summed over them."""
-    ranks(world_size).run(check_mixed, norm_type)
 
 
 NONE_FOUND = "found no gradient on this rank"
@@ -276,7 +268,13 @@ DTYPES = ModelRecipe(
 )
 
 
-def check_dtypes(world: World, path: str, norm_type: float) -> None:
+@every_norm
+@on_ranks(1, 2, 3)
+@both_paths
+def test_gradients_of_several_dtypes_have_one_norm(
+    world: World, path: str, norm_type: float
+) -> None:
+    """bfloat16, float32 and float64 together, each scaled in its own dtype."""
     model, plain = apply_units(build(DTYPES), ["block_1"], path=path), build(DTYPES)
     inputs = [wide_input(4)(0, rank) for rank in range(world.world_size)]
     averaged_gradients(plain, inputs)
@@ -298,17 +296,14 @@ def check_dtypes(world: World, path: str, norm_type: float) -> None:
         assert torch.allclose(ours.double(), part.double(), rtol=3e-2, atol=1e-4)
 
 
-@every_norm
-@one_to_three_ranks
-@both_paths
-def test_gradients_of_several_dtypes_have_one_norm(
-    ranks: RankCount, path: str, world_size: int, norm_type: float
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str
+)
+@on_ranks(2)
+def test_a_rank_may_hold_no_element_of_what_is_clipped(
+    world: World, dtype: torch.dtype
 ) -> None:
-    """bfloat16, float32 and float64 together, each scaled in its own dtype."""
-    ranks(world_size).run(check_dtypes, path, norm_type)
-
-
-def check_uneven(world: World, dtype: torch.dtype) -> None:
+    """Ranks send a number of one dtype, whatever they hold."""
     model = fully_shard(nn.Linear(4, 1, dtype=dtype))
     model(torch.ones(2, 4, dtype=dtype)).sum().backward()
 
@@ -317,16 +312,6 @@ def check_uneven(world: World, dtype: torch.dtype) -> None:
     assert norm.item() == 2.0
     held = [h.leaves[1].numel() for h in _get_fsdp_handles(model)]
     assert world.gather(held) == [[1], [0]] or world.gather(held) == [[0], [1]]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str
-)
-def test_a_rank_may_hold_no_element_of_what_is_clipped(
-    ranks: RankCount, dtype: torch.dtype
-) -> None:
-    """Ranks send a number of one dtype, whatever they hold."""
-    ranks(2).run(check_uneven, dtype)
 
 
 def test_pairs_of_names_and_parameters_are_refused() -> None:
@@ -364,7 +349,14 @@ def freeze_some(model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def check_frozen(world: World, path: str, norm_type: float) -> None:
+@pytest.mark.req("P-13")
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@on_ranks(1, 2, 3)
+@both_paths
+def test_frozen_parameters_with_a_gradient_count(
+    world: World, path: str, norm_type: float
+) -> None:
+    """An optimizer steps on what they kept from before, and so it is clipped."""
     model, plain = gpt(path), TinyGPT()
     averaged_gradients(plain, [gpt_input(0, r) for r in range(world.world_size)])
     loss_of(model, gpt_input(0, world.rank)).backward()  # type: ignore[no-untyped-call]
@@ -383,17 +375,6 @@ def check_frozen(world: World, path: str, norm_type: float) -> None:
     held = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert len(held) == len(list(plain.parameters()))
     assert_close(model, held)
-
-
-@pytest.mark.req("P-13")
-@pytest.mark.parametrize("norm_type", [2.0, INF])
-@one_to_three_ranks
-@both_paths
-def test_frozen_parameters_with_a_gradient_count(
-    ranks: RankCount, path: str, world_size: int, norm_type: float
-) -> None:
-    """An optimizer steps on what they kept from before, and so it is clipped."""
-    ranks(world_size).run(check_frozen, path, norm_type)
 
 
 def check_options(world: World) -> None:
@@ -469,7 +450,10 @@ def test_a_negative_limit_is_refused(one_rank: World, max_norm: float) -> None:
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
 
 
-def check_no_gradient(world: World, path: str) -> None:
+@both_paths
+@on_ranks(2)
+def test_to_clip_without_any_gradient_warns(world: World, path: str) -> None:
+    """As FSDP1: before backward, or after zero_grad, nothing is clipped."""
     if path == "wrapper":
         model = FullyShardedDataParallel(tiny_mlp())
         with pytest.warns(UserWarning, match=NONE_FOUND):
@@ -478,12 +462,6 @@ def check_no_gradient(world: World, path: str) -> None:
     small = apply_units(nn.Linear(1, 1, bias=False), [], path=path)
     small(torch.ones(1, 1)).sum().backward()
     clip_grad_norm_(small, 1.0)
-
-
-@both_paths
-def test_to_clip_without_any_gradient_warns(ranks: RankCount, path: str) -> None:
-    """As FSDP1: before backward, or after zero_grad, nothing is clipped."""
-    ranks(2).run(check_no_gradient, path)
 
 
 class Complex(nn.Module):
@@ -499,7 +477,9 @@ class Complex(nn.Module):
         return (self.weight * x).abs().square().sum()
 
 
-def clip_complex(world: World) -> None:
+@on_ranks(2)
+def test_complex_gradients_are_clipped_as_the_plain_models(world: World) -> None:
+    """In the precision of their real and imaginary parts."""
     for dtype in (torch.complex64, torch.complex128):
         for norm in NORMS:
             plain, model = Complex(dtype), fully_shard(Complex(dtype))
@@ -512,8 +492,3 @@ def clip_complex(world: World) -> None:
             assert whole is not None
             assert plain.weight.grad is not None
             assert torch.allclose(whole, plain.weight.grad)
-
-
-def test_complex_gradients_are_clipped_as_the_plain_models(ranks: RankCount) -> None:
-    """In the precision of their real and imaginary parts."""
-    ranks(2).run(clip_complex)

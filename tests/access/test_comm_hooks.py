@@ -25,6 +25,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of
 from tests.support.sharded import (
     RankCount,
@@ -64,7 +65,13 @@ def register(model: nn.Module, state: object, hook: Any) -> None:
         register_comm_hook(model, state, hook)
 
 
-def check_default(world: World, path: str, strategy: ShardingStrategy) -> None:
+@both_paths
+@by_strategy
+@on_ranks(2)
+def test_the_default_hook_gives_what_no_hook_gives(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """The same bits and elements sent, also where gradients accumulate."""
     plain = gpt(path, strategy=strategy)
     model = gpt(path, strategy=strategy)
     hook: Any = composable_fsdp.reduce_scatter_hook
@@ -82,16 +89,13 @@ def check_default(world: World, path: str, strategy: ShardingStrategy) -> None:
     assert sum(len(c.numel) for c in calls) == sum(len(c.numel) for c in expected)
 
 
-@both_paths
 @by_strategy
-def test_the_default_hook_gives_what_no_hook_gives(
-    ranks: RankCount, path: str, strategy: ShardingStrategy
+@on_ranks(2)
+def test_a_hook_is_called_once_per_region_and_its_result_is_the_gradient(
+    world: World, strategy: ShardingStrategy
 ) -> None:
-    """The same bits and elements sent, also where gradients accumulate."""
-    ranks(2).run(check_default, path, strategy)
-
-
-def check_contract(world: World, strategy: ShardingStrategy) -> None:
+    """It gets the state, the whole gradient, and the shard to fill where there is one;
+    what it leaves is not divided again."""
     model = gpt("composable", strategy=strategy)
     seen: list[tuple[int, ...]] = []
 
@@ -116,21 +120,19 @@ def check_contract(world: World, strategy: ShardingStrategy) -> None:
         assert torch.equal(gradient, expected), name
 
 
-@by_strategy
-def test_a_hook_is_called_once_per_region_and_its_result_is_the_gradient(
-    ranks: RankCount, strategy: ShardingStrategy
-) -> None:
-    """It gets the state, the whole gradient, and the shard to fill where there is one;
-    what it leaves is not divided again."""
-    ranks(2).run(check_contract, strategy)
-
-
 def decompress(state: Any, gradient: Tensor) -> None:
     """Torch's, without the note for CUDA's allocator, which fails on CPU (2.13)."""
     gradient.data = gradient.data.to(state.parameter_type)
 
 
-def check_compressed(world: World, name: str, origin: str, no_shard: bool) -> None:
+@pytest.mark.parametrize("no_shard", [False, True])
+@pytest.mark.parametrize("origin", ["torch", "ours"])
+@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+@on_ranks(2)
+def test_low_precision_hooks_give_the_bits_of_fsdp1(
+    world: World, name: str, origin: str, no_shard: bool
+) -> None:
+    """Ours, and torch's own given to our function."""
     strategy = STRATEGIES[2 if no_shard else 0]
     model = gpt("composable", strategy=strategy)
     with warnings.catch_warnings():
@@ -163,17 +165,9 @@ def check_compressed(world: World, name: str, origin: str, no_shard: bool) -> No
         assert torch.equal(gradient, part), fqn
 
 
-@pytest.mark.parametrize("no_shard", [False, True])
-@pytest.mark.parametrize("origin", ["torch", "ours"])
-@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
-def test_low_precision_hooks_give_the_bits_of_fsdp1(
-    ranks: RankCount, name: str, origin: str, no_shard: bool
-) -> None:
-    """Ours, and torch's own given to our function."""
-    ranks(2).run(check_compressed, name, origin, no_shard)
-
-
-def check_bytes(world: World) -> None:
+@on_ranks(2)
+def test_compression_halves_what_is_sent(world: World) -> None:
+    """Float32 gradients travel in two bytes an element."""
     model = gpt("composable")
     register_comm_hook(
         model, LowPrecisionState(group()), composable_fsdp.fp16_compress_hook
@@ -184,11 +178,6 @@ def check_bytes(world: World) -> None:
     reduced = [c for c in calls if c.op == "reduce_scatter"]
     plan = [r for s in _get_fsdp_states(model) for r in s.handle.plan.regions]
     assert sum(c.nbytes for c in reduced) == sum(2 * r.padded_numel for r in plan)
-
-
-def test_compression_halves_what_is_sent(ranks: RankCount) -> None:
-    """Float32 gradients travel in two bytes an element."""
-    ranks(2).run(check_bytes)
 
 
 def check_refusals(world: World) -> list[str]:

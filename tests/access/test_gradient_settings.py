@@ -31,13 +31,12 @@ from composable_fsdp.flat.reduce_rule import split_factor
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.access.test_no_sync import assert_gradients, summed_then_averaged
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of, tolerance_at
 from tests.support.sharded import (
-    RankCount,
     both_paths,
     gpt,
     message_of,
-    one_to_three_ranks,
     own_gradient,
     own_parts,
 )
@@ -52,7 +51,14 @@ def sent(calls: Sequence[CallRecord], op: str) -> int:
     return sum(call.op == op for call in calls)
 
 
-def check_switch(world: World, path: str, who: str) -> None:
+@pytest.mark.req("B-14")
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("who", ["all", "blocks", "root"])
+def test_units_that_do_not_sync_accumulate_without_communication(
+    world: World, path: str, who: str
+) -> None:
+    """Of all units, some or the root alone: the sum is that of the plain model."""
     model = gpt(path)
     target = model.get_submodule("blocks") if who == "blocks" else model
 
@@ -73,17 +79,6 @@ def check_switch(world: World, path: str, who: str) -> None:
     assert_gradients(model, expected, tolerance_at(world.world_size) or tolerance)
 
 
-@pytest.mark.req("B-14")
-@one_to_three_ranks
-@both_paths
-@pytest.mark.parametrize("who", ["all", "blocks", "root"])
-def test_units_that_do_not_sync_accumulate_without_communication(
-    ranks: RankCount, path: str, world_size: int, who: str
-) -> None:
-    """Of all units, some or the root alone: the sum is that of the plain model."""
-    ranks(world_size).run(check_switch, path, who)
-
-
 def hybrid(world: World, **options: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return gpt(
@@ -94,7 +89,10 @@ def hybrid(world: World, **options: Any) -> nn.Module:
     )
 
 
-def check_hybrid(world: World) -> None:
+@pytest.mark.req("B-14")
+@on_ranks(4)
+def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(world: World) -> None:
+    """Each micro-batch reduce-scatters; the replicas' sums are taken once, at last."""
     model = hybrid(world)
 
     set_requires_all_reduce(model, False)
@@ -118,13 +116,9 @@ def check_hybrid(world: World) -> None:
     assert_gradients(model, summed_then_averaged(world, [0, 1, 2, 3]), 1e-6)
 
 
-@pytest.mark.req("B-14")
-def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(ranks: RankCount) -> None:
-    """Each micro-batch reduce-scatters; the replicas' sums are taken once, at last."""
-    ranks(4).run(check_hybrid)
-
-
-def check_hybrid_dtypes(world: World) -> None:
+@on_ranks(4)
+def test_sums_that_wait_are_shards_in_the_reduce_dtype(world: World) -> None:
+    """Also when compute is in bfloat16."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = hybrid(world, mixed_precision=precision)
 
@@ -136,11 +130,6 @@ def check_hybrid_dtypes(world: World) -> None:
             assert region.partial is not None
             assert region.partial.dtype == torch.float32
             assert region.partial.shape == (region.layout.shard_numel,)
-
-
-def test_sums_that_wait_are_shards_in_the_reduce_dtype(ranks: RankCount) -> None:
-    """Also when compute is in bfloat16."""
-    ranks(4).run(check_hybrid_dtypes)
 
 
 class Half(nn.Module):
@@ -156,7 +145,11 @@ class Half(nn.Module):
         return self.b(y) if both else y
 
 
-def check_unused_at_the_end(world: World) -> None:
+@on_ranks(2)
+def test_a_unit_unused_in_the_last_micro_batch_gets_its_waiting_sums(
+    world: World,
+) -> None:
+    """The end of backward reduces what waited, though the unit did not run."""
     model, plain = Half(), Half()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for module in (model.b, model):
@@ -176,13 +169,6 @@ def check_unused_at_the_end(world: World) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_unit_unused_in_the_last_micro_batch_gets_its_waiting_sums(
-    ranks: RankCount,
-) -> None:
-    """The end of backward reduces what waited, though the unit did not run."""
-    ranks(2).run(check_unused_at_the_end)
-
-
 def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     """The full gradient of a DTensor; of a plain model divided by the factor."""
     assert gradient is not None
@@ -191,7 +177,15 @@ def whole(gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient / 8.0
 
 
-def check_factor(world: World, strategy: ShardingStrategy) -> None:
+@pytest.mark.req("B-15")
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+)
+def test_a_divide_factor_replaces_the_number_of_ranks_as_in_fsdp2(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Gradients are the sum over ranks divided by the factor."""
     model, theirs = gpt("composable", strategy=strategy), TinyGPT()
     if world.world_size > 1:  # of one rank, torch 2.13 divides twice
         reference: Any = torch_fsdp2(theirs)
@@ -209,19 +203,14 @@ def check_factor(world: World, strategy: ShardingStrategy) -> None:
         torch.testing.assert_close(own_gradient(leaf), part, msg=name)
 
 
-@pytest.mark.req("B-15")
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
 )
-def test_a_divide_factor_replaces_the_number_of_ranks_as_in_fsdp2(
-    ranks: RankCount, world_size: int, strategy: ShardingStrategy
+@on_ranks(2)
+def test_a_float16_sum_beyond_its_range_has_the_right_average(
+    world: World, strategy: ShardingStrategy
 ) -> None:
-    """Gradients are the sum over ranks divided by the factor."""
-    ranks(world_size).run(check_factor, strategy)
-
-
-def check_half_precision(world: World, strategy: ShardingStrategy) -> None:
+    """Two times 40000 do not fit, their average does."""
     model = nn.Linear(1, 2, bias=False)
     mixed = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float16)
     fully_shard(model, mixed_precision=mixed, strategy=strategy)
@@ -230,16 +219,6 @@ def check_half_precision(world: World, strategy: ShardingStrategy) -> None:
 
     gradient = own_gradient(model.weight)
     assert torch.equal(gradient, torch.full_like(gradient, 40000.0))
-
-
-@pytest.mark.parametrize(
-    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
-)
-def test_a_float16_sum_beyond_its_range_has_the_right_average(
-    ranks: RankCount, strategy: ShardingStrategy
-) -> None:
-    """Two times 40000 do not fit, their average does."""
-    ranks(2).run(check_half_precision, strategy)
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3, 5, 6, 7, 8, 48, 1000, 1024, 2.5])
@@ -252,7 +231,9 @@ def test_the_two_divisions_give_the_factor(factor: float) -> None:
     assert before <= 2 * max(factor**0.5, 1)
 
 
-def check_last(world: World) -> None:
+@on_ranks(1, 2)
+def test_the_last_reduction_is_awaited_by_the_last_backward(world: World) -> None:
+    """Before, the end of backward leaves it on its way, and no sum is lost."""
     model = gpt("composable")
 
     set_is_last_backward(model, False)
@@ -269,15 +250,10 @@ def check_last(world: World) -> None:
     assert_gradients(model, expected, tolerance_at(world.world_size) or 1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_last_reduction_is_awaited_by_the_last_backward(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Before, the end of backward leaves it on its way, and no sum is lost."""
-    ranks(world_size).run(check_last)
-
-
-def check_low_precision_accumulates_wide(world: World) -> None:
+@pytest.mark.req("B-14")
+@on_ranks(2)
+def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> None:
+    """What waits between micro-batches is float32 under bfloat16 compute."""
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = gpt("composable", mixed_precision=mixed)
 
@@ -293,14 +269,6 @@ def check_low_precision_accumulates_wide(world: World) -> None:
     set_requires_gradient_sync(model, True)
     backward(model, 2, world.rank)
     clip_grad_norm_(model, 1.0)
-
-
-@pytest.mark.req("B-14")
-def test_low_precision_compute_accumulates_in_the_reduce_dtype(
-    ranks: RankCount,
-) -> None:
-    """What waits between micro-batches is float32 under bfloat16 compute."""
-    ranks(2).run(check_low_precision_accumulates_wide)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.live import examples
 from tests.runtime.events import units_of, watched
 from tests.support.models import TinyGPT, module_at, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     apply_units,
@@ -61,8 +62,16 @@ def sizes(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def before_the_first_forward(world: World, path: str) -> None:
-    """Unshard, look, unshard again, run, look."""
+@pytest.mark.req("B-09")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_unit_can_be_made_full_before_the_first_forward(
+    world: World, path: str
+) -> None:
+    """It shows the plain values, is not gathered again, and reshards after forward.
+
+    Unshard, look, unshard again, run, look.
+    """
     plain = TinyGPT()
     model = sharded_gpt(path)
     block = module_at(model, "blocks.0")
@@ -84,15 +93,6 @@ def before_the_first_forward(world: World, path: str) -> None:
     assert units_of(events, "gather") == ["", "blocks.1"]
     assert is_sharded(block)
     assert sizes(block) < sizes(own)
-
-
-@pytest.mark.req("B-09")
-@pytest.mark.parametrize("path", PATHS)
-def test_a_unit_can_be_made_full_before_the_first_forward(
-    ranks: RankCount, path: str
-) -> None:
-    """It shows the plain values, is not gathered again, and reshards after forward."""
-    ranks(2).run(before_the_first_forward, path)
 
 
 def between(world: World, path: str, strategy: ShardingStrategy) -> list[list[str]]:
@@ -156,8 +156,15 @@ def test_between_forward_and_backward_a_unit_can_be_gathered_or_freed(
     assert ranks(2).run(between, path, strategy) == [gathers] * 2
 
 
-def asynchronous(world: World) -> None:
-    """The handle shows the parameters; the unit's forward does so too."""
+@pytest.mark.req("B-09")
+@on_ranks(2)
+def test_an_asynchronous_unshard_is_waited_for_by_handle_or_forward(
+    world: World,
+) -> None:
+    """``wait`` shows the full parameters, once; after the unit's forward it is late.
+
+    The handle shows the parameters; the unit's forward does so too.
+    """
     model = sharded_gpt("composable")
     block = module_at(model, "blocks.0")
     pending = unshard(block, async_op=True)
@@ -178,15 +185,12 @@ def asynchronous(world: World) -> None:
 
 
 @pytest.mark.req("B-09")
-def test_an_asynchronous_unshard_is_waited_for_by_handle_or_forward(
-    ranks: RankCount,
-) -> None:
-    """``wait`` shows the full parameters, once; after the unit's forward it is late."""
-    ranks(2).run(asynchronous)
+@on_ranks(2)
+def test_a_unit_without_parameters_sends_nothing(world: World) -> None:
+    """The verbs are not recursive, and do nothing where there is nothing.
 
-
-def without_parameters(world: World) -> None:
-    """A unit all of whose parameters are its children's."""
+    A unit all of whose parameters are its children's.
+    """
     model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(2)))
     fully_shard(model)
     with record() as calls:
@@ -198,12 +202,6 @@ def without_parameters(world: World) -> None:
     assert calls == []
     assert is_sharded(module_at(model, "0"))
     backward(loss_of(model, torch.ones(2, 4)))
-
-
-@pytest.mark.req("B-09")
-def test_a_unit_without_parameters_sends_nothing(ranks: RankCount) -> None:
-    """The verbs are not recursive, and do nothing where there is nothing."""
-    ranks(2).run(without_parameters)
 
 
 def write_shards_meanwhile(world: World) -> str:
@@ -229,8 +227,12 @@ def test_old_full_values_are_not_used_after_an_optimizer_step(
         assert "reshard(module)" in text
 
 
-def forget_a_forward(world: World) -> None:
-    """Make a unit full that forward keeps, drop the loss, change the shards."""
+@on_ranks(2)
+def test_a_unit_is_full_by_hand_until_its_forward_only(world: World) -> None:
+    """After it, new values in the shards are gathered and not refused.
+
+    Make a unit full that forward keeps, drop the loss, change the shards.
+    """
     model = sharded_gpt("composable", strategy=ShardingStrategy.SHARD_GRAD_OP)
     plain = TinyGPT()
     unshard(module_at(model, "blocks.0"))
@@ -239,11 +241,6 @@ def forget_a_forward(world: World) -> None:
         for p in [*model.parameters(), *plain.parameters()]:
             p.mul_(0.5)
     assert torch.equal(model(gpt_input(0, 0)), plain(gpt_input(0, 0)))
-
-
-def test_a_unit_is_full_by_hand_until_its_forward_only(ranks: RankCount) -> None:
-    """After it, new values in the shards are gathered and not refused."""
-    ranks(2).run(forget_a_forward)
 
 
 class Peeking(nn.Module):
@@ -261,8 +258,13 @@ class Peeking(nn.Module):
         return y
 
 
-def peek(world: World) -> None:
-    """The parent reads the weights of a unit made full before its forward."""
+@pytest.mark.req("B-09")
+@on_ranks(2)
+def test_a_full_unit_can_be_used_without_its_forward(world: World) -> None:
+    """It stays full through the forward of the root and gets its gradient.
+
+    The parent reads the weights of a unit made full before its forward.
+    """
     model = Peeking()
     plain = copy.deepcopy(model)
     sharded = apply_units(model, ["body", "table"])
@@ -275,14 +277,12 @@ def peek(world: World) -> None:
     assert torch.equal(torch.cat(world.gather(grads[0])), whole(grads[1]).view(4, 4))
 
 
-@pytest.mark.req("B-09")
-def test_a_full_unit_can_be_used_without_its_forward(ranks: RankCount) -> None:
-    """It stays full through the forward of the root and gets its gradient."""
-    ranks(2).run(peek)
+@on_ranks(2)
+def test_verbs_refuse_moments_that_would_break_a_step(world: World) -> None:
+    """Each error says where it was called; the next forward works.
 
-
-def wrong_moments(world: World) -> None:
-    """Inside a block of ``unshard_params``, and inside the unit's own forward."""
+    Inside a block of ``unshard_params``, and inside the unit's own forward.
+    """
     model = sharded_gpt("composable")
     block = module_at(model, "blocks.0")
     with unshard_params(model):
@@ -298,11 +298,6 @@ def wrong_moments(world: World) -> None:
         model(gpt_input(0, world.rank))
     hook.remove()
     model(gpt_input(0, world.rank))
-
-
-def test_verbs_refuse_moments_that_would_break_a_step(ranks: RankCount) -> None:
-    """Each error says where it was called; the next forward works."""
-    ranks(2).run(wrong_moments)
 
 
 def test_verbs_take_fully_sharded_modules_only(one_rank: World) -> None:
@@ -521,8 +516,12 @@ def test_parameters_kept_after_backward_are_not_gathered_again(
     )
 
 
-def train_kept(world: World) -> None:
-    """Keep over an optimizer step, get the error, go the way out, train on."""
+@on_ranks(2)
+def test_parameters_kept_over_an_optimizer_step_are_refused(world: World) -> None:
+    """The weights are those of one step, and not one more trained on old values.
+
+    Keep over an optimizer step, get the error, go the way out, train on.
+    """
     model, plain = TinyGPT(), TinyGPT()
     sharded = apply_units(model, gpt_units(model))
     set_reshard_after_backward(sharded, False)
@@ -531,8 +530,3 @@ def train_kept(world: World) -> None:
     train_reference(plain, world.world_size, gpt_input, sgd, steps=1)
     set_reshard_after_backward(sharded, True)
     assert_same_training(sharded, plain, [], [])
-
-
-def test_parameters_kept_over_an_optimizer_step_are_refused(ranks: RankCount) -> None:
-    """The weights are those of one step, and not one more trained on old values."""
-    ranks(2).run(train_kept)

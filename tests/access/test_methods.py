@@ -16,6 +16,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     apply_units,
@@ -90,8 +91,14 @@ def test_a_method_that_calls_forward_gathers_the_root_once(
     assert ranks(2).run(speak, path) == [["all_gather"] * (1 + 3 * 2)] * 2
 
 
-def train_by_method(world: World, path: str) -> None:
-    """Two steps whose loss comes from ``score`` alone, mixed with forwards."""
+@pytest.mark.req("B-13")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_loss_that_a_method_returns_trains(world: World, path: str) -> None:
+    """Its outputs are hooked as those of a forward; registering twice is once.
+
+    Two steps whose loss comes from ``score`` alone, mixed with forwards.
+    """
     model, plain = speaker(path)
     register_forward_method(model, "score")
     register_forward_method(model, "score")
@@ -109,15 +116,13 @@ def train_by_method(world: World, path: str) -> None:
     assert_same_training(model, plain, [], [], tolerance=1e-6)
 
 
-@pytest.mark.req("B-13")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_loss_that_a_method_returns_trains(ranks: RankCount, path: str) -> None:
-    """Its outputs are hooked as those of a forward; registering twice is once."""
-    ranks(2).run(train_by_method, path)
+@on_ranks(2)
+def test_a_method_that_raises_leaves_the_model_sharded(world: World, path: str) -> None:
+    """Any exception, also one that passes no hook of a module.
 
-
-def fail_and_go_on(world: World, path: str) -> None:
-    """A method that raises leaves the units sharded and the model usable."""
+    A method that raises leaves the units sharded and the model usable.
+    """
     model, plain = speaker(path)
     register_forward_method(model, "fail")
     x = gpt_input(0, world.rank)
@@ -131,16 +136,14 @@ def fail_and_go_on(world: World, path: str) -> None:
     assert torch.equal(model(x), plain(x))
 
 
+@pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_method_that_raises_leaves_the_model_sharded(
-    ranks: RankCount, path: str
-) -> None:
-    """Any exception, also one that passes no hook of a module."""
-    ranks(2).run(fail_and_go_on, path)
+@on_ranks(2)
+def test_the_method_of_a_copy_is_that_of_the_copy(world: World, path: str) -> None:
+    """A registered method follows ``copy.deepcopy``.
 
-
-def speak_as_copy(world: World, path: str) -> None:
-    """The method of a deep copy computes with the copy's parameters."""
+    The method of a deep copy computes with the copy's parameters.
+    """
     model, plain = speaker(path)
     register_forward_method(model, "score")
     made = copy.deepcopy(model)
@@ -152,13 +155,6 @@ def speak_as_copy(world: World, path: str) -> None:
     ours, theirs = made.score(x)["loss"], plain.score(x)["loss"]  # type: ignore[operator]
     assert torch.equal(ours, theirs)
     assert not torch.equal(model.score(x)["loss"], theirs)  # type: ignore[operator]
-
-
-@pytest.mark.req("D-14")
-@pytest.mark.parametrize("path", PATHS)
-def test_the_method_of_a_copy_is_that_of_the_copy(ranks: RankCount, path: str) -> None:
-    """A registered method follows ``copy.deepcopy``."""
-    ranks(2).run(speak_as_copy, path)
 
 
 @pytest.mark.req("B-13")

@@ -12,16 +12,15 @@ from composable_fsdp import ShardingStrategy, no_sync
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import STRATEGIES, gpt_input, loss_of, tolerance_at
 from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
     message_of,
-    one_to_three_ranks,
     own_gradient,
     own_parts,
-    several_ranks,
 )
 from tests.support.world import World
 
@@ -59,7 +58,13 @@ def assert_gradients(
             assert torch.equal(gradient, part), name
 
 
-def check_accumulated(world: World, path: str, strategy: ShardingStrategy) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_micro_batches_inside_cost_no_reduction_and_are_summed_in_one(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Two batches inside and one after equal one reduction of the sum."""
     model = gpt(path, strategy=strategy)
 
     with record() as quiet, no_sync(model):
@@ -81,17 +86,12 @@ def check_accumulated(world: World, path: str, strategy: ShardingStrategy) -> No
     )
 
 
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 @both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_micro_batches_inside_cost_no_reduction_and_are_summed_in_one(
-    ranks: RankCount, path: str, world_size: int, strategy: ShardingStrategy
+def test_leaving_an_inner_block_does_not_end_the_outer_one(
+    world: World, path: str
 ) -> None:
-    """Two batches inside and one after equal one reduction of the sum."""
-    ranks(world_size).run(check_accumulated, path, strategy)
-
-
-def check_nested(world: World, path: str) -> None:
+    """Each block restores what it found."""
     model = gpt(path)
     block = model.get_submodule("blocks")[0]  # type: ignore[index]
 
@@ -107,16 +107,10 @@ def check_nested(world: World, path: str) -> None:
     )
 
 
-@one_to_three_ranks
+@on_ranks(2, 3)
 @both_paths
-def test_leaving_an_inner_block_does_not_end_the_outer_one(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Each block restores what it found."""
-    ranks(world_size).run(check_nested, path)
-
-
-def check_one_unit(world: World, path: str) -> None:
+def test_on_a_unit_only_that_unit_waits(world: World, path: str) -> None:
+    """The other units reduce as ever, and the end is the same sum."""
     model = gpt(path)
     block = model.get_submodule("blocks")[1]  # type: ignore[index]
 
@@ -139,16 +133,12 @@ def check_one_unit(world: World, path: str) -> None:
     )
 
 
-@several_ranks
+@on_ranks(1, 2, 3)
 @both_paths
-def test_on_a_unit_only_that_unit_waits(
-    ranks: RankCount, path: str, world_size: int
+def test_after_a_raise_inside_the_next_backward_reduces(
+    world: World, path: str
 ) -> None:
-    """The other units reduce as ever, and the end is the same sum."""
-    ranks(world_size).run(check_one_unit, path)
-
-
-def check_raise(world: World, path: str) -> None:
+    """What had arrived before the raise is part of the sum."""
     model = gpt(path)
 
     def act() -> None:
@@ -166,18 +156,13 @@ def check_raise(world: World, path: str) -> None:
     )
 
 
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 @both_paths
-def test_after_a_raise_inside_the_next_backward_reduces(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """What had arrived before the raise is part of the sum."""
-    ranks(world_size).run(check_raise, path)
-
-
-def check_state_dict_between(
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_saving_and_evaluating_between_micro_batches_loses_no_gradient(
     world: World, path: str, strategy: ShardingStrategy
 ) -> None:
+    """Gradients that wait survive a state dict and a forward without backward."""
     model = gpt(path, strategy=strategy)
 
     with no_sync(model):
@@ -191,16 +176,6 @@ def check_state_dict_between(
     assert_gradients(
         model, summed_then_averaged(world, [0, 1]), tolerance_at(world.world_size)
     )
-
-
-@one_to_three_ranks
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_saving_and_evaluating_between_micro_batches_loses_no_gradient(
-    ranks: RankCount, path: str, world_size: int, strategy: ShardingStrategy
-) -> None:
-    """Gradients that wait survive a state dict and a forward without backward."""
-    ranks(world_size).run(check_state_dict_between, path, strategy)
 
 
 def check_gathers(world: World, path: str, strategy: ShardingStrategy) -> list[int]:

@@ -25,6 +25,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
     STRATEGIES,
@@ -78,18 +79,15 @@ def test_a_parameters_full_value_is_read_and_written_by_its_name(
     ranks(world_size).run(check_values, path, kind)
 
 
-def check_bytes(world: World) -> None:
+@on_ranks(3)
+def test_no_more_bytes_are_sent_than_the_parameter_has(world: World) -> None:
+    """Each part once, from the rank that holds it."""
     model = gpt("composable")
     for name, value in TinyGPT().named_parameters():
         with record() as calls:
             get_full_param(model, name)
         assert sum(call.nbytes for call in calls) == value.numel() * 4, name
         assert {call.op for call in calls} == {"broadcast"}
-
-
-def test_no_more_bytes_are_sent_than_the_parameter_has(ranks: RankCount) -> None:
-    """Each part once, from the rank that holds it."""
-    ranks(3).run(check_bytes)
 
 
 def check_gradients(world: World, path: str, kind: str) -> None:
@@ -127,7 +125,13 @@ def test_a_parameters_full_gradient_is_read_and_written_by_its_name(
     ranks(world_size).run(check_gradients, path, kind)
 
 
-def check_state(world: World, path: str, kind: type[optim.Optimizer]) -> None:
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad, optim.Rprop, optim.ASGD])
+@both_paths
+@on_ranks(2)
+def test_a_parameters_optimizer_state_is_read_and_written_by_its_name(
+    world: World, path: str, kind: type[optim.Optimizer]
+) -> None:
+    """Tensors in full shapes and counters, also of a parameter without dimensions."""
     make: Any = kind
     model, plain = mixed(path), Mixed()
     ours, reference = (make(m.parameters(), lr=0.05) for m in (model, plain))
@@ -148,16 +152,9 @@ def check_state(world: World, path: str, kind: type[optim.Optimizer]) -> None:
     train_sharded(model, ours, world, range(2, 3))  # it still fits
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad, optim.Rprop, optim.ASGD])
-@both_paths
-def test_a_parameters_optimizer_state_is_read_and_written_by_its_name(
-    ranks: RankCount, path: str, kind: type[optim.Optimizer]
-) -> None:
-    """Tensors in full shapes and counters, also of a parameter without dimensions."""
-    ranks(2).run(check_state, path, kind)
-
-
-def check_hybrid(world: World) -> None:
+@on_ranks(4)
+def test_each_replica_reads_and_writes_by_itself(world: World) -> None:
+    """Within its shard group; nothing crosses to the others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = gpt("composable", strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     plain = TinyGPT()
@@ -168,12 +165,9 @@ def check_hybrid(world: World) -> None:
         assert torch.equal(get_full_param(model, name), value + 1)
 
 
-def test_each_replica_reads_and_writes_by_itself(ranks: RankCount) -> None:
-    """Within its shard group; nothing crosses to the others."""
-    ranks(4).run(check_hybrid)
-
-
-def check_ignored(world: World) -> None:
+@on_ranks(2)
+def test_parameters_that_no_unit_holds_are_found_as_well(world: World) -> None:
+    """A model may hold some of both."""
     model = nn.Sequential(tiny_mlp(), tiny_mlp(seed=1))
     fully_shard(model, ignored_modules=[model[1]])
     optimizer = optim.AdamW(model.parameters())
@@ -194,11 +188,6 @@ def check_ignored(world: World) -> None:
         again = get_full_optim_state(model, optimizer, name)
         assert torch.equal(again["exp_avg"], state["exp_avg"] * 2)
         assert torch.equal(again["exp_avg_sq"], state["exp_avg_sq"])
-
-
-def test_parameters_that_no_unit_holds_are_found_as_well(ranks: RankCount) -> None:
-    """A model may hold some of both."""
-    ranks(2).run(check_ignored)
 
 
 def check_refused(world: World) -> dict[str, str]:

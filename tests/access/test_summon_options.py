@@ -21,6 +21,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     STRATEGIES,
     apply_units,
@@ -38,7 +39,6 @@ from tests.support.sharded import (
     gpt,
     is_full,
     message_of,
-    one_to_three_ranks,
     several_ranks,
 )
 from tests.support.world import World
@@ -71,9 +71,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def check_copies(
+@pytest.mark.req("D-12")
+@on_ranks(1, 2, 3)
+@both_paths
+@every_strategy
+@everywhere
+def test_copies_in_host_memory_are_the_full_parameters(
     world: World, path: str, strategy: ShardingStrategy, rank0_only: bool
 ) -> None:
+    """They are shown, written back if asked for, and otherwise leave no trace."""
     model = gpt(path, strategy=strategy)
     plain: dict[str, Tensor] = dict(TinyGPT().named_parameters())
     shards = [p.detach().clone() for p in model.parameters()]
@@ -111,29 +117,20 @@ def check_copies(
                 assert extra.max() < (1e-5 if rank0_only else world.world_size)
 
 
+def full(handle: Any) -> list[nn.Parameter]:
+    return [leaf for region in handle.regions for leaf in region.full_leaves]
+
+
 @pytest.mark.req("D-12")
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 @both_paths
 @every_strategy
 @everywhere
-def test_copies_in_host_memory_are_the_full_parameters(
-    ranks: RankCount,
-    rank0_only: bool,
-    strategy: ShardingStrategy,
-    path: str,
-    world_size: int,
+@in_host_memory
+def test_gradients_in_the_block_are_those_of_the_plain_model(
+    world: World, path: str, strategy: ShardingStrategy, rank0_only: bool, offload: bool
 ) -> None:
-    """They are shown, written back if asked for, and otherwise leave no trace."""
-    ranks(world_size).run(check_copies, path, strategy, rank0_only)
-
-
-def check_gradients(
-    world: World,
-    path: str,
-    strategy: ShardingStrategy,
-    rank0_only: bool,
-    offload: bool,
-) -> None:
+    """They are full; what the block sets, scales or takes away reaches the shards."""
     model, expected = with_gradients(world, path, strategy)
     before = gradients(model)
     options: dict[str, Any] = {"rank0_only": rank0_only, "offload_to_cpu": offload}
@@ -168,29 +165,13 @@ def check_gradients(
     assert all(p.grad is None for h in _get_fsdp_handles(model) for p in full(h))
 
 
-def full(handle: Any) -> list[nn.Parameter]:
-    return [leaf for region in handle.regions for leaf in region.full_leaves]
-
-
 @pytest.mark.req("D-12")
-@one_to_three_ranks
 @both_paths
-@every_strategy
-@everywhere
-@in_host_memory
-def test_gradients_in_the_block_are_those_of_the_plain_model(
-    ranks: RankCount,
-    offload: bool,
-    rank0_only: bool,
-    strategy: ShardingStrategy,
-    path: str,
-    world_size: int,
+@on_ranks(4)
+def test_what_the_first_rank_writes_reaches_the_replicas(
+    world: World, path: str
 ) -> None:
-    """They are full; what the block sets, scales or takes away reaches the shards."""
-    ranks(world_size).run(check_gradients, path, strategy, rank0_only, offload)
-
-
-def check_replicas(world: World, path: str) -> None:
+    """Parameters and gradients of all four ranks of two replicas are rank 0's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     strategy = ShardingStrategy.HYBRID_SHARD
     model, expected = with_gradients(world, path, strategy, device_mesh=mesh)
@@ -208,15 +189,6 @@ def check_replicas(world: World, path: str) -> None:
     with unshard_params(model, writeback=False, with_grads=True):
         doubled = {name: gradient * 2 for name, gradient in expected.items()}
         assert max(differences(gradients(model), doubled).values()) < 1e-5
-
-
-@pytest.mark.req("D-12")
-@both_paths
-def test_what_the_first_rank_writes_reaches_the_replicas(
-    ranks: RankCount, path: str
-) -> None:
-    """Parameters and gradients of all four ranks of two replicas are rank 0's."""
-    ranks(4).run(check_replicas, path)
 
 
 def check_some_gradients(world: World) -> list[tuple[str, int]]:
@@ -302,7 +274,12 @@ def half_precision(
     return {module: {"mixed_precision": half} for module in linear}
 
 
-def check_full_precision(world: World, rank0_only: bool) -> None:
+@on_ranks(1, 2, 3)
+@everywhere
+def test_outside_the_step_parameters_have_their_own_dtype(
+    world: World, rank0_only: bool
+) -> None:
+    """Compute in half precision costs nothing of what is read and written here."""
     plain = {n: p.detach().clone() for n, p in tiny_mlp().named_parameters()}
     model = fully_shard(tiny_mlp(), policy=half_precision)
     visible = shows(model, world, rank0_only=rank0_only)
@@ -316,15 +293,6 @@ def check_full_precision(world: World, rank0_only: bool) -> None:
 
     with unshard_params(model):
         assert torch.equal(next(model.parameters()), plain["0.weight"] * 1.001)
-
-
-@one_to_three_ranks
-@everywhere
-def test_outside_the_step_parameters_have_their_own_dtype(
-    ranks: RankCount, rank0_only: bool, world_size: int
-) -> None:
-    """Compute in half precision costs nothing of what is read and written here."""
-    ranks(world_size).run(check_full_precision, rank0_only)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from composable_fsdp import ShardingStrategy, fully_shard, unshard_params
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.memory import LiveBytes
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
     STRATEGIES,
@@ -181,7 +182,11 @@ def test_writing_rank_0s_values_back_needs_no_memory_on_any_rank() -> None:
     assert at_most - others <= 16
 
 
-def check_first_wins(world: World, path: str) -> None:
+@pytest.mark.req("S1-12")
+@on_ranks(2, 3)
+@both_paths
+def test_rank_0s_values_are_on_all_ranks_bit_by_bit(world: World, path: str) -> None:
+    """Whatever the others wrote into the shards that they still see."""
     model, plain = gpt(path), TinyGPT()
     with unshard_params(model, rank0_only=True, writeback=True), torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
@@ -191,16 +196,6 @@ def check_first_wins(world: World, path: str) -> None:
             parameter.fill_(index + 0.1)
 
     assert _same(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.req("S1-12")
-@pytest.mark.parametrize("world_size", [2, 3])
-@both_paths
-def test_rank_0s_values_are_on_all_ranks_bit_by_bit(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Whatever the others wrote into the shards that they still see."""
-    ranks(world_size).run(check_first_wins, path)
 
 
 def raise_on(world: World, rank: int, model: nn.Module, **options: bool) -> str:
@@ -329,14 +324,11 @@ def test_ranks_that_write_differently_are_told_on_request(
     )
 
 
-def check_alike(world: World) -> None:
+@on_ranks(2)
+def test_ranks_that_write_the_same_pass_the_check(world: World) -> None:
+    """And what they wrote is kept."""
     model = fully_shard(tiny_mlp())
     with unshard_params(model, check_same=True), torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(2.5)
     assert all(bool((v == 2.5).all()) for v in model.state_dict().values())
-
-
-def test_ranks_that_write_the_same_pass_the_check(ranks: RankCount) -> None:
-    """And what they wrote is kept."""
-    ranks(2).run(check_alike)

@@ -22,6 +22,7 @@ from composable_fsdp.access.unsharded_unit import _unshard_state
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     STRATEGIES,
     apply_units,
@@ -36,7 +37,6 @@ from tests.support.sharded import (
     is_full,
     message_of,
     one_to_three_ranks,
-    several_ranks,
     step,
 )
 from tests.support.world import World
@@ -55,7 +55,14 @@ def write(model: nn.Module, *, add: float) -> None:
         parameter.add_(add + index)
 
 
-def check_inside_and_outside(world: World, path: str, moment: str) -> None:
+@pytest.mark.req("S1-10", "S1-13")
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("moment", ["before the first forward", "after a step"])
+def test_inside_the_block_a_model_shows_what_the_plain_one_has(
+    world: World, path: str, moment: str
+) -> None:
+    """Names, order and bits are the plain model's; then the old objects are back."""
     model, plain = gpt(path), TinyGPT()
     leaves = list(model.parameters())
     if moment == "after a step":
@@ -73,18 +80,13 @@ def check_inside_and_outside(world: World, path: str, moment: str) -> None:
     assert all(a is b for a, b in zip(model.parameters(), leaves, strict=True))
 
 
-@pytest.mark.req("S1-10", "S1-13")
-@one_to_three_ranks
+@pytest.mark.req("S1-10")
+@on_ranks(1, 2, 3)
 @both_paths
-@pytest.mark.parametrize("moment", ["before the first forward", "after a step"])
-def test_inside_the_block_a_model_shows_what_the_plain_one_has(
-    ranks: RankCount, moment: str, path: str, world_size: int
+def test_each_level_unshards_the_units_it_names_and_no_other(
+    world: World, path: str
 ) -> None:
-    """Names, order and bits are the plain model's; then the old objects are back."""
-    ranks(world_size).run(check_inside_and_outside, path, moment)
-
-
-def check_one_unit(world: World, path: str) -> None:
+    """``recurse=False`` touches one unit; each unit costs one all-gather."""
     model = gpt(path)
     states = _get_fsdp_states(model)
     levels: dict[str, tuple[Any, list[bool]]] = {
@@ -122,17 +124,13 @@ def check_one_unit(world: World, path: str) -> None:
         assert [call.op for call in calls] == ["all_gather"] * gathers + end, name
 
 
-@pytest.mark.req("S1-10")
-@one_to_three_ranks
+@every_strategy
+@on_ranks(1, 2, 3)
 @both_paths
-def test_each_level_unshards_the_units_it_names_and_no_other(
-    ranks: RankCount, path: str, world_size: int
+def test_what_the_block_writes_reaches_the_shards(
+    world: World, path: str, strategy: ShardingStrategy
 ) -> None:
-    """``recurse=False`` touches one unit; each unit costs one all-gather."""
-    ranks(world_size).run(check_one_unit, path)
-
-
-def check_writes(world: World, path: str, strategy: ShardingStrategy) -> None:
+    """Each rank keeps its own part; together they are what was written, bit by bit."""
     model, plain = gpt(path, strategy=strategy), TinyGPT()
 
     with unshard_params(model, writeback=True):
@@ -140,16 +138,6 @@ def check_writes(world: World, path: str, strategy: ShardingStrategy) -> None:
     write(plain, add=1.5)
 
     assert differences(model.state_dict(), plain.state_dict()) == {}
-
-
-@every_strategy
-@one_to_three_ranks
-@both_paths
-def test_what_the_block_writes_reaches_the_shards(
-    ranks: RankCount, path: str, world_size: int, strategy: ShardingStrategy
-) -> None:
-    """Each rank keeps its own part; together they are what was written, bit by bit."""
-    ranks(world_size).run(check_writes, path, strategy)
 
 
 def check_discarded(
@@ -196,7 +184,10 @@ def test_nothing_is_written_without_writeback_or_after_a_raise(
     ranks(world_size).run(check_discarded, path, strategy, how)
 
 
-def check_rank0_only(world: World, path: str) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+def test_only_rank_0_sees_full_parameters_when_told_so(world: World, path: str) -> None:
+    """The other ranks keep seeing their shards, and nothing is gathered onto them."""
     model, plain = gpt(path), TinyGPT()
     shards = values(model)
 
@@ -214,18 +205,14 @@ def check_rank0_only(world: World, path: str) -> None:
     assert is_full(model) == [False] * 3
 
 
-@one_to_three_ranks
+@every_strategy
+@on_ranks(1, 2, 3)
 @both_paths
-def test_only_rank_0_sees_full_parameters_when_told_so(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """The other ranks keep seeing their shards, and nothing is gathered onto them."""
-    ranks(world_size).run(check_rank0_only, path)
-
-
-def check_rank0_writes(
+@pytest.mark.parametrize("assign", [False, True], ids=["in place", "assigned"])
+def test_values_of_rank_0_reach_every_shard(
     world: World, path: str, strategy: ShardingStrategy, assign: bool
 ) -> None:
+    """With both options the shards of all ranks are cut from rank 0's values."""
     model, plain = gpt(path, strategy=strategy), TinyGPT()
 
     with unshard_params(model, rank0_only=True, writeback=True):
@@ -242,22 +229,10 @@ def check_rank0_writes(
     assert world.all_equal(model.state_dict())
 
 
-@every_strategy
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 @both_paths
-@pytest.mark.parametrize("assign", [False, True], ids=["in place", "assigned"])
-def test_values_of_rank_0_reach_every_shard(
-    ranks: RankCount,
-    path: str,
-    world_size: int,
-    strategy: ShardingStrategy,
-    assign: bool,
-) -> None:
-    """With both options the shards of all ranks are cut from rank 0's values."""
-    ranks(world_size).run(check_rank0_writes, path, strategy, assign)
-
-
-def check_assigned(world: World, path: str) -> None:
+def test_a_parameter_assigned_in_the_block_is_taken_up(world: World, path: str) -> None:
+    """Its values are kept; the object in the module is the original one again."""
     model = apply_units(tiny_mlp(), [], path=path)
     layer, leaf = model[0], model[0].weight  # type: ignore[index]
 
@@ -268,16 +243,13 @@ def check_assigned(world: World, path: str) -> None:
     assert torch.equal(model.state_dict()["0.weight"], torch.full((12, 8), 7.0))
 
 
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 @both_paths
-def test_a_parameter_assigned_in_the_block_is_taken_up(
-    ranks: RankCount, path: str, world_size: int
+@pytest.mark.parametrize("writeback", [True, False])
+def test_memory_that_the_block_gave_a_parameter_ends_with_it(
+    world: World, path: str, writeback: bool
 ) -> None:
-    """Its values are kept; the object in the module is the original one again."""
-    ranks(world_size).run(check_assigned, path)
-
-
-def check_memory(world: World, path: str, writeback: bool) -> None:
+    """After ``parameter.data = values`` the values count and later updates show."""
     model = apply_units(tiny_mlp(), [], path=path)
     weight = model[0].weight  # type: ignore[index]
     before = model.state_dict()["0.weight"]
@@ -290,16 +262,6 @@ def check_memory(world: World, path: str, writeback: bool) -> None:
     with unshard_params(model):
         shown = model[0].weight.clone()  # type: ignore[index]
     assert torch.equal(shown, 2 * (given if writeback else before))
-
-
-@one_to_three_ranks
-@both_paths
-@pytest.mark.parametrize("writeback", [True, False])
-def test_memory_that_the_block_gave_a_parameter_ends_with_it(
-    ranks: RankCount, path: str, world_size: int, writeback: bool
-) -> None:
-    """After ``parameter.data = values`` the values count and later updates show."""
-    ranks(world_size).run(check_memory, path, writeback)
 
 
 def check_misfit(world: World, path: str) -> tuple[str, str]:
@@ -340,7 +302,12 @@ def test_a_parameter_of_another_shape_is_refused_by_name(
         assert "'blocks.1.norm_2.weight' was replaced by NoneType" in gone
 
 
-def check_holder(world: World, path: str) -> None:
+@pytest.mark.req("S1-10")
+@on_ranks(1, 2, 3)
+@both_paths
+def test_a_plain_module_unshards_every_tree_below_it(world: World, path: str) -> None:
+    """Two trees under a module that is no unit are full together."""
+
     def parts() -> tuple[nn.Module, nn.Module, nn.Module]:
         return tiny_mlp(), tiny_mlp(seed=1), tiny_mlp(seed=2)
 
@@ -359,16 +326,6 @@ def check_holder(world: World, path: str) -> None:
     assert all(same)
     assert is_full(holder) == [False, False]
     assert differences(holder.state_dict(), plain.state_dict()) == {}
-
-
-@pytest.mark.req("S1-10")
-@one_to_three_ranks
-@both_paths
-def test_a_plain_module_unshards_every_tree_below_it(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Two trees under a module that is no unit are full together."""
-    ranks(world_size).run(check_holder, path)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -488,7 +445,12 @@ def test_wrong_moments_are_refused_with_the_way_out(
         assert "after loss.backward() has returned" in texts["in_backward"]
 
 
-def check_state_dict_inside(world: World, path: str) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+def test_state_dicts_are_given_and_taken_inside_the_block(
+    world: World, path: str
+) -> None:
+    """Saving copies the full parameters; what is loaded reaches the shards."""
     model, plain = gpt(path), TinyGPT()
 
     with unshard_params(model):
@@ -499,16 +461,12 @@ def check_state_dict_inside(world: World, path: str) -> None:
     assert differences(model.state_dict(), TinyGPT(seed=5).state_dict()) == {}
 
 
-@one_to_three_ranks
 @both_paths
-def test_state_dicts_are_given_and_taken_inside_the_block(
-    ranks: RankCount, path: str, world_size: int
+@on_ranks(2)
+def test_a_state_dict_inside_the_block_has_the_assigned_parameter(
+    world: World, path: str
 ) -> None:
-    """Saving copies the full parameters; what is loaded reaches the shards."""
-    ranks(world_size).run(check_state_dict_inside, path)
-
-
-def check_assigned_and_saved(world: World, path: str) -> None:
+    """What the module shows is what is saved."""
     model = apply_units(tiny_mlp(), [], path=path)
 
     with unshard_params(model):
@@ -518,21 +476,15 @@ def check_assigned_and_saved(world: World, path: str) -> None:
     assert torch.equal(saved["0.bias"], torch.full((12,), 7.0))
 
 
-@both_paths
-def test_a_state_dict_inside_the_block_has_the_assigned_parameter(
-    ranks: RankCount, path: str
-) -> None:
-    """What the module shows is what is saved."""
-    ranks(2).run(check_assigned_and_saved, path)
-
-
 def test_a_model_without_units_is_refused() -> None:
     """The message says what to do instead."""
     with pytest.raises(CompositionError, match="on a Linear that holds no fully"):
         unshard_params(nn.Linear(2, 2)).__enter__()
 
 
-def check_fsdp1_name(world: World) -> None:
+@on_ranks(2, 3)
+def test_summon_full_params_is_the_same_block(world: World) -> None:
+    """The wrapper's FSDP1 name passes its options on."""
     model, plain = gpt("wrapper"), TinyGPT()
 
     with FullyShardedDataParallel.summon_full_params(model, recurse=False):
@@ -545,15 +497,9 @@ def check_fsdp1_name(world: World) -> None:
     assert differences(model.state_dict(), plain.state_dict()) == {}
 
 
-@several_ranks
-def test_summon_full_params_is_the_same_block(
-    ranks: RankCount, world_size: int
-) -> None:
-    """The wrapper's FSDP1 name passes its options on."""
-    ranks(world_size).run(check_fsdp1_name)
-
-
-def check_two_places(world: World) -> None:
+@on_ranks(2)
+def test_a_unit_that_stands_in_two_places_is_shown_once(world: World) -> None:
+    """Found by the state machine: the second block freed what the first one showed."""
     shared = nn.Linear(3, 3)
     holder = nn.Sequential(shared)
     model = nn.Sequential(shared, holder)
@@ -566,11 +512,6 @@ def check_two_places(world: World) -> None:
         shared.weight.data.mul_(2.0)
 
     assert torch.equal(model.state_dict()["0.weight"], before * 2)
-
-
-def test_a_unit_that_stands_in_two_places_is_shown_once(ranks: RankCount) -> None:
-    """Found by the state machine: the second block freed what the first one showed."""
-    ranks(2).run(check_two_places)
 
 
 def test_a_block_over_a_unit_that_another_shows_is_refused(one_rank: World) -> None:

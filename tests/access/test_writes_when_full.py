@@ -16,8 +16,9 @@ from composable_fsdp import (
     unshard,
 )
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, gpt_input, loss_of
-from tests.support.sharded import RankCount, gpt
+from tests.support.sharded import gpt
 from tests.support.world import World
 
 
@@ -49,11 +50,17 @@ def set_each(model: nn.Module, values: dict[str, Tensor]) -> None:
         set_full_param(model, name, value)
 
 
-def write(
+@pytest.mark.parametrize("assign", [load, set_each])
+@pytest.mark.parametrize(
+    "fill", [by_hand, kept_by_no_sync, kept_on_request, before_backward]
+)
+@on_ranks(2)
+def test_what_is_written_while_units_are_full_is_used(
     world: World,
     fill: Callable[[nn.Module, Tensor], None],
     assign: Callable[[nn.Module, dict[str, Tensor]], None],
 ) -> None:
+    """Full parameters of before are given up, however they came to be left."""
     model = gpt("composable", strategy=ShardingStrategy.SHARD_GRAD_OP)
     other = TinyGPT(seed=1)
     x = gpt_input(0, world.rank)
@@ -62,16 +69,3 @@ def write(
     assign(model, other.state_dict())
 
     assert torch.equal(model(x), other(x))
-
-
-@pytest.mark.parametrize("assign", [load, set_each])
-@pytest.mark.parametrize(
-    "fill", [by_hand, kept_by_no_sync, kept_on_request, before_backward]
-)
-def test_what_is_written_while_units_are_full_is_used(
-    ranks: RankCount,
-    fill: Callable[[nn.Module, Tensor], None],
-    assign: Callable[[nn.Module, dict[str, Tensor]], None],
-) -> None:
-    """Full parameters of before are given up, however they came to be left."""
-    ranks(2).run(write, fill, assign)

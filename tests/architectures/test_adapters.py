@@ -28,6 +28,7 @@ from tests.architectures.zoo import (
     needs_transformers,
     own_loss,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -80,8 +81,17 @@ def adapters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def train_adapters(world: World, path: str, use_reentrant: bool | None) -> None:
-    """Three steps of AdamW against the plain model, which does not checkpoint."""
+@pytest.mark.req("U-01")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@on_ranks(2)
+def test_adapters_train_as_on_the_plain_model(
+    world: World, path: str, use_reentrant: bool | None
+) -> None:
+    """With the model's checkpointing, too, and the base stays as it was.
+
+    Three steps of AdamW against the plain model, which does not checkpoint.
+    """
     built = adapted_llama()
     plain = copy.deepcopy(built.model)
     if use_reentrant is not None:
@@ -95,16 +105,6 @@ def train_adapters(world: World, path: str, use_reentrant: bool | None) -> None:
     mine = [step[world.rank] for step in expected]
     assert len(set(losses)) == 3
     assert_same_training(sharded, plain, losses, mine)
-
-
-@pytest.mark.req("U-01")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_adapters_train_as_on_the_plain_model(
-    ranks: RankCount, use_reentrant: bool | None, path: str
-) -> None:
-    """With the model's checkpointing, too, and the base stays as it was."""
-    ranks(2).run(train_adapters, path, use_reentrant)
 
 
 def reduce_adapters(world: World, path: str) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from tests.architectures.zoo import (
     needs_transformers,
     own_loss,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -225,8 +226,16 @@ def test_tying_again_after_sharding_changes_nothing(
     ranks(2).run(train_architecture, name, path, by_class, nothing, tie)
 
 
-def save_and_load(world: World, name: str, path: str) -> None:
-    """Loaded values come back, by the plain model's names, whatever was there."""
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@on_ranks(2)
+def test_a_plain_state_dict_goes_in_and_comes_out(
+    world: World, name: str, path: str
+) -> None:
+    """Names, their order and values are the plain model's.
+
+    Loaded values come back, by the plain model's names, whatever was there.
+    """
     built = build(name)
     plain = copy.deepcopy(built.model).state_dict()
     sharded = shard(built, path)
@@ -236,12 +245,3 @@ def save_and_load(world: World, name: str, path: str) -> None:
     sharded.load_state_dict(plain)
 
     assert differences(sharded.state_dict(), plain) == {}
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_plain_state_dict_goes_in_and_comes_out(
-    ranks: RankCount, name: str, path: str
-) -> None:
-    """Names, their order and values are the plain model's."""
-    ranks(2).run(save_and_load, name, path)

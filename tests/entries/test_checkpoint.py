@@ -28,6 +28,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.naming import TRANSPARENT
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     apply_units,
@@ -129,23 +130,6 @@ def unit_modules(model: nn.Module) -> list[nn.Module]:
     return [body.get_submodule(name.rpartition(".")[2]) for name in UNITS]
 
 
-def train_recomputed(
-    world: World, path: str, kind: str, place: str, order: str
-) -> None:
-    """Three steps, bit by bit as the plain model; the order is the same as without."""
-    model = build(path, kind, place, order)
-    usual = usual_order(path, world.rank)
-    plain, expected = trained_reference(Tower, world.world_size, gpt_input, sgd)
-    losses = train(model, world.rank, gpt_input, sgd)
-
-    assert_same_training(model, plain, losses, [s[world.rank] for s in expected])
-    seen = [name for name in usual if name in order_of(model)]
-    assert order_of(model) == seen
-    assert "reentrant" in kind or seen == usual
-    counted = sum(m.calls for m in model.modules() if isinstance(m, Counted))
-    assert (counted > 3 * 3) is (kind != "offload")
-
-
 @cache  # collective at the first call: ranks of a pool have run the same tests
 def usual_order(path: str, rank: int) -> list[str]:
     """The order of the units where nothing is recomputed."""
@@ -167,11 +151,25 @@ def order_of(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
 def test_a_recomputed_model_trains_as_the_plain_one(
-    ranks: RankCount, kind: str, place: str, order: str, path: str
+    world: World, path: str, kind: str, place: str, order: str
 ) -> None:
-    """Either flavour, around, on, in a unit and nested, tied head, both nestings."""
-    ranks(2).run(train_recomputed, path, kind, place, order)
+    """Either flavour, around, on, in a unit and nested, tied head, both nestings.
+
+    Three steps, bit by bit as the plain model; the order is the same as without.
+    """
+    model = build(path, kind, place, order)
+    usual = usual_order(path, world.rank)
+    plain, expected = trained_reference(Tower, world.world_size, gpt_input, sgd)
+    losses = train(model, world.rank, gpt_input, sgd)
+
+    assert_same_training(model, plain, losses, [s[world.rank] for s in expected])
+    seen = [name for name in usual if name in order_of(model)]
+    assert order_of(model) == seen
+    assert "reentrant" in kind or seen == usual
+    counted = sum(m.calls for m in model.modules() if isinstance(m, Counted))
+    assert (counted > 3 * 3) is (kind != "offload")
 
 
 def gathers(world: World, place: str | None, kind: str) -> list[int]:
@@ -231,8 +229,13 @@ def test_keyword_arguments_go_through_the_reentrant_mode(
     assert all(p.grad is not None for p in model.parameters())
 
 
-def copy_recomputed(world: World) -> None:
-    """A deep copy of a checkpointed, sharded model trains and counts for itself."""
+@pytest.mark.req("D-14")
+@on_ranks(2)
+def test_a_copy_of_a_checkpointed_model_recomputes_itself(world: World) -> None:
+    """Its forward is that of the copy, not of the original.
+
+    A deep copy of a checkpointed, sharded model trains and counts for itself.
+    """
     model, plain = build("composable", "in place", "nested", "before"), Tower()
     made = copy.deepcopy(model)
     expected = train_reference(plain, world.world_size, gpt_input, sgd)
@@ -240,12 +243,6 @@ def copy_recomputed(world: World) -> None:
 
     assert_same_training(made, plain, losses, [s[world.rank] for s in expected])
     assert {m.calls for m in model.modules() if isinstance(m, Counted)} == {0}
-
-
-@pytest.mark.req("D-14")
-def test_a_copy_of_a_checkpointed_model_recomputes_itself(ranks: RankCount) -> None:
-    """Its forward is that of the copy, not of the original."""
-    ranks(2).run(copy_recomputed)
 
 
 def test_checkpoint_keeps_class_names_and_a_state() -> None:
@@ -369,8 +366,22 @@ def test_policies_and_in_place_checkpoints_can_be_applied_to_a_tree() -> None:
     assert list(model.state_dict()) == list(Tower().state_dict())
 
 
-def save_and_load(world: World, path: str, order: str) -> None:
-    """State dicts of parts and whole under plain names, loaded back into place."""
+def fqns(model: nn.Module) -> list[str]:
+    """Names that the handles give to parameters."""
+    return [n for s in _get_fsdp_states(model) for n in s.handle._fqns]
+
+
+@pytest.mark.req("S2-05", "S3-04")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("order", ["before", "after"])
+@on_ranks(2)
+def test_wrappers_leave_no_trace_in_state_dicts(
+    world: World, path: str, order: str
+) -> None:
+    """Keys are the plain model's, of the whole and of a wrapped part.
+
+    State dicts of parts and whole under plain names, loaded back into place.
+    """
     plain = Tower()
     model = build(path, "wrapper", "nested", order)
     train(model, world.rank, gpt_input, sgd, steps=1)
@@ -387,21 +398,6 @@ def save_and_load(world: World, path: str, order: str) -> None:
     assert not result.unexpected_keys
     assert_same_training(model, plain, [], [])
     assert all(n.count(".") < 4 for n in fqns(model)), fqns(model)
-
-
-def fqns(model: nn.Module) -> list[str]:
-    """Names that the handles give to parameters."""
-    return [n for s in _get_fsdp_states(model) for n in s.handle._fqns]
-
-
-@pytest.mark.req("S2-05", "S3-04")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_wrappers_leave_no_trace_in_state_dicts(
-    ranks: RankCount, order: str, path: str
-) -> None:
-    """Keys are the plain model's, of the whole and of a wrapped part."""
-    ranks(2).run(save_and_load, path, order)
 
 
 def save_a_list(world: World) -> bool:

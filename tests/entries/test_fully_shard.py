@@ -20,6 +20,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     adamw,
     apply_units,
@@ -164,8 +165,13 @@ def test_the_help_text_names_every_argument() -> None:
     assert missing == ["use_orig_params", "unknown"]  # FSDP1's, and none
 
 
-def train_with_early_optimizer(world: World) -> None:
-    """Make the optimizer and an alias, shard, train; compare with the reference."""
+@pytest.mark.req("B-24", "D-15")
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_trains(world: World) -> None:
+    """Parameters stay the same plain objects, with the attributes set on them.
+
+    Make the optimizer and an alias, shard, train; compare with the reference.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     optimizer = adamw(model.parameters())
@@ -186,12 +192,6 @@ def train_with_early_optimizer(world: World) -> None:
     assert alias is model.head.weight
     assert seen == ["mine"] * 3
     assert_same_training(model, plain, losses, [step[world.rank] for step in expected])
-
-
-@pytest.mark.req("B-24", "D-15")
-def test_an_optimizer_made_before_sharding_trains(ranks: RankCount) -> None:
-    """Parameters stay the same plain objects, with the attributes set on them."""
-    ranks(2).run(train_with_early_optimizer)
 
 
 class Scaled(nn.Module):
@@ -241,8 +241,13 @@ def test_a_list_of_modules_is_one_unit(ranks: RankCount) -> None:
         assert gathers == 3
 
 
-def train_norm_and_head(world: World) -> None:
-    """Train a GPT whose last norm and head, both with a ``weight``, are one unit."""
+@pytest.mark.req("B-02")
+@on_ranks(2)
+def test_modules_of_a_list_may_use_the_same_names(world: World) -> None:
+    """The last norm and the head are one unit although both have a ``weight``.
+
+    Train a GPT whose last norm and head, both with a ``weight``, are one unit.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     fully_shard([model.norm, model.head])
@@ -255,12 +260,6 @@ def train_norm_and_head(world: World) -> None:
 
 
 @pytest.mark.req("B-02")
-def test_modules_of_a_list_may_use_the_same_names(ranks: RankCount) -> None:
-    """The last norm and the head are one unit although both have a ``weight``."""
-    ranks(2).run(train_norm_and_head)
-
-
-@pytest.mark.req("B-02")
 def test_a_list_of_modules_cannot_be_the_root(one_rank: World) -> None:
     """A list has no forward that starts an iteration."""
     model = make_pair()
@@ -270,8 +269,13 @@ def test_a_list_of_modules_cannot_be_the_root(one_rank: World) -> None:
         model[1](torch.ones(1, 6))
 
 
-def train_child_first(world: World) -> None:
-    """Run a block alone before its parent; then train from the root, then the block."""
+@pytest.mark.req("B-06")
+@on_ranks(1, 2)
+def test_a_child_may_run_before_its_parent(world: World) -> None:
+    """The root is the outermost unit all the same.
+
+    Run a block alone before its parent; then train from the root, then the block.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     apply_units(model, gpt_units(model))
@@ -287,15 +291,13 @@ def train_child_first(world: World) -> None:
     assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
 
 
-@pytest.mark.req("B-06")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_child_may_run_before_its_parent(ranks: RankCount, world_size: int) -> None:
-    """The root is the outermost unit all the same."""
-    ranks(world_size).run(train_child_first)
+@pytest.mark.req("B-11")
+@on_ranks(1, 2)
+def test_the_root_and_then_an_inner_module_alone(world: World) -> None:
+    """A backward through one block, between backwards through the whole.
 
-
-def train_root_then_inner(world: World) -> None:
-    """Two kinds of steps in turn, against the same on the plain model."""
+    Two kinds of steps in turn, against the same on the plain model.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     apply_units(model, gpt_units(model))
@@ -311,15 +313,6 @@ def train_root_then_inner(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_training(model, plain, [], [])
-
-
-@pytest.mark.req("B-11")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_root_and_then_an_inner_module_alone(
-    ranks: RankCount, world_size: int
-) -> None:
-    """A backward through one block, between backwards through the whole."""
-    ranks(world_size).run(train_root_then_inner)
 
 
 class Loop(nn.Module):
@@ -339,8 +332,16 @@ class Loop(nn.Module):
         return x
 
 
-def train_loop(world: World, path: str) -> None:
-    """Train a model that uses one unit three times in a forward."""
+@pytest.mark.req("B-11", "B-03")
+@pytest.mark.parametrize("path", ["composable", "wrapper"])
+@on_ranks(1, 2)
+def test_a_unit_used_several_times_in_one_forward_trains(
+    world: World, path: str
+) -> None:
+    """A shared module is one unit, however often and by whatever name it runs.
+
+    Train a model that uses one unit three times in a forward.
+    """
     model = Loop()
     plain = copy.deepcopy(model)
     sharded = apply_units(model, ["layer", "last"], path=path)
@@ -352,13 +353,3 @@ def train_loop(world: World, path: str) -> None:
     assert_same_training(sharded, plain, losses, mine, tolerance=1e-6)
     states = _get_fsdp_states(sharded)
     assert [state.fqn for state in states] == ["", "layer", "last"]
-
-
-@pytest.mark.req("B-11", "B-03")
-@pytest.mark.parametrize("path", ["composable", "wrapper"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_unit_used_several_times_in_one_forward_trains(
-    ranks: RankCount, world_size: int, path: str
-) -> None:
-    """A shared module is one unit, however often and by whatever name it runs."""
-    ranks(world_size).run(train_loop, path)

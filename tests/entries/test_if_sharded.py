@@ -29,8 +29,9 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from composable_fsdp.wrap import enable_wrap, wrap
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input
-from tests.support.sharded import RankCount, both_paths, message_of
+from tests.support.sharded import both_paths, message_of
 from tests.support.tiny import TinyBlock, TinyGPT, tiny_mlp
 from tests.support.world import World
 
@@ -145,7 +146,13 @@ def spellings(path: str, family: str) -> list[Make]:
     return [m for m in makes if not only_ours & m(TinyGPT()).keys()]
 
 
-def check_same(world: World, path: str) -> None:
+@pytest.mark.req("P-18", "B-01")
+@both_paths
+@on_ranks(2)
+def test_equal_settings_are_skipped_however_they_are_spelled(
+    world: World, path: str
+) -> None:
+    """A fresh policy, an explicit default, another form: nothing is sent or changed."""
     for family in SAME:
         makes = spellings(path, family)
         for first in (makes[0], makes[-1]):
@@ -164,14 +171,11 @@ def check_same(world: World, path: str) -> None:
 
 @pytest.mark.req("P-18", "B-01")
 @both_paths
-def test_equal_settings_are_skipped_however_they_are_spelled(
-    ranks: RankCount, path: str
+@on_ranks(2)
+def test_settings_that_differ_in_force_are_refused_and_named(
+    world: World, path: str
 ) -> None:
-    """A fresh policy, an explicit default, another form: nothing is sent or changed."""
-    ranks(2).run(check_same, path)
-
-
-def check_others(world: World, path: str) -> None:
+    """Either way round, on every rank, and the model is as it was."""
     for name, other in OTHERS.items():
         for is_first in (True, False):
             plain = TinyGPT()
@@ -186,15 +190,6 @@ def check_others(world: World, path: str) -> None:
             wanted = "is a unit" if is_first and name == "a unit of" else name
             assert wanted in text, (name, text)
             assert snapshot(model) == before
-
-
-@pytest.mark.req("P-18", "B-01")
-@both_paths
-def test_settings_that_differ_in_force_are_refused_and_named(
-    ranks: RankCount, path: str
-) -> None:
-    """Either way round, on every rank, and the model is as it was."""
-    ranks(2).run(check_others, path)
 
 
 @pytest.mark.req("P-18")

@@ -13,6 +13,7 @@ from torch import nn
 from composable_fsdp import ModuleWrapPolicy, fully_shard, unshard_params
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import find_leaf
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, backward, gpt_input, loss_of
 from tests.support.tiny import TinyBlock, TinyGPT, tiny_mlp
 from tests.support.world import RankPool, World
@@ -34,7 +35,18 @@ def ignoring(model: TinyGPT, path: str, *, by_policy: bool) -> nn.Module:
     return apply_units(model, ["blocks.0", "blocks.1"], path=path, **options)
 
 
-def check_ignored(world: World, path: str, by_policy: bool) -> None:
+def model_parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return dict(model.named_parameters())[name]
+
+
+@pytest.mark.req("S0-11")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("by_policy", [False, True])
+@on_ranks(2)
+def test_what_is_ignored_stays_as_it_is(
+    world: World, path: str, by_policy: bool
+) -> None:
+    """Never flattened, gathered or reduced; the state dict has it as it is."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     ignored = {name: model.get_parameter(name) for name in IGNORED}
@@ -63,20 +75,6 @@ def check_ignored(world: World, path: str, by_policy: bool) -> None:
     assert kept <= gathered < kept + sum(p.numel() for p in ignored.values())
 
 
-def model_parameter(model: nn.Module, name: str) -> nn.Parameter:
-    return dict(model.named_parameters())[name]
-
-
-@pytest.mark.req("S0-11")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("by_policy", [False, True])
-def test_what_is_ignored_stays_as_it_is(
-    ranks: RankCount, path: str, by_policy: bool
-) -> None:
-    """Never flattened, gathered or reduced; the state dict has it as it is."""
-    ranks(2).run(check_ignored, path, by_policy)
-
-
 @pytest.mark.req("S0-11")
 def test_a_policy_makes_no_unit_of_an_ignored_module(one_rank: World) -> None:
     """Nor of anything below it."""
@@ -93,7 +91,12 @@ def test_a_policy_makes_no_unit_of_an_ignored_module(one_rank: World) -> None:
     assert all(find_leaf(p) is None for p in model.blocks[1].parameters())
 
 
-def check_all_ignored(world: World, path: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_a_module_that_ignores_itself_keeps_all_its_parameters(
+    world: World, path: str
+) -> None:
+    """Its own and those below it, with a warning, as FSDP1 does it."""
     mlp, linear = tiny_mlp(), nn.Linear(3, 2)
     for plain in (mlp, linear):
         x = torch.ones(2, 8 if plain is mlp else 3)
@@ -110,11 +113,3 @@ def check_all_ignored(world: World, path: str) -> None:
         assert {n: p for n, p in model.named_parameters() if p is leaves[n]} == leaves
         assert all(find_leaf(p) is None for p in leaves.values())
         assert not [call for call in calls if call.op != "all_reduce"]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_module_that_ignores_itself_keeps_all_its_parameters(
-    ranks: RankCount, path: str
-) -> None:
-    """Its own and those below it, with a warning, as FSDP1 does it."""
-    ranks(2).run(check_all_ignored, path)

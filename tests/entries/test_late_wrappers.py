@@ -18,6 +18,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import apply_units
 from tests.support.sharded import RankCount, both_paths
 from tests.support.world import World
@@ -55,7 +56,10 @@ def units(model: nn.Module) -> tuple[list[nn.Module], list[_FSDPState]]:
     return list(inner.children()), _get_fsdp_states(model)[1:]
 
 
-def set_options(world: World, path: str) -> None:
+@both_paths
+@on_ranks(2)
+def test_settings_of_a_wrapped_unit_find_it(world: World, path: str) -> None:
+    """By the module that stands in the tree, whichever wrapper is outside."""
     model = sharded(path)
     held, (first, second) = units(model)
 
@@ -64,12 +68,6 @@ def set_options(world: World, path: str) -> None:
 
     assert (first.reshard_after_forward, second.reshard_after_forward) == (False, None)
     assert first.ahead_in_forward == (second,)
-
-
-@both_paths
-def test_settings_of_a_wrapped_unit_find_it(ranks: RankCount, path: str) -> None:
-    """By the module that stands in the tree, whichever wrapper is outside."""
-    ranks(2).run(set_options, path)
 
 
 def call_method(world: World, path: str) -> Tensor:

@@ -27,6 +27,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -115,8 +116,18 @@ def ddp_around(model: TinyGPT, path: str) -> nn.Module:
 COMPOSED = [alone, by_policy, inside, above, beside, ddp_inside, ddp_around]
 
 
-def train_composed(world: World, compose: Compose, path: str) -> None:
-    """Three steps, bit by bit as the plain model."""
+@pytest.mark.req("S1-16")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("compose", COMPOSED, ids=lambda c: str(c.__name__))
+@on_ranks(2)
+def test_replicated_and_sharded_parts_train_as_the_plain_model(
+    world: World, compose: Compose, path: str
+) -> None:
+    """In every composition, with torch's DDP as well.
+
+    Three steps, bit by bit as the plain model.
+    """
     model = TinyGPT()
     composed = compose(model, path)
     plain, expected = trained_reference(TinyGPT, world.world_size, gpt_input, adamw)
@@ -130,17 +141,12 @@ def train_composed(world: World, compose: Compose, path: str) -> None:
 
 @pytest.mark.req("S1-16")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("compose", COMPOSED, ids=lambda c: str(c.__name__))
-def test_replicated_and_sharded_parts_train_as_the_plain_model(
-    ranks: RankCount, compose: Compose, path: str
-) -> None:
-    """In every composition, with torch's DDP as well."""
-    ranks(2).run(train_composed, compose, path)
+@on_ranks(2)
+def test_losses_equal_those_of_torchs_replicate_and_ddp(world: World) -> None:
+    """The same four losses.
 
-
-def train_beside_torch(world: World) -> None:
-    """Ours, torch's replicate and torch's DDP on one model."""
+    Ours, torch's replicate and torch's DDP on one model.
+    """
     model = TinyGPT()
     peers = [
         torchs(copy.deepcopy(model)),
@@ -153,13 +159,6 @@ def train_beside_torch(world: World) -> None:
         theirs = train(peer, world.rank, gpt_input, adamw, steps=4)
         assert mine == pytest.approx(theirs, rel=1e-6)
     assert len(set(mine)) == 4
-
-
-@pytest.mark.req("S1-16")
-@pytest.mark.filterwarnings("ignore")
-def test_losses_equal_those_of_torchs_replicate_and_ddp(ranks: RankCount) -> None:
-    """The same four losses."""
-    ranks(2).run(train_beside_torch)
 
 
 def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
@@ -240,8 +239,15 @@ def test_each_unit_reduces_once_and_no_sync_holds_it_back(ranks: RankCount) -> N
     assert ranks(2).run(count_reductions, by_policy) == [[0, 3]] * 2
 
 
-def clip_and_save(world: World, compose: Compose) -> None:
-    """Norm, and optimizer state that goes out and comes back."""
+@pytest.mark.parametrize("compose", [alone, inside, above], ids=lambda c: c.__name__)
+@on_ranks(2)
+def test_clipping_and_optimizer_state_are_those_of_the_plain_model(
+    world: World, compose: Compose
+) -> None:
+    """The norm counts a replicated gradient once, a sharded one over all ranks.
+
+    Norm, and optimizer state that goes out and comes back.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     composed = compose(model, "composable")
@@ -266,14 +272,6 @@ def clip_and_save(world: World, compose: Compose) -> None:
         assert again.state[p].keys() == optimizer.state[p].keys()
         for key, value in optimizer.state[p].items():
             assert torch.equal(again.state[p][key], value)
-
-
-@pytest.mark.parametrize("compose", [alone, inside, above], ids=lambda c: c.__name__)
-def test_clipping_and_optimizer_state_are_those_of_the_plain_model(
-    ranks: RankCount, compose: Compose
-) -> None:
-    """The norm counts a replicated gradient once, a sharded one over all ranks."""
-    ranks(2).run(clip_and_save, compose)
 
 
 # ---- which units are whose --------------------------------------------------

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import FullyShardedDataParallel, fully_shard, replicate
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -68,7 +69,12 @@ def shard_inside(model: Mixed, path: str) -> nn.Module:
     return model
 
 
-def check_training(world: World, path: str) -> None:
+@pytest.mark.req("P-13")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_ddp_averages_what_no_unit_holds(world: World, path: str) -> None:
+    """Shards of equal shapes stay what they were, and training is the plain model's."""
     plain = Mixed()
     expected = train_reference(plain, world.world_size, x_of, adamw)
     for put in (shard_body, shard_inside):
@@ -89,15 +95,9 @@ def check_training(world: World, path: str) -> None:
             assert max(worst.values(), default=0.0) < 1e-6
 
 
-@pytest.mark.req("P-13")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", PATHS)
-def test_ddp_averages_what_no_unit_holds(ranks: RankCount, path: str) -> None:
-    """Shards of equal shapes stay what they were, and training is the plain model's."""
-    ranks(2).run(check_training, path)
-
-
-def check_tied(world: World) -> None:
+@on_ranks(2)
+def test_every_name_of_a_tied_parameter_is_ignored(world: World) -> None:
+    """DDP asks by each."""
     model = Mixed()
     fully_shard(model.tail)
     # Another place that the unit below does not know: DDP would find it there.
@@ -107,11 +107,6 @@ def check_tied(world: World) -> None:
     ddp: Any = DistributedDataParallel(model)
     assert torch.equal(before, model.tail.weight)
     assert {"tail.weight", "tied.weight"} <= ddp.parameters_to_ignore
-
-
-def test_every_name_of_a_tied_parameter_is_ignored(ranks: RankCount) -> None:
-    """DDP asks by each."""
-    ranks(2).run(check_tied)
 
 
 def check_whole(world: World) -> tuple[str, bool]:
@@ -171,7 +166,9 @@ def test_ddp_over_ranks_that_nobody_would_average_is_refused(ranks: RankCount) -
             assert "replicate(model, process_group=...) of this package" in text
 
 
-def check_frozen(world: World) -> None:
+@on_ranks(4)
+def test_frozen_units_get_the_first_replicas_rows(world: World) -> None:
+    """DDP gives them to ranks that hold the same rows, and to no others."""
     row, column = groups_of_four(world.rank)
     model = nn.Sequential(tiny_mlp(seed=world.rank // 2), nn.Linear(4, 4))
     model[0].requires_grad_(False)
@@ -184,8 +181,3 @@ def check_frozen(world: World) -> None:
     before = [p.detach().clone() for p in model[0].parameters()]
     DistributedDataParallel(model, process_group=row)
     assert all(map(torch.equal, before, model[0].parameters()))
-
-
-def test_frozen_units_get_the_first_replicas_rows(ranks: RankCount) -> None:
-    """DDP gives them to ranks that hold the same rows, and to no others."""
-    ranks(4).run(check_frozen)

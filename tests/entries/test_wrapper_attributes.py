@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp
 from composable_fsdp import FullyShardedDataParallel
-from tests.support.sharded import RankCount
+from tests.support.on_ranks import on_ranks
 from tests.support.tiny import tiny_mlp
 from tests.support.world import World
 
@@ -71,7 +71,9 @@ def options(package: Any, number: int, world: World) -> dict[str, Any]:
     return {"sharding_strategy": strategy.HYBRID_SHARD, "device_mesh": mesh}
 
 
-def check_values(world: World) -> None:
+@on_ranks(1, 2, 4)
+def test_attributes_have_the_values_of_fsdp1(world: World) -> None:
+    """Options that were given and those that were not, ranks in every strategy."""
     for number in range(4):
         found = []
         for package in (theirs, composable_fsdp):
@@ -82,12 +84,6 @@ def check_values(world: World) -> None:
                 model = package.FullyShardedDataParallel(tiny_mlp(), **given)
             found.append({name: plain(getattr(model, name)) for name in NAMES})
         assert found[1] == found[0], number
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_attributes_have_the_values_of_fsdp1(ranks: RankCount, world_size: int) -> None:
-    """Options that were given and those that were not, ranks in every strategy."""
-    ranks(world_size).run(check_values)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,6 +22,7 @@ from tests.runtime.offloading import (
     three_points,
     train_offloaded,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     STRATEGIES,
     adamw,
@@ -92,8 +93,16 @@ def late_copies(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
     return issue
 
 
-def train_late(world: World, strategy: ShardingStrategy) -> None:
-    """Steps that read the gradients on the host the moment backward returns."""
+@pytest.mark.req("S1-37")
+@all_strategies
+@on_ranks()
+def test_the_optimizer_never_reads_half_a_gradient(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """With the reduce stream late by milliseconds per copy, training is the same.
+
+    Steps that read the gradients on the host the moment backward returns.
+    """
     model, plain = offloaded_gpt(world, strategy=strategy)
     make = inputs_on(world)
     expected = train_reference(plain, world.world_size, make, adamw, steps=4)
@@ -123,15 +132,6 @@ def train_late(world: World, strategy: ShardingStrategy) -> None:
     assert_same_training(model, plain, losses, mine, tolerance=1e-4)
 
 
-@pytest.mark.req("S1-37")
-@all_strategies
-def test_the_optimizer_never_reads_half_a_gradient(
-    pool: RankPool, strategy: ShardingStrategy
-) -> None:
-    """With the reduce stream late by milliseconds per copy, training is the same."""
-    pool.run(train_late, strategy)
-
-
 def wait_per_unit(world: World) -> list[int]:
     """How often the CPU waits in a step and in a forward without gradients."""
     model, _ = offloaded_gpt(world)
@@ -155,8 +155,12 @@ def test_the_cpu_waits_once_in_a_step(pool: RankPool) -> None:
     assert all(counts == [1, 2] for counts in pool.run(wait_per_unit))
 
 
-def write_after_forward(world: World) -> None:
-    """Shards overwritten on the host right behind a forward that still gathers."""
+@on_ranks()
+def test_shards_may_be_written_right_after_a_forward(world: World) -> None:
+    """The copies to the GPU are through by then: the output is that of the weights.
+
+    Shards overwritten on the host right behind a forward that still gathers.
+    """
     model, plain = offloaded_gpt(world)
     x = inputs_on(world)(0, world.rank)
     with torch.no_grad():
@@ -171,8 +175,3 @@ def write_after_forward(world: World) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
             for parameter, value in zip(model.parameters(), weights, strict=True):
                 parameter.copy_(value)
-
-
-def test_shards_may_be_written_right_after_a_forward(pool: RankPool) -> None:
-    """The copies to the GPU are through by then: the output is that of the weights."""
-    pool.run(write_after_forward)

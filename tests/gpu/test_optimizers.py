@@ -11,6 +11,7 @@ from torch import nn, optim
 from composable_fsdp import reshard, set_reshard_after_backward
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.optim.models import Mixed, train_plain
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     apply_units,
     backward,
@@ -19,7 +20,7 @@ from tests.support.reference import (
     wide_input,
 )
 from tests.support.sharded import message_of
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +44,13 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def check_kept(world: World, way: str) -> None:
+@pytest.mark.req("P-02")
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks()
+def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(
+    world: World, way: str
+) -> None:
+    """Refused by the next forward, and as the plain model after ``reshard``."""
     plain = Mixed()
     model = apply_units(Mixed().cuda(), ["first", "second"])
     ours = optim.AdamW(trainable(model), lr=0.05, eps=1e-3, **WAYS[way])
@@ -63,12 +70,3 @@ def check_kept(world: World, way: str) -> None:
     found = {name: value.cpu() for name, value in model.state_dict().items()}
     apart = differences(found, dict(plain.state_dict()))
     assert all(value <= 1e-4 for value in apart.values()), (way, apart)
-
-
-@pytest.mark.req("P-02")
-@pytest.mark.parametrize("way", WAYS)
-def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(
-    pool: RankPool, way: str
-) -> None:
-    """Refused by the next forward, and as the plain model after ``reshard``."""
-    pool.run(check_kept, way)

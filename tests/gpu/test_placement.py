@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import CPUOffload, PlanError, fully_shard
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.world import RankPool, World, single_rank_group
 
@@ -46,8 +47,17 @@ class Nested(nn.Module):
         return y
 
 
-def place(world: World, when: str, offload: bool) -> None:
-    """Build, place, run; inputs and buffers start on the host."""
+@pytest.mark.req("S2-09", "B-05")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+@on_ranks()
+def test_the_three_styles_of_placing_a_model(
+    world: World, when: str, offload: bool
+) -> None:
+    """Before sharding and never always work; after does, unless offloaded.
+
+    Build, place, run; inputs and buffers start on the host.
+    """
     model: nn.Module = Nested()
     option = CPUOffload(offload_params=offload)
     if when == "before":
@@ -74,16 +84,6 @@ def place(world: World, when: str, offload: bool) -> None:
             assert parameter.grad.device == home
 
 
-@pytest.mark.req("S2-09", "B-05")
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("when", ["before", "after", "never"])
-def test_the_three_styles_of_placing_a_model(
-    pool: RankPool, when: str, offload: bool
-) -> None:
-    """Before sharding and never always work; after does, unless offloaded."""
-    pool.run(place, when, offload)
-
-
 @pytest.mark.req("B-07")
 def test_a_model_on_gloo_that_is_moved_later_computes_on_the_gpu() -> None:
     """The CPU was only where the parameters were."""
@@ -106,8 +106,21 @@ def test_a_model_on_gloo_that_is_moved_later_computes_on_the_gpu() -> None:
             torch.testing.assert_close(ours.grad.view_as(theirs), theirs.grad)
 
 
-def from_meta(world: World, offload: bool) -> None:
-    """A meta model under NCCL with nothing said about devices."""
+@torch.no_grad()
+def _init(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            tensor.fill_(1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks()
+def test_a_meta_model_ends_up_where_it_belongs(world: World, offload: bool) -> None:
+    """Wherever its initialiser put the values.
+
+    A meta model under NCCL with nothing said about devices.
+    """
     with torch.device("meta"):
         model = Nested()
     model = fully_shard(
@@ -123,17 +136,3 @@ def from_meta(world: World, offload: bool) -> None:
     home = torch.device("cpu") if offload else world.device
     assert all(p.device == home for p in model.parameters())
     assert all(b.device == world.device for b in model.buffers())
-
-
-@torch.no_grad()
-def _init(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            tensor.fill_(1)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_meta_model_ends_up_where_it_belongs(pool: RankPool, offload: bool) -> None:
-    """Wherever its initialiser put the values."""
-    pool.run(from_meta, offload)

@@ -18,6 +18,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     STRATEGIES,
     adamw,
@@ -27,7 +28,7 @@ from tests.support.reference import (
     gpt_units,
     loss_of,
 )
-from tests.support.world import RankPool, World
+from tests.support.world import World
 
 GPUS = torch.cuda.device_count()
 
@@ -41,7 +42,12 @@ def devices_of(values: dict[str, torch.Tensor]) -> set[str]:
     return {value.device.type for value in values.values()}
 
 
-def check_states(world: World, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+@on_ranks()
+def test_full_values_go_where_they_are_asked_for(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Host memory or the GPU; the model itself stays on the GPU."""
     model: nn.Module = TinyGPT().to(world.device)
     model = apply_units(model, gpt_units(TinyGPT()), strategy=strategy)
     optimizer, scaler = adamw(model.parameters()), ShardedGradScaler(init_scale=8.0)
@@ -75,11 +81,3 @@ def check_states(world: World, strategy: ShardingStrategy) -> None:
         if world.rank == 0:
             assert devices_of(saved) == {device}
             assert state["state"]["head.weight"]["exp_avg"].device.type == device
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
-def test_full_values_go_where_they_are_asked_for(
-    pool: RankPool, strategy: ShardingStrategy
-) -> None:
-    """Host memory or the GPU; the model itself stays on the GPU."""
-    pool.run(check_states, strategy)

@@ -40,6 +40,7 @@ from composable_fsdp import (
 from composable_fsdp.optim.names import is_absent
 from tests.optim.models import by_name
 from tests.runtime.test_absent import INPUT, Narrow, narrow, once
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
     PATHS,
@@ -48,7 +49,7 @@ from tests.support.reference import (
     differences,
     loss_of,
 )
-from tests.support.sharded import RankCount, message_of, several_ranks
+from tests.support.sharded import RankCount, message_of
 from tests.support.world import World
 
 FSDP = FullyShardedDataParallel
@@ -95,7 +96,11 @@ def assert_state(state: dict[str, Any], wanted: dict[str, Any]) -> None:
             )
 
 
-def check_states(world: World, name: str) -> None:
+@pytest.mark.req("P-03", "U-02")
+@pytest.mark.parametrize("name", MAKE)
+@on_ranks(2, 3)
+def test_state_in_every_form_is_the_plain_ones(world: World, name: str) -> None:
+    """Also after a load, behind which a rank's own counters would stay."""
     make = MAKE[name]
     for path in PATHS:
         model = narrow(path)
@@ -145,16 +150,6 @@ def check_states(world: World, name: str) -> None:
         new = make(fresh.parameters())
         optim_state_dict_to_load(fresh, new, legacy, load_directly=True)
         assert _same(optim_state_dict(fresh, new)["state"], whole["state"])
-
-
-@pytest.mark.req("P-03", "U-02")
-@pytest.mark.parametrize("name", MAKE)
-@several_ranks
-def test_state_in_every_form_is_the_plain_ones(
-    ranks: RankCount, world_size: int, name: str
-) -> None:
-    """Also after a load, behind which a rank's own counters would stay."""
-    ranks(world_size).run(check_states, name)
 
 
 def saved_with(world: World, folder: Path) -> None:
@@ -222,7 +217,11 @@ class Single(nn.Module):
         return x * self.weight
 
 
-def check_single(world: World, folder: Path) -> None:
+@on_ranks(2, 4)
+def test_a_rank_that_holds_nothing_at_all_takes_part(
+    world: World, tmp_path: Path
+) -> None:
+    """And a parameter that no rank has state of has none."""
     for path in PATHS:
         kind: Any = FSDP if path == "wrapper" else fully_shard
         model = kind(Single())
@@ -242,19 +241,11 @@ def check_single(world: World, folder: Path) -> None:
         there: Any = get_optimizer_state_dict(model, optim)
         assert list(there["state"]) == ["weight"]
         assert there["state"]["weight"]["step"] == 3
-        save(folder / path, model, optim)
+        save(tmp_path / path, model, optim)
         model(torch.ones(1)).sum().backward()
         optim.step()
-        load(folder / path, model, optim)
+        load(tmp_path / path, model, optim)
         assert optim_state_dict(model, optim)["state"]["weight"]["step"] == 3
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_that_holds_nothing_at_all_takes_part(
-    ranks: RankCount, tmp_path: Path, world_size: int
-) -> None:
-    """And a parameter that no rank has state of has none."""
-    ranks(world_size).run(check_single, tmp_path)
 
 
 def check_differing(world: World, folder: Path) -> list[str]:
@@ -287,8 +278,12 @@ def test_state_that_a_rank_with_elements_lacks_is_refused_on_all(
         assert "CheckpointError: On rank 0: Optimizer state differs over" in saved
 
 
-def check_copies(world: World) -> None:
-    """A first-rank configuration, and copies of the optimizer."""
+@on_ranks(3)
+def test_a_ranks_own_state_dict_has_what_the_rank_holds(world: World) -> None:
+    """And goes back into an optimizer of the same plan.
+
+    A first-rank configuration, and copies of the optimizer.
+    """
     model = narrow("composable")
     optim = torch.optim.Adam(model.parameters())
     steps(world, model, optim, 0, 2)
@@ -305,13 +300,16 @@ def check_copies(world: World) -> None:
     assert _same(first, whole if world.rank == 0 else {})
 
 
-def test_a_ranks_own_state_dict_has_what_the_rank_holds(ranks: RankCount) -> None:
-    """And goes back into an optimizer of the same plan."""
-    ranks(3).run(check_copies)
+@pytest.mark.req("P-02", "P-03")
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+@on_ranks(3)
+def test_units_that_are_kept_full_stay_good_when_torch_makes_state(
+    world: World, name: str
+) -> None:
+    """Its step writes nothing, on some ranks or on all.
 
-
-def check_asked_while_kept(world: World, name: str) -> None:
-    """Torch makes state by a step that changes nothing."""
+    Torch makes state by a step that changes nothing.
+    """
     for path in PATHS:
         model = narrow(path)
         set_reshard_after_backward(model, False)
@@ -327,17 +325,12 @@ def check_asked_while_kept(world: World, name: str) -> None:
         assert all(value < 1e-5 for value in apart.values()), apart
 
 
-@pytest.mark.req("P-02", "P-03")
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_units_that_are_kept_full_stay_good_when_torch_makes_state(
-    ranks: RankCount, name: str
-) -> None:
-    """Its step writes nothing, on some ranks or on all."""
-    ranks(3).run(check_asked_while_kept, name)
+@on_ranks(3)
+def test_a_step_without_gradients_makes_no_state(world: World) -> None:
+    """On any rank; nor does torch then, which would on a rank that has none.
 
-
-def check_empty_steps(world: World) -> None:
-    """Steps of no gradient, before and after those that train."""
+    Steps of no gradient, before and after those that train.
+    """
     model = narrow("composable")
     optim = torch.optim.Adam(model.parameters(), lr=0.05)
     optim.zero_grad()
@@ -353,13 +346,14 @@ def check_empty_steps(world: World) -> None:
     assert {values["step"].item() for values in asked["state"].values()} == {2}
 
 
-def test_a_step_without_gradients_makes_no_state(ranks: RankCount) -> None:
-    """On any rank; nor does torch then, which would on a rank that has none."""
-    ranks(3).run(check_empty_steps)
+@on_ranks(3)
+def test_a_checkpoint_of_ranks_own_state_dicts_has_every_entry(
+    world: World, tmp_path: Path
+) -> None:
+    """Also of parameters of which rank 0 holds nothing.
 
-
-def check_raw(world: World, folder: Path) -> None:
-    """Numbers are written by a rank that has them, whichever it is."""
+    Numbers are written by a rank that has them, whichever it is.
+    """
     model = fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4)))
     optim = torch.optim.Adam(model.parameters(), lr=0.05)
     lengths = []
@@ -370,17 +364,10 @@ def check_raw(world: World, folder: Path) -> None:
         lengths.append(len(optim.state_dict()["state"]))
         if at == 1:
             wanted = optim_state_dict(model, optim)
-            dcp_save({"optim": optim.state_dict()}, checkpoint_id=folder)
+            dcp_save({"optim": optim.state_dict()}, checkpoint_id=tmp_path)
     assert lengths == [sum(p.numel() > 0 for p in model.parameters())] * 3
     assert lengths[0] < 4
     found = {"optim": optim.state_dict()}
-    dcp_load(found, checkpoint_id=folder)
+    dcp_load(found, checkpoint_id=tmp_path)
     optim.load_state_dict(found["optim"])
     assert _same(optim_state_dict(model, optim), wanted)
-
-
-def test_a_checkpoint_of_ranks_own_state_dicts_has_every_entry(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Also of parameters of which rank 0 holds nothing."""
-    ranks(3).run(check_raw, tmp_path)

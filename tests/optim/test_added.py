@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from composable_fsdp import fully_shard, replicate, unshard
 from composable_fsdp.tree.late_registration import PENDING
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     apply_units,
     averaged_gradients,
@@ -24,7 +25,7 @@ from tests.support.reference import (
     loss_of,
     wide_input,
 )
-from tests.support.sharded import RankCount, both_paths
+from tests.support.sharded import both_paths
 from tests.support.world import World
 
 INPUT = wide_input(8)
@@ -101,7 +102,13 @@ def caught(act: Callable[[], object]) -> list[str]:
     return [str(each.message) for each in found]
 
 
-def check_told(world: World, path: str) -> None:
+@pytest.mark.req("P-15")
+@both_paths
+@on_ranks(2)
+def test_what_was_added_is_told_at_the_next_forward_by_name(
+    world: World, path: str
+) -> None:
+    """Once; before and after the first forward; modules, parameters, replacements."""
     for started in (False, True):
         for add, text in TOLD.values():
             model = stack(path)
@@ -116,15 +123,9 @@ def check_told(world: World, path: str) -> None:
 
 
 @pytest.mark.req("P-15")
-@both_paths
-def test_what_was_added_is_told_at_the_next_forward_by_name(
-    ranks: RankCount, path: str
-) -> None:
-    """Once; before and after the first forward; modules, parameters, replacements."""
-    ranks(2).run(check_told, path)
-
-
-def check_told_by_step(world: World) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_gets_what_was_added_tells_at_its_step(world: World) -> None:
+    """Where that is before the next forward."""
     model = stack()
     backward(loss_of(model, INPUT(0, world.rank)))
     ours = optim.SGD(model.parameters(), lr=0.1)
@@ -142,14 +143,10 @@ def check_told_by_step(world: World) -> None:
 
 
 @pytest.mark.req("P-15")
-def test_an_optimizer_that_gets_what_was_added_tells_at_its_step(
-    ranks: RankCount,
-) -> None:
-    """Where that is before the next forward."""
-    ranks(2).run(check_told_by_step)
+@on_ranks(2)
+def test_what_nobody_has_to_reduce_is_not_told(world: World) -> None:
+    """Frozen, wrapped late, assigned again, held by a unit, taken away, units later."""
 
-
-def check_quiet(world: World) -> None:
     def frozen(model: Any) -> None:
         model.more.append(linear().requires_grad_(False))
 
@@ -202,12 +199,9 @@ def check_quiet(world: World) -> None:
 
 
 @pytest.mark.req("P-15")
-def test_what_nobody_has_to_reduce_is_not_told(ranks: RankCount) -> None:
-    """Frozen, wrapped late, assigned again, held by a unit, taken away, units later."""
-    ranks(2).run(check_quiet)
-
-
-def check_way_out(world: World) -> None:
+@on_ranks(2)
+def test_the_ways_out_train_as_the_plain_model(world: World) -> None:
+    """``replicate`` or ``fully_shard`` on what was added, under a root that has run."""
     for act in (replicate, fully_shard):
         model, plain = stack(), Stack()
         model(INPUT(0, world.rank))
@@ -229,9 +223,3 @@ def check_way_out(world: World) -> None:
         assert apart < 1e-5, (act.__name__, apart)
         names = differences(dict(model.state_dict()), dict(plain.state_dict()))
         assert all(value < 1e-5 for value in names.values()), names
-
-
-@pytest.mark.req("P-15")
-def test_the_ways_out_train_as_the_plain_model(ranks: RankCount) -> None:
-    """``replicate`` or ``fully_shard`` on what was added, under a root that has run."""
-    ranks(2).run(check_way_out)

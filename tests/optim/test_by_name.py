@@ -25,6 +25,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import apply_units, averaged_gradients, wide_input
 from tests.support.sharded import RankCount, both_paths, message_of
@@ -72,7 +73,13 @@ def stepped(
     return model, ours, plain, theirs
 
 
-def check_orders(world: World, path: str, folder: Path) -> None:
+@pytest.mark.req("P-20")
+@both_paths
+@on_ranks(2, 3)
+def test_each_rank_may_have_its_own_order(
+    world: World, path: str, tmp_path: Path
+) -> None:
+    """Of groups and of parameters; out and in again, in every form."""
     model, optimizer, _, _ = stepped(world, path)
     own = copy.deepcopy(local_state_dict(optimizer))
     whole = optim_state_dict(model, optimizer)
@@ -95,8 +102,8 @@ def check_orders(world: World, path: str, folder: Path) -> None:
                 given = optim_state_dict_to_load(new[0], fresh, state)
                 fresh.load_state_dict(given)
         elif kind == "native":
-            save(folder / "saved", model, optimizer)
-            load(folder / "saved", new[0], fresh)
+            save(tmp_path / "saved", model, optimizer)
+            load(tmp_path / "saved", new[0], fresh)
         else:
             names = {
                 "full": StateDictType.FULL_STATE_DICT,
@@ -113,16 +120,6 @@ def check_orders(world: World, path: str, folder: Path) -> None:
         assert [g["lr"] for g in fresh.param_groups] == [
             g["lr"] for g in own["param_groups"]
         ]
-
-
-@pytest.mark.req("P-20")
-@both_paths
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_rank_may_have_its_own_order(
-    ranks: RankCount, path: str, world_size: int, tmp_path: Path
-) -> None:
-    """Of groups and of parameters; out and in again, in every form."""
-    ranks(world_size).run(check_orders, path, tmp_path)
 
 
 def step_with(
@@ -174,7 +171,11 @@ def test_what_the_model_does_not_hold_goes_by_the_name_it_was_given(
             )
 
 
-def check_named(world: World, path: str) -> None:
+@pytest.mark.req("P-20")
+@both_paths
+@on_ranks(2)
+def test_an_optimizer_around_one_is_taken_by_its_names(world: World, path: str) -> None:
+    """torch's ``_NamedOptimizer``, which does not call ``Optimizer.__init__``."""
     model, extra = (
         apply_units(tiny_mlp(), ["0"], path=path),
         nn.Parameter(torch.ones(3)),
@@ -202,24 +203,12 @@ def check_named(world: World, path: str) -> None:
 
 
 @pytest.mark.req("P-20")
-@both_paths
-def test_an_optimizer_around_one_is_taken_by_its_names(
-    ranks: RankCount, path: str
-) -> None:
-    """torch's ``_NamedOptimizer``, which does not call ``Optimizer.__init__``."""
-    ranks(2).run(check_named, path)
-
-
-def check_plain_block(world: World) -> None:
+@on_ranks(2)
+def test_a_block_around_a_module_without_units_does_nothing(world: World) -> None:
+    """As FSDP1's; beside units it shows theirs."""
     alone = nn.Linear(2, 2)
     with FullyShardedDataParallel.summon_full_params(alone):
         assert alone.weight.shape == (2, 2)
     model = fully_shard(tiny_mlp())
     with FullyShardedDataParallel.summon_full_params(nn.ModuleList([alone, model])):
         assert model.get_parameter("0.weight").shape == (12, 8)
-
-
-@pytest.mark.req("P-20")
-def test_a_block_around_a_module_without_units_does_nothing(ranks: RankCount) -> None:
-    """As FSDP1's; beside units it shows theirs."""
-    ranks(2).run(check_plain_block)

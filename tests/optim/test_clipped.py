@@ -29,6 +29,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.grad_samples import GRAD_SAMPLES
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, backward, gpt_input, loss_of, wide_input
 from tests.support.sharded import RankCount, gpt, message_of
 from tests.support.world import World
@@ -253,7 +254,9 @@ def test_notes_are_taken_in_a_few_steps_and_send_nothing(ranks: RankCount) -> No
         assert ops.count("all_reduce") == 40
 
 
-def check_group_gone(world: World) -> None:
+@on_ranks(2)
+def test_models_whose_group_is_gone_are_left_alone(world: World) -> None:
+    """Notes of their gradients outlive it; the steps of other models pass them by."""
     group = dist.new_group([0, 1])
     earlier = fully_shard(TinyGPT(), process_group=group)
     backward(loss_of(earlier, gpt_input(0, world.rank)))
@@ -271,8 +274,3 @@ def check_group_gone(world: World) -> None:
 
     assert steps == 3
     assert "on rank 0 and by" in text
-
-
-def test_models_whose_group_is_gone_are_left_alone(ranks: RankCount) -> None:
-    """Notes of their gradients outlive it; the steps of other models pass them by."""
-    ranks(2).run(check_group_gone)

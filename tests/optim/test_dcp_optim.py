@@ -41,6 +41,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import STRATEGIES, adamw, apply_units
 from tests.support.sharded import (
@@ -48,8 +49,6 @@ from tests.support.sharded import (
     both_paths,
     gpt,
     message_of,
-    one_to_three_ranks,
-    several_ranks,
     step,
 )
 from tests.support.world import World
@@ -70,7 +69,14 @@ def trained(
     return model, optimizer
 
 
-def check_round_trip(world: World, path: str, strategy: ShardingStrategy) -> None:
+@pytest.mark.req("S1-14", "S1-32", "S1-15")
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_one_setting_gives_and_takes_sharded_values_of_model_and_optimizer(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """A round trip into another model and optimizer; no tensor is sent."""
     model, optimizer = trained(world, path, strategy=strategy)
     whole = model.state_dict(), optim_state_dict(model, optimizer)
     fresh = gpt(path, seed=4, strategy=strategy)
@@ -91,17 +97,6 @@ def check_round_trip(world: World, path: str, strategy: ShardingStrategy) -> Non
     assert _same(optim_state_dict(fresh, new), whole[1])
 
 
-@pytest.mark.req("S1-14", "S1-32", "S1-15")
-@one_to_three_ranks
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_one_setting_gives_and_takes_sharded_values_of_model_and_optimizer(
-    ranks: RankCount, path: str, world_size: int, strategy: ShardingStrategy
-) -> None:
-    """A round trip into another model and optimizer; no tensor is sent."""
-    ranks(world_size).run(check_round_trip, path, strategy)
-
-
 @pytest.mark.req("S1-14", "U-02")
 def test_types_of_model_and_optimizer_cannot_be_mixed(one_rank: World) -> None:
     """One call names one type; a configuration of another is refused, nothing set."""
@@ -117,7 +112,13 @@ def test_types_of_model_and_optimizer_cannot_be_mixed(one_rank: World) -> None:
     assert set_state_dict_type(model, SHARDED) != before
 
 
-def check_static(world: World, path: str) -> None:
+@pytest.mark.req("S1-32")
+@on_ranks(2, 3)
+@both_paths
+def test_fsdp1s_functions_for_sharded_optimizer_state_are_there(
+    world: World, path: str
+) -> None:
+    """Whatever type is set: out with one, back with the other."""
     model, optimizer = trained(world, path)
     saved = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
     fresh = adamw(model.parameters())
@@ -130,17 +131,14 @@ def check_static(world: World, path: str) -> None:
     assert _same(local_state_dict(fresh), local_state_dict(optimizer))
 
 
-@pytest.mark.req("S1-32")
-@several_ranks
+@pytest.mark.req("D-19")
 @both_paths
-def test_fsdp1s_functions_for_sharded_optimizer_state_are_there(
-    ranks: RankCount, path: str, world_size: int
+@every_type
+@on_ranks(2)
+def test_torchs_functions_give_what_their_options_ask_for(
+    world: World, path: str, kind: StateDictType
 ) -> None:
-    """Whatever type is set: out with one, back with the other."""
-    ranks(world_size).run(check_static, path)
-
-
-def check_torchs_get(world: World, path: str, kind: StateDictType) -> None:
+    """Full tensors on all ranks or the first, sharded values; whatever type is set."""
     model, optimizer = trained(world, path)
     whole = dict(model.state_dict()), optim_state_dict(model, optimizer)["state"]
     set_state_dict_type(model, kind)
@@ -167,16 +165,13 @@ def check_torchs_get(world: World, path: str, kind: StateDictType) -> None:
 
 
 @pytest.mark.req("D-19")
+@on_ranks(2, 3)
 @both_paths
 @every_type
-def test_torchs_functions_give_what_their_options_ask_for(
-    ranks: RankCount, kind: StateDictType, path: str
+def test_torchs_functions_set_full_state_from_all_ranks_or_the_first(
+    world: World, path: str, kind: StateDictType
 ) -> None:
-    """Full tensors on all ranks or the first, sharded values; whatever type is set."""
-    ranks(2).run(check_torchs_get, path, kind)
-
-
-def check_torchs_set(world: World, path: str, kind: StateDictType) -> None:
+    """Each rank keeps its part; whatever type is set."""
     model, optimizer = trained(world, path)
     whole = dict(model.state_dict()), optim_state_dict(model, optimizer)
     from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -197,36 +192,22 @@ def check_torchs_set(world: World, path: str, kind: StateDictType) -> None:
 
 
 @pytest.mark.req("D-19")
-@several_ranks
 @both_paths
-@every_type
-def test_torchs_functions_set_full_state_from_all_ranks_or_the_first(
-    ranks: RankCount, kind: StateDictType, path: str, world_size: int
+@on_ranks(2)
+def test_torchs_flat_optimizer_state_goes_out_and_in(
+    world: World, path: str, tmp_path: Path
 ) -> None:
-    """Each rank keeps its part; whatever type is set."""
-    ranks(world_size).run(check_torchs_set, path, kind)
-
-
-def check_flattened(world: World, path: str, folder: Path) -> None:
+    """One key per parameter and state, through a checkpoint."""
     model, optimizer = trained(world, path)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     saved = get_optimizer_state_dict(model, optimizer, options=flat)
-    dcp_save({"optim": saved}, checkpoint_id=folder)
+    dcp_save({"optim": saved}, checkpoint_id=tmp_path)
     fresh = adamw(model.parameters())
     found: Any = get_optimizer_state_dict(model, fresh, options=flat)
-    dcp_load({"optim": found}, checkpoint_id=folder)
+    dcp_load({"optim": found}, checkpoint_id=tmp_path)
     set_optimizer_state_dict(model, fresh, found, options=flat)
 
     assert _same(local_state_dict(fresh)["state"], local_state_dict(optimizer)["state"])
-
-
-@pytest.mark.req("D-19")
-@both_paths
-def test_torchs_flat_optimizer_state_goes_out_and_in(
-    ranks: RankCount, path: str, tmp_path: Path
-) -> None:
-    """One key per parameter and state, through a checkpoint."""
-    ranks(2).run(check_flattened, path, tmp_path)
 
 
 def save_raw(world: World, folder: Path) -> Any:
@@ -255,7 +236,12 @@ def test_the_optimizers_own_state_dict_may_be_given_to_torchs_checkpoint(
         ranks(after).run(load_raw, tmp_path, expected)
 
 
-def check_own_dict(world: World, path: str) -> None:
+@on_ranks(2, 3)
+@both_paths
+def test_the_optimizers_own_state_dict_goes_through_a_file_and_back(
+    world: World, path: str
+) -> None:
+    """Into itself, into an optimizer that we never met, and as plain parts."""
     model, optimizer = trained(world, path)
     before = copy.deepcopy(local_state_dict(optimizer))
     file = io.BytesIO()
@@ -276,15 +262,6 @@ def check_own_dict(world: World, path: str) -> None:
         assert whole["state"]["head.weight"]["step"].item() == 2
         for values in each.state.values():
             assert type(values["exp_avg"]) is torch.Tensor
-
-
-@several_ranks
-@both_paths
-def test_the_optimizers_own_state_dict_goes_through_a_file_and_back(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Into itself, into an optimizer that we never met, and as plain parts."""
-    ranks(world_size).run(check_own_dict, path)
 
 
 def misfits(world: World, path: str) -> list[str]:
@@ -328,7 +305,10 @@ def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(
         assert "optim.state_dict() was called with state 'odd' of '" in odd
 
 
-def rewrap(world: World, path: str) -> None:
+@on_ranks(2, 3)
+@both_paths
+def test_sharded_state_goes_into_another_wrapping(world: World, path: str) -> None:
+    """Each value is gathered and cut anew, as FSDP1 does."""
     model, optimizer = trained(world, path)
     expected = optim_state_dict(model, optimizer)
     for units in ([], ["blocks.0"], ["blocks.0", "blocks.1", "head"]):
@@ -340,15 +320,6 @@ def rewrap(world: World, path: str) -> None:
             new.load_state_dict(optim_state_dict_to_load(other, new, state))
         assert _same(optim_state_dict(other, new)["state"], expected["state"])
         step(other, new, world.rank, 0)
-
-
-@several_ranks
-@both_paths
-def test_sharded_state_goes_into_another_wrapping(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Each value is gathered and cut anew, as FSDP1 does."""
-    ranks(world_size).run(rewrap, path)
 
 
 def newer_torchs(act: Callable[[], object]) -> Callable[[], object]:

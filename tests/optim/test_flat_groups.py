@@ -26,6 +26,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyBlock, TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
     apply_units,
@@ -35,7 +36,7 @@ from tests.support.reference import (
     loss_of,
     tolerance_at,
 )
-from tests.support.sharded import UNITS, RankCount, message_of, one_to_three_ranks
+from tests.support.sharded import UNITS, RankCount, message_of
 from tests.support.world import World
 
 
@@ -77,7 +78,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
         optimizer.zero_grad()
 
 
-def check_training(world: World) -> None:
+@on_ranks(1, 2, 3)
+def test_training_with_groups_is_that_over_originals_in_such_groups(
+    world: World,
+) -> None:
+    """Learning rates and weight decay of their own."""
     model, twin = grouped(), apply_units(TinyGPT(), UNITS)
     train(model, over_flats(model), world.rank)
     train(twin, over_originals(twin), world.rank)
@@ -88,15 +93,9 @@ def check_training(world: World) -> None:
     assert tolerance or found == {}
 
 
-@one_to_three_ranks
-def test_training_with_groups_is_that_over_originals_in_such_groups(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Learning rates and weight decay of their own."""
-    ranks(world_size).run(check_training)
-
-
-def check_regions(world: World) -> None:
+@on_ranks(2)
+def test_each_region_holds_one_group_and_is_sent_with_the_others(world: World) -> None:
+    """No collective more: regions of a unit are coalesced."""
     model = grouped()
     for handle in _get_fsdp_handles(model):
         for region in handle.regions:
@@ -119,13 +118,6 @@ def check_regions(world: World) -> None:
     with record() as theirs:
         backward(loss_of(plain, gpt_input(1, world.rank)))
     assert len(calls) == len(theirs)
-
-
-def test_each_region_holds_one_group_and_is_sent_with_the_others(
-    ranks: RankCount,
-) -> None:
-    """No collective more: regions of a unit are coalesced."""
-    ranks(2).run(check_regions)
 
 
 def save_grouped(world: World, folder: Path) -> Any:
@@ -159,7 +151,10 @@ def test_a_checkpoint_with_groups_goes_to_other_ranks_and_to_originals(
     ranks(3).run(load_grouped, tmp_path, state)
 
 
-def check_policy(world: World) -> None:
+@on_ranks(2)
+def test_a_policy_gives_groups_to_units_on_either_path(world: World) -> None:
+    """For all that a call makes, or per module."""
+
     def blocks(module: nn.Module) -> Any:
         return {"group_by": kind} if isinstance(module, TinyBlock) else False
 
@@ -171,12 +166,9 @@ def check_policy(world: World) -> None:
     assert {*flat_parameter_groups(composable)} == {"embedding", "matrix", "rest"}
 
 
-def test_a_policy_gives_groups_to_units_on_either_path(ranks: RankCount) -> None:
-    """For all that a call makes, or per module."""
-    ranks(2).run(check_policy)
-
-
-def check_copies(world: World) -> None:
+@on_ranks(2)
+def test_groups_go_along_when_a_model_is_copied_or_frozen(world: World) -> None:
+    """A region that is taken apart keeps its group."""
     model = grouped()
     flat_parameter_groups(model)
     other = copy.deepcopy(model)
@@ -184,11 +176,6 @@ def check_copies(world: World) -> None:
     model.positions.weight.requires_grad_(False)  # type: ignore[union-attr]  # a module
     groups = flat_parameter_groups(model)
     assert sorted(map(str, groups)) == ["embedding", "matrix", "rest"]
-
-
-def test_groups_go_along_when_a_model_is_copied_or_frozen(ranks: RankCount) -> None:
-    """A region that is taken apart keeps its group."""
-    ranks(2).run(check_copies)
 
 
 def test_the_plan_names_groups_and_padding_stays_small() -> None:

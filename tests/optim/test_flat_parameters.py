@@ -35,6 +35,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.optim.models import INPUT, mixed
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     STRATEGIES,
     Optimize,
@@ -139,7 +140,16 @@ def test_clipping_takes_the_norm_of_the_whole_flat_gradients(
     ranks(world_size).run(check_as_plain, "composable", STRATEGIES[0], 0.05)
 
 
-def check_hybrid(world: World, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
+    ids=lambda s: s.name,
+)
+@on_ranks(4)
+def test_flat_parameters_of_replicas_train_as_the_originals(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Two replicas of two shards, clipped; all agree, and so does the state by name."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ours, theirs = twins(strategy=strategy, device_mesh=mesh)
     made: list[torch.optim.Optimizer] = []
@@ -163,31 +173,6 @@ def check_hybrid(world: World, strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
-    ids=lambda s: s.name,
-)
-def test_flat_parameters_of_replicas_train_as_the_originals(
-    ranks: RankCount, strategy: ShardingStrategy
-) -> None:
-    """Two replicas of two shards, clipped; all agree, and so does the state by name."""
-    ranks(4).run(check_hybrid, strategy)
-
-
-def check_as_originals(
-    world: World, options: dict[str, Any], optimize: Optimize
-) -> None:
-    ours, theirs = twins(**options)
-    flats = flat_parameters(ours)
-
-    losses = train(ours, world.rank, gpt_input, lambda _: optimize(flats))
-    expected = train(theirs, world.rank, gpt_input, optimize)
-
-    assert losses == expected
-    assert differences(ours.state_dict(), theirs.state_dict()) == {}
-
-
-@pytest.mark.parametrize(
     ("options", "optimize"),
     [
         ({"mixed_precision": BF16}, adamw),
@@ -205,12 +190,19 @@ def check_as_originals(
         "not sharded, bf16",
     ],
 )
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 def test_precision_and_offload_train_as_over_the_originals(
-    ranks: RankCount, options: dict[str, Any], optimize: Optimize, world_size: int
+    world: World, options: dict[str, Any], optimize: Optimize
 ) -> None:
     """Weights and losses are equal bit by bit at any number of ranks."""
-    ranks(world_size).run(check_as_originals, options, optimize)
+    ours, theirs = twins(**options)
+    flats = flat_parameters(ours)
+
+    losses = train(ours, world.rank, gpt_input, lambda _: optimize(flats))
+    expected = train(theirs, world.rank, gpt_input, optimize)
+
+    assert losses == expected
+    assert differences(ours.state_dict(), theirs.state_dict()) == {}
 
 
 def check_accumulation(world: World, options: dict[str, Any]) -> None:
@@ -313,7 +305,11 @@ def test_zero_grad_of_optimizer_model_or_unit_clears_the_gradients(
     assert gradient is None if set_to_none else not gradient.any()  # type: ignore[union-attr]
 
 
-def check_gradients_by_name(world: World) -> None:
+@on_ranks(1, 2, 3)
+def test_gradients_by_name_are_read_and_written_in_the_flat_gradient(
+    world: World,
+) -> None:
+    """get_full_grad, set_full_grad and unshard_params(with_grads=True)."""
     model = gpt("composable")
     flats = flat_parameters(model)
     backward(loss_of(model, gpt_input(0, world.rank)))
@@ -341,19 +337,16 @@ def check_gradients_by_name(world: World) -> None:
     assert all(flat.grad is not None for flat in flats)
 
 
-@one_to_three_ranks
-def test_gradients_by_name_are_read_and_written_in_the_flat_gradient(
-    ranks: RankCount, world_size: int
-) -> None:
-    """get_full_grad, set_full_grad and unshard_params(with_grads=True)."""
-    ranks(world_size).run(check_gradients_by_name)
-
-
 def penalty_of(model: nn.Module) -> Tensor:
     return 0.1 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
 
 
-def check_penalty(world: World, how: str) -> None:
+@pytest.mark.parametrize("how", ["before", "after", "clipped", "scaled"])
+@on_ranks(1)
+def test_gradients_that_the_originals_get_beside_their_unit_are_added(
+    world: World, how: str
+) -> None:
+    """A penalty on the weights counts before and after the loss, in clip and scaler."""
     plain = tiny_mlp()
     model = fully_shard(copy.deepcopy(plain))
     made = {model: adamw(flat_parameters(model)), plain: adamw(plain.parameters())}
@@ -374,14 +367,6 @@ def check_penalty(world: World, how: str) -> None:
 
     found = differences(model.state_dict(), plain.state_dict())
     assert max(found.values(), default=0.0) < 1e-6
-
-
-@pytest.mark.parametrize("how", ["before", "after", "clipped", "scaled"])
-def test_gradients_that_the_originals_get_beside_their_unit_are_added(
-    ranks: RankCount, how: str
-) -> None:
-    """A penalty on the weights counts before and after the loss, in clip and scaler."""
-    ranks(1).run(check_penalty, how)
 
 
 def test_a_gradient_beside_the_unit_is_cleared_with_the_others(one_rank: World) -> None:
@@ -497,7 +482,9 @@ def test_the_scaler_skips_on_all_ranks_what_one_found(
     assert ranks(world_size).run(check_scaler) == [[4.0]] * world_size
 
 
-def check_padding(world: World) -> None:
+@on_ranks(2, 3)
+def test_padding_stays_zero_and_counts_nowhere(world: World) -> None:
+    """Not in the norm of the gradients, and no step makes a value of it."""
     model = mixed("composable")
     flats = flat_parameters(model)
     optimizer = torch.optim.AdamW(flats, lr=0.1, weight_decay=0.5)
@@ -518,14 +505,6 @@ def check_padding(world: World) -> None:
         for start, stop, at in region.layout.shard_cuts(region.rank, rows=True).parts:
             padding[at : at + stop - start] = False
         assert not region.shard[padding].any()
-
-
-@several_ranks
-def test_padding_stays_zero_and_counts_nowhere(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Not in the norm of the gradients, and no step makes a value of it."""
-    ranks(world_size).run(check_padding)
 
 
 def test_an_unused_parameter_is_stepped_with_a_gradient_of_zeros(
@@ -640,7 +619,9 @@ def test_it_is_refused_inside_forward_and_inside_backward(one_rank: World) -> No
     assert "inside backward" in texts[-1]
 
 
-def check_dtype_change(world: World) -> None:
+@on_ranks(1, 2, 3)
+def test_flat_parameters_go_along_when_the_model_is_cast(world: World) -> None:
+    """The same objects view the new shards, and train."""
     model = gpt("composable")
     flats = flat_parameters(model)
     model.to(torch.float64)
@@ -651,15 +632,11 @@ def check_dtype_change(world: World) -> None:
     assert losses[0] != losses[-1]
 
 
-@one_to_three_ranks
-def test_flat_parameters_go_along_when_the_model_is_cast(
-    ranks: RankCount, world_size: int
+@on_ranks(1, 2, 3)
+def test_flat_parameters_of_a_model_on_meta_are_the_same_after_it_got_values(
+    world: World,
 ) -> None:
-    """The same objects view the new shards, and train."""
-    ranks(world_size).run(check_dtype_change)
-
-
-def check_meta(world: World) -> None:
+    """An optimizer made of them then trains."""
     plain = tiny_mlp()
     with torch.device("meta"):
         model = tiny_mlp()
@@ -677,14 +654,6 @@ def check_meta(world: World) -> None:
     assert_same_training(
         model, plain, losses, mine, tolerance=tolerance_at(world.world_size)
     )
-
-
-@one_to_three_ranks
-def test_flat_parameters_of_a_model_on_meta_are_the_same_after_it_got_values(
-    ranks: RankCount, world_size: int
-) -> None:
-    """An optimizer made of them then trains."""
-    ranks(world_size).run(check_meta)
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
@@ -750,7 +719,9 @@ def test_freezing_part_of_a_region_has_the_optimizers_step_refused(
         assert "some were frozen or unfrozen since" in text
 
 
-def check_collectives(world: World) -> None:
+@on_ranks(2, 3)
+def test_the_step_sends_what_it_sends_over_the_originals(world: World) -> None:
+    """``flat_parameters`` itself sends nothing, nor does a step send more."""
     ours, theirs = twins()
     sent = []
     for model, make in ((ours, flat_parameters), (theirs, nn.Module.parameters)):
@@ -761,15 +732,9 @@ def check_collectives(world: World) -> None:
     assert sent[0] == sent[1]
 
 
-@several_ranks
-def test_the_step_sends_what_it_sends_over_the_originals(
-    ranks: RankCount, world_size: int
-) -> None:
-    """``flat_parameters`` itself sends nothing, nor does a step send more."""
-    ranks(world_size).run(check_collectives)
-
-
-def check_replicated(world: World) -> None:
+@on_ranks(2, 3)
+def test_a_replicated_module_has_flat_parameters_as_well(world: World) -> None:
+    """Every rank holds them whole."""
     model = replicate(tiny_mlp())
     plain = tiny_mlp()
     losses = train(model, world.rank, x_of, lambda _: adamw(flat_parameters(model)))
@@ -779,14 +744,6 @@ def check_replicated(world: World) -> None:
     assert_same_training(
         model, plain, losses, mine, tolerance=tolerance_at(world.world_size)
     )
-
-
-@several_ranks
-def test_a_replicated_module_has_flat_parameters_as_well(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Every rank holds them whole."""
-    ranks(world_size).run(check_replicated)
 
 
 def test_a_wrapper_clears_flat_gradients_that_were_asked_of_what_it_wraps(
@@ -818,7 +775,12 @@ def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
     assert torch.equal(grad_of(model, "2.weight"), before["2.weight"])
 
 
-def check_decay(world: World, path: str) -> None:
+@both_paths
+@on_ranks(1, 2, 3)
+def test_a_hook_decays_matrices_alone_as_a_group_of_their_own_would(
+    world: World, path: str
+) -> None:
+    """Bit by bit, as docs/flat_parameters.md says."""
     model, twin = gpt(path), gpt(path)
 
     def matrices(of: nn.Module) -> list[nn.Parameter]:
@@ -845,12 +807,3 @@ def check_decay(world: World, path: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert differences(model.state_dict(), twin.state_dict()) == {}
-
-
-@both_paths
-@one_to_three_ranks
-def test_a_hook_decays_matrices_alone_as_a_group_of_their_own_would(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Bit by bit, as docs/flat_parameters.md says."""
-    ranks(world_size).run(check_decay, path)

@@ -44,6 +44,7 @@ from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.optim.models import INPUT, mixed
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
     adamw,
@@ -95,7 +96,21 @@ def in_order(state: State, like: State) -> State:
     return {**state, "param_groups": groups}
 
 
-def check_same_state(world: World, path: str, kind: StateDictType) -> None:
+@both_paths
+@pytest.mark.parametrize(
+    "kind",
+    [
+        StateDictType.FULL_STATE_DICT,
+        StateDictType.SHARDED_STATE_DICT,
+        StateDictType.LOCAL_STATE_DICT,
+    ],
+    ids=lambda kind: kind.name,
+)
+@on_ranks(1, 2, 3)
+def test_optim_state_dict_is_that_of_an_optimizer_over_the_originals(
+    world: World, path: str, kind: StateDictType
+) -> None:
+    """Names, options, ``step`` of each and every element, in all three types."""
     states = []
     for form in ("flat", "originals"):
         model, optimizer = trained(world, form, path)
@@ -113,24 +128,6 @@ def check_same_state(world: World, path: str, kind: StateDictType) -> None:
         }
 
     assert _same(in_order(flat, expected), expected)
-
-
-@both_paths
-@pytest.mark.parametrize(
-    "kind",
-    [
-        StateDictType.FULL_STATE_DICT,
-        StateDictType.SHARDED_STATE_DICT,
-        StateDictType.LOCAL_STATE_DICT,
-    ],
-    ids=lambda kind: kind.name,
-)
-@one_to_three_ranks
-def test_optim_state_dict_is_that_of_an_optimizer_over_the_originals(
-    ranks: RankCount, path: str, kind: StateDictType, world_size: int
-) -> None:
-    """Names, options, ``step`` of each and every element, in all three types."""
-    ranks(world_size).run(check_same_state, path, kind)
 
 
 def state_of(world: World, form: str) -> tuple[State, State]:
@@ -171,7 +168,9 @@ def test_a_state_goes_on_in_either_form_at_another_world_size(
         assert max(found.values(), default=0.0) <= tolerance_at(after)
 
 
-def check_from_first(world: World) -> None:
+@on_ranks(1, 2, 3)
+def test_a_state_of_the_first_rank_alone_is_given_to_all(world: World) -> None:
+    """``rank0_only`` in both directions."""
     model, optimizer = trained(world, "flat")
     whole = optim_state_dict(model, optimizer)
     mine = copy.deepcopy(local_state_dict(optimizer))
@@ -191,15 +190,10 @@ def check_from_first(world: World) -> None:
     assert _same(local_state_dict(fresh)["state"], mine["state"])
 
 
-@one_to_three_ranks
-def test_a_state_of_the_first_rank_alone_is_given_to_all(
-    ranks: RankCount, world_size: int
-) -> None:
-    """``rank0_only`` in both directions."""
-    ranks(world_size).run(check_from_first)
-
-
-def check_legacy(world: World, path: str) -> None:
+@both_paths
+@on_ranks(2, 3)
+def test_the_older_functions_go_out_and_in(world: World, path: str) -> None:
+    """FSDP1's full, sharded, shard, scatter and flatten."""
     model, optimizer = trained(world, "flat", path)
     mine = copy.deepcopy(local_state_dict(optimizer))
     whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -218,16 +212,11 @@ def check_legacy(world: World, path: str) -> None:
         assert _same(local_state_dict(fresh)["state"], mine["state"])
 
 
-@both_paths
-@several_ranks
-def test_the_older_functions_go_out_and_in(
-    ranks: RankCount, path: str, world_size: int
+@on_ranks(1, 2, 3)
+def test_state_of_one_parameter_is_read_and_written_in_the_flat_state(
+    world: World,
 ) -> None:
-    """FSDP1's full, sharded, shard, scatter and flatten."""
-    ranks(world_size).run(check_legacy, path)
-
-
-def check_by_name(world: World) -> None:
+    """As over the originals; a ``step`` of its own is refused."""
     model, optimizer = trained(world, "flat")
     same, expected = trained(world, "originals")
     name = "blocks.1.up.weight"
@@ -248,15 +237,9 @@ def check_by_name(world: World) -> None:
     assert "the parameters of its flat parameter have one value" in text
 
 
-@one_to_three_ranks
-def test_state_of_one_parameter_is_read_and_written_in_the_flat_state(
-    ranks: RankCount, world_size: int
-) -> None:
-    """As over the originals; a ``step`` of its own is refused."""
-    ranks(world_size).run(check_by_name)
-
-
-def check_fresh_by_name(world: World) -> None:
+@on_ranks(2, 3)
+def test_state_can_be_put_into_a_new_optimizer_name_by_name(world: World) -> None:
+    """The flat state is made of zeros and filled."""
     model, optimizer = trained(world, "flat")
     whole = optim_state_dict(model, optimizer)["state"]
     other, fresh = trained(world, "flat", steps=0)
@@ -264,14 +247,6 @@ def check_fresh_by_name(world: World) -> None:
         set_full_optim_state(other, fresh, name, values)
 
     assert _same(optim_state_dict(other, fresh)["state"], whole)
-
-
-@several_ranks
-def test_state_can_be_put_into_a_new_optimizer_name_by_name(
-    ranks: RankCount, world_size: int
-) -> None:
-    """The flat state is made of zeros and filled."""
-    ranks(world_size).run(check_fresh_by_name)
 
 
 def test_steps_that_differ_within_a_region_are_refused_by_name(
@@ -303,7 +278,11 @@ def with_unused(world: World, make: Any) -> tuple[nn.Module, State]:
     return model, optim_state_dict(model, optimizer)
 
 
-def check_unused(world: World) -> None:
+@on_ranks(1, 2, 3)
+def test_a_parameter_without_state_gets_the_zeros_that_a_flat_one_has(
+    world: World,
+) -> None:
+    """It was never used over the originals, and is stepped with zeros from now on."""
     _, state = with_unused(world, adamw)
     assert "unused" not in state["state"]
     del state["param_groups"][0]["params"][
@@ -317,14 +296,6 @@ def check_unused(world: World) -> None:
     assert not loaded["unused"]["exp_avg"].any()
     assert loaded["unused"]["step"] == 1
     assert _same(loaded["scale"], state["state"]["scale"])
-
-
-@one_to_three_ranks
-def test_a_parameter_without_state_gets_the_zeros_that_a_flat_one_has(
-    ranks: RankCount, world_size: int
-) -> None:
-    """It was never used over the originals, and is stepped with zeros from now on."""
-    ranks(world_size).run(check_unused)
 
 
 def test_a_state_that_does_not_start_from_zero_may_not_be_missing(
@@ -387,7 +358,12 @@ class Scaled(nn.Module):
         return x * self.scale + self.shift
 
 
-def set_counted(world: World, form: str) -> None:
+@pytest.mark.parametrize("form", ["flat", "originals"])
+@on_ranks(2)
+def test_a_counter_of_a_0d_parameter_is_set_as_the_optimizer_keeps_it(
+    world: World, form: str
+) -> None:
+    """What ``get_full_optim_state`` returns is set again without a change."""
     model = fully_shard(Scaled())
     given = flat_parameters(model) if form == "flat" else model.parameters()
     optimizer = Counting(given, {})
@@ -400,34 +376,6 @@ def set_counted(world: World, form: str) -> None:
         set_full_optim_state(model, optimizer, name, state)
 
     assert _same(local_state_dict(optimizer), before)
-
-
-@pytest.mark.parametrize("form", ["flat", "originals"])
-def test_a_counter_of_a_0d_parameter_is_set_as_the_optimizer_keeps_it(
-    ranks: RankCount, form: str
-) -> None:
-    """What ``get_full_optim_state`` returns is set again without a change."""
-    ranks(2).run(set_counted, form)
-
-
-def resume_counted(world: World, folder: Path) -> None:
-    states: list[State] = []
-    for _ in range(2):
-        model = fully_shard(Scaled())
-        optimizer = Counting(flat_parameters(model), {})
-        if states:
-            load(folder / "saved", model, optimizer)
-        else:
-            backward(loss_of(model, x_of(0, world.rank)))
-            optimizer.step()
-            optimizer.zero_grad()
-            save(folder / "saved", model, optimizer)
-        states.append(copy.deepcopy(local_state_dict(optimizer)))
-    named = optim_state_dict(model, optimizer)
-    optim_state_dict_to_load(model, optimizer, named, load_directly=True)
-
-    assert _same(states[1], states[0])
-    assert _same(local_state_dict(optimizer), states[0])
 
 
 @pytest.mark.parametrize(
@@ -452,12 +400,28 @@ def test_what_has_no_dimension_is_a_scalar_unless_the_parameter_has_none(
     assert is_scalar(name, value, shape) is expected
 
 
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 def test_a_counter_beside_a_0d_parameter_is_a_scalar_on_every_rank(
-    ranks: RankCount, world_size: int, tmp_path: Path
+    world: World, tmp_path: Path
 ) -> None:
     """A 0-d state is the flat parameter's also if an original of it is 0-d."""
-    ranks(world_size).run(resume_counted, tmp_path)
+    states: list[State] = []
+    for _ in range(2):
+        model = fully_shard(Scaled())
+        optimizer = Counting(flat_parameters(model), {})
+        if states:
+            load(tmp_path / "saved", model, optimizer)
+        else:
+            backward(loss_of(model, x_of(0, world.rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+            save(tmp_path / "saved", model, optimizer)
+        states.append(copy.deepcopy(local_state_dict(optimizer)))
+    named = optim_state_dict(model, optimizer)
+    optim_state_dict_to_load(model, optimizer, named, load_directly=True)
+
+    assert _same(states[1], states[0])
+    assert _same(local_state_dict(optimizer), states[0])
 
 
 def save_native(world: World, folder: Path, form: str, how: str) -> tuple[State, State]:
@@ -559,7 +523,9 @@ def pickled(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return state
 
 
-def check_own_state_dict(world: World) -> None:
+@on_ranks(2, 3)
+def test_the_optimizers_own_state_dict_can_be_pickled_and_loaded(world: World) -> None:
+    """By this rank, under an equal plan, before and after the first step."""
     model, optimizer = trained(world, "flat")
     state = pickled(model, optimizer)
     values = [v for s in state["state"].values() for v in s.values()]
@@ -575,14 +541,6 @@ def check_own_state_dict(world: World) -> None:
     assert any(isinstance(value, ShardedValue) for value in values)
     assert differences(model.state_dict(), other.state_dict()) == {}
     assert _same(optim_state_dict(other, unmet), optim_state_dict(model, optimizer))
-
-
-@several_ranks
-def test_the_optimizers_own_state_dict_can_be_pickled_and_loaded(
-    ranks: RankCount, world_size: int
-) -> None:
-    """By this rank, under an equal plan, before and after the first step."""
-    ranks(world_size).run(check_own_state_dict)
 
 
 def save_dcp(world: World, folder: Path) -> State:
@@ -708,7 +666,9 @@ def test_a_state_in_flat_form_is_refused_by_an_optimizer_of_other_parameters(
         assert originals != "nothing was raised"
 
 
-def check_retired(world: World) -> None:
+@on_ranks(2, 3)
+def test_state_of_retired_flat_parameters_is_not_lost(world: World) -> None:
+    """It is given by name as before, and the next optimizer goes on with it."""
     model, optimizer = trained(world, "flat")
     before = optim_state_dict(model, optimizer)
     model.get_submodule("blocks.0.up").requires_grad_(False)
@@ -729,16 +689,30 @@ def check_retired(world: World) -> None:
     assert {float(values["step"]) for values in loaded.values()} == {3.0}
 
 
-@several_ranks
-def test_state_of_retired_flat_parameters_is_not_lost(
-    ranks: RankCount, world_size: int
+EVERY: dict[str, Any] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam": partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "NAdam": partial(torch.optim.NAdam, lr=0.1),
+    "RAdam": partial(torch.optim.RAdam, lr=0.1),
+    "Adamax": partial(torch.optim.Adamax, lr=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.1, centered=True, momentum=0.5),
+    "Rprop": partial(torch.optim.Rprop, lr=0.1),
+    "ASGD": partial(torch.optim.ASGD, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@on_ranks(1, 2)
+def test_every_element_wise_optimizer_trains_and_goes_over_in_both_forms(
+    world: World, name: str
 ) -> None:
-    """It is given by name as before, and the next optimizer goes on with it."""
-    ranks(world_size).run(check_retired)
+    """Bit by bit as one that is over the originals all the time.
 
-
-def check_every(world: World, make: Any) -> None:
-    """Two steps, state out, into the other form, two steps more."""
+    Two steps, state out, into the other form, two steps more.
+    """
+    make = EVERY[name]
     results = []
     for forms in (("flat", "originals"), ("originals", "flat"), ("originals",) * 2):
         model = fully_shard(tiny_mlp())
@@ -766,29 +740,6 @@ def check_every(world: World, make: Any) -> None:
     assert differences(results[1], results[2]) == {}
 
 
-EVERY = {
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "Adam": partial(torch.optim.Adam, lr=0.1, amsgrad=True),
-    "NAdam": partial(torch.optim.NAdam, lr=0.1),
-    "RAdam": partial(torch.optim.RAdam, lr=0.1),
-    "Adamax": partial(torch.optim.Adamax, lr=0.1),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
-    "Adadelta": partial(torch.optim.Adadelta, lr=0.1),
-    "RMSprop": partial(torch.optim.RMSprop, lr=0.1, centered=True, momentum=0.5),
-    "Rprop": partial(torch.optim.Rprop, lr=0.1),
-    "ASGD": partial(torch.optim.ASGD, lr=0.1),
-}
-
-
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_element_wise_optimizer_trains_and_goes_over_in_both_forms(
-    ranks: RankCount, name: str, world_size: int
-) -> None:
-    """Bit by bit as one that is over the originals all the time."""
-    ranks(world_size).run(check_every, EVERY[name])
-
-
 def test_an_unmet_optimizer_over_flat_parameters_has_no_state_to_lose(
     one_rank: World,
 ) -> None:
@@ -802,18 +753,12 @@ def test_an_unmet_optimizer_over_flat_parameters_has_no_state_to_lose(
     assert state["state"] == {}
 
 
-def check_plain_reference(world: World) -> None:
+@on_ranks(1, 2, 3)
+def test_the_model_of_these_tests_trains_as_the_plain_one(world: World) -> None:
+    """So the states compared above are those of right training."""
     plain = TinyGPT(tied_head=True)
     train_reference(plain, world.world_size, gpt_input, adamw, steps=2)
     model, _ = trained(world, "flat")
 
     found = differences(model.state_dict(), plain.state_dict())
     assert max(found.values(), default=0.0) <= tolerance_at(world.world_size)
-
-
-@one_to_three_ranks
-def test_the_model_of_these_tests_trains_as_the_plain_one(
-    ranks: RankCount, world_size: int
-) -> None:
-    """So the states compared above are those of right training."""
-    ranks(world_size).run(check_plain_reference)

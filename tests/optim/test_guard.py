@@ -19,6 +19,7 @@ from composable_fsdp import (
 )
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import PATHS, apply_units, averaged_gradients
 from tests.support.sharded import RankCount, both_paths, message_of
@@ -92,7 +93,19 @@ def whole(way: str) -> nn.Module:
     )
 
 
-def check_whole(world: World, name: str, way: str) -> None:
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+@pytest.mark.req("U-04")
+@pytest.mark.parametrize("way", ["replicate", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
+@on_ranks(2)
+def test_whole_parameters_are_trained_by_any_optimizer(
+    world: World, name: str, way: str
+) -> None:
+    """As on the plain model, and its state goes out and in as it is."""
     model, plain = whole(way), Mixed()
     ours, reference = (WHOLE[name](trainable(m)) for m in (model, plain))
     closure: Any = None
@@ -111,22 +124,11 @@ def check_whole(world: World, name: str, way: str) -> None:
     assert _same(part["state"], reference.state_dict()["state"])
 
 
-def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
-
-
-@pytest.mark.req("U-04")
-@pytest.mark.parametrize("way", ["replicate", "NO_SHARD"])
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "LBFGS"])
-def test_whole_parameters_are_trained_by_any_optimizer(
-    ranks: RankCount, name: str, way: str
+@on_ranks(2)
+def test_known_optimizers_of_others_are_refused_unless_made_for_shards(
+    world: World,
 ) -> None:
-    """As on the plain model, and its state goes out and in as it is."""
-    ranks(2).run(check_whole, name, way)
-
-
-def check_known_names(world: World) -> None:
+    """By the name of the class; ``works_on_shards`` says otherwise."""
     model = fully_shard(tiny_mlp())
     model(torch.ones(1, 8)).sum().backward()
 
@@ -134,13 +136,6 @@ def check_known_names(world: World) -> None:
     ForShards(model.parameters(), lr=0.1).step()
 
     assert "Lamb scales by norms of whole parameters" in text
-
-
-def test_known_optimizers_of_others_are_refused_unless_made_for_shards(
-    ranks: RankCount,
-) -> None:
-    """By the name of the class; ``works_on_shards`` says otherwise."""
-    ranks(2).run(check_known_names)
 
 
 class RowMeans(optim.Optimizer):
@@ -174,8 +169,15 @@ def test_state_that_is_not_element_wise_is_noticed_by_its_shape(
         assert "use an element-wise optimizer" in at_save
 
 
-def check_made_before(world: World, path: str, make: Any) -> None:
-    """An optimizer from before goes on, if it has no state; here by both ways."""
+@pytest.mark.req("S3-11")
+@both_paths
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_stays_valid(world: World, path: str) -> None:
+    """It trains the same parameter objects, as on the plain model bit by bit.
+
+    An optimizer from before goes on, if it has no state; here by both ways.
+    """
+    make = partial(optim.AdamW, lr=0.05)
     plain = Mixed()
     reference = make(trainable(plain))
     model: nn.Module = Mixed()
@@ -186,15 +188,6 @@ def check_made_before(world: World, path: str, make: Any) -> None:
 
     assert _same(optim_state_dict(model, ours), by_name(plain, reference))
     assert _same(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.req("S3-11")
-@both_paths
-def test_an_optimizer_made_before_sharding_stays_valid(
-    ranks: RankCount, path: str
-) -> None:
-    """It trains the same parameter objects, as on the plain model bit by bit."""
-    ranks(2).run(check_made_before, path, partial(optim.AdamW, lr=0.05))
 
 
 def check_full_state(world: World, path: str, kind: str) -> str:

@@ -19,6 +19,7 @@ from composable_fsdp import (
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.optim.models import INPUT, Mixed, mixed, train_plain
 from tests.optim.test_every_optimizer import EVERY, FUSED, WAYS, made
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     apply_units,
     averaged_gradients,
@@ -54,20 +55,17 @@ def check_refused(world: World, path: str, name: str, way: str) -> None:
     assert differences(model.state_dict(), plain.state_dict()) == {}, (name, way)
 
 
-def check_all_refused(world: World, path: str) -> None:
+@pytest.mark.req("P-02")
+@both_paths
+@on_ranks(2)
+def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(
+    world: World, path: str
+) -> None:
+    """Every optimizer, foreach, fused and neither: refused, and right after reshard."""
     for name in EVERY:
         for way in WAYS:
             if way != "fused" or name.split()[0] in FUSED:
                 check_refused(world, path, name, way)
-
-
-@pytest.mark.req("P-02")
-@both_paths
-def test_no_step_on_weights_that_are_kept_full_passes_unnoticed(
-    ranks: RankCount, path: str
-) -> None:
-    """Every optimizer, foreach, fused and neither: refused, and right after reshard."""
-    ranks(2).run(check_all_refused, path)
 
 
 def accumulate(model: nn.Module, world: World, at: int) -> None:
@@ -98,19 +96,16 @@ def check_kept_between(world: World, path: str, name: str, way: str) -> None:
     assert all(value <= 1e-5 for value in apart.values()), (name, way, apart)
 
 
-def check_all_kept_between(world: World, path: str) -> None:
+@pytest.mark.req("P-02")
+@both_paths
+@on_ranks(2)
+def test_weights_kept_between_micro_batches_train_as_plain(
+    world: World, path: str
+) -> None:
+    """``no_sync`` keeps them until the backward that reduces, and nothing is stale."""
     for name in ("SGD momentum", "AdamW", "Adam amsgrad", "Adagrad"):
         for way in WAYS:
             check_kept_between(world, path, name, way)
-
-
-@pytest.mark.req("P-02")
-@both_paths
-def test_weights_kept_between_micro_batches_train_as_plain(
-    ranks: RankCount, path: str
-) -> None:
-    """``no_sync`` keeps them until the backward that reduces, and nothing is stale."""
-    ranks(2).run(check_all_kept_between, path)
 
 
 class Pair(nn.Module):

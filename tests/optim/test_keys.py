@@ -19,6 +19,7 @@ from composable_fsdp import (
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
 from tests.optim.models import two_groups as groups_of
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.sharded import RankCount, both_paths, gpt, message_of, step
 from tests.support.world import World
@@ -41,7 +42,13 @@ def renamed(state: dict[str, Any], rename: Any) -> dict[str, Any]:
     }
 
 
-def check_given(world: World, path: str) -> None:
+@pytest.mark.req("U-05")
+@both_paths
+@on_ranks(2)
+def test_a_given_state_may_be_keyed_by_numbers_or_by_names(
+    world: World, path: str
+) -> None:
+    """Names in any order of groups, and those of a wrapper; full and local."""
     model, optimizer = trained(world, path)
     expected = optim_state_dict(model, optimizer)
     numbered = optimizer.state_dict()
@@ -64,14 +71,11 @@ def check_given(world: World, path: str) -> None:
 
 @pytest.mark.req("U-05")
 @both_paths
-def test_a_given_state_may_be_keyed_by_numbers_or_by_names(
-    ranks: RankCount, path: str
+@on_ranks(2)
+def test_a_plain_optimizers_numbers_are_loaded_by_their_places(
+    world: World, path: str
 ) -> None:
-    """Names in any order of groups, and those of a wrapper; full and local."""
-    ranks(2).run(check_given, path)
-
-
-def check_numbers_loaded(world: World, path: str) -> None:
+    """What ``optim.state_dict()`` of a plain model gives needs no renaming."""
     plain, model = Mixed(), mixed(path, seed=1)
     reference = optim.AdamW(groups_of(plain))
     train_plain(plain, reference, world.world_size, range(2))
@@ -88,21 +92,20 @@ def check_numbers_loaded(world: World, path: str) -> None:
         assert _same(optim_state_dict(model, optimizer), by_name(plain, reference))
 
 
-@pytest.mark.req("U-05")
-@both_paths
-def test_a_plain_optimizers_numbers_are_loaded_by_their_places(
-    ranks: RankCount, path: str
-) -> None:
-    """What ``optim.state_dict()`` of a plain model gives needs no renaming."""
-    ranks(2).run(check_numbers_loaded, path)
-
-
 def backwards(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())[::-1]
 
 
-def check_named_optimizer(world: World, path: str) -> None:
-    """One made from names, in another order than the one whose state is loaded."""
+@pytest.mark.req("U-05")
+@both_paths
+@on_ranks(2)
+def test_names_that_an_optimizer_was_made_with_tell_its_numbers(
+    world: World, path: str
+) -> None:
+    """Not the order: the groups of the two may list parameters differently.
+
+    One made from names, in another order than the one whose state is loaded.
+    """
     plain, model = TinyGPT(), gpt(path)
     reference = optim.AdamW(plain.named_parameters())
     plain(torch.zeros(1, 5, dtype=torch.long)).square().mean().backward()
@@ -127,16 +130,12 @@ def check_named_optimizer(world: World, path: str) -> None:
 
 
 @pytest.mark.req("U-05")
-@both_paths
-def test_names_that_an_optimizer_was_made_with_tell_its_numbers(
-    ranks: RankCount, path: str
-) -> None:
-    """Not the order: the groups of the two may list parameters differently."""
-    ranks(2).run(check_named_optimizer, path)
+@on_ranks(2)
+def test_a_parameters_other_names_are_known(world: World) -> None:
+    """Those of the optimizer, and every name of a tied parameter.
 
-
-def check_aliases(world: World) -> None:
-    """Names of the user's own, and another name of a tied parameter."""
+    Names of the user's own, and another name of a tied parameter.
+    """
     model = gpt("composable", tied_head=True)
     own = [(f"p{i}", p) for i, (_, p) in enumerate(model.named_parameters())]
     optimizer = optim.AdamW(own)
@@ -150,12 +149,6 @@ def check_aliases(world: World) -> None:
 
     assert _same(optim_state_dict(model, optimizer, with_own), expected)
     assert _same(optim_state_dict(model, optimizer, with_tied), expected)
-
-
-@pytest.mark.req("U-05")
-def test_a_parameters_other_names_are_known(ranks: RankCount) -> None:
-    """Those of the optimizer, and every name of a tied parameter."""
-    ranks(2).run(check_aliases)
 
 
 def check_ambiguous(world: World, path: str) -> dict[str, str]:

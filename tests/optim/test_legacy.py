@@ -23,6 +23,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import adamw
 from tests.support.sharded import (
@@ -30,7 +31,6 @@ from tests.support.sharded import (
     both_paths,
     gpt,
     message_of,
-    one_to_three_ranks,
     several_ranks,
     step,
 )
@@ -46,7 +46,12 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": rest, "lr": 0.02}, {"params": decayed, "lr": 0.05}]
 
 
-def check_full(world: World, path: str) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+def test_full_state_is_taken_apart_as_it_was_put_together(
+    world: World, path: str
+) -> None:
+    """From every rank or from the first, with the optimizer or what it is made from."""
     model = gpt(path)
     optimizer = torch.optim.AdamW(two_groups(model))
     step(model, optimizer, world.rank, 0)
@@ -73,15 +78,6 @@ def check_full(world: World, path: str) -> None:
     assert _same(on_first, whole if world.rank == 0 else {})
     for part in parts:
         assert _same(part, mine)
-
-
-@one_to_three_ranks
-@both_paths
-def test_full_state_is_taken_apart_as_it_was_put_together(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """From every rank or from the first, with the optimizer or what it is made from."""
-    ranks(world_size).run(check_full, path)
 
 
 def check_bad_scatter(world: World) -> str:
@@ -165,8 +161,15 @@ def test_keys_that_nobody_knows_are_refused() -> None:
         rekey_optim_state_dict(state, wrong, model, optim=optimizer)
 
 
-def check_move(world: World, path: str) -> None:
-    """From a plain model to a sharded one, by way of names; and back."""
+@both_paths
+@on_ranks(2)
+def test_a_plain_models_state_moves_to_a_sharded_model_and_back(
+    world: World, path: str
+) -> None:
+    """Names are the bridge; numbers are the optimizer's own on both sides.
+
+    From a plain model to a sharded one, by way of names; and back.
+    """
     plain, model = TinyGPT(), gpt(path)
     reference = torch.optim.AdamW(two_groups(plain))
     plain(torch.zeros(1, 5, dtype=torch.long)).square().mean().backward()
@@ -179,14 +182,6 @@ def check_move(world: World, path: str) -> None:
 
     state = optim_state_dict(model, optimizer)
     assert _same(rekey_optim_state_dict(state, ID, model, optim=optimizer), numbered)
-
-
-@both_paths
-def test_a_plain_models_state_moves_to_a_sharded_model_and_back(
-    ranks: RankCount, path: str
-) -> None:
-    """Names are the bridge; numbers are the optimizer's own on both sides."""
-    ranks(2).run(check_move, path)
 
 
 def test_a_wrapped_and_a_composable_model_have_one_set_of_names(

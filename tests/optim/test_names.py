@@ -28,6 +28,7 @@ from composable_fsdp import (
 from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.optim.models import Mixed, by_name, train_plain, train_sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.sharded import RankCount, both_paths, message_of
 from tests.support.world import World
@@ -66,7 +67,15 @@ def plain_ddp() -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def check_same_names(world: World, make: Callable[[str], Any], path: str) -> None:
+@pytest.mark.req("S1-02")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [ddp_around, in_replicate])
+@both_paths
+@on_ranks(2)
+def test_units_inside_ddp_or_replicate_have_the_plain_models_names(
+    world: World, make: Callable[[str], Any], path: str
+) -> None:
+    """``module.`` in front with DDP, as without sharding; settings reach inside."""
     model = make(path)
     plain = plain_ddp() if make is ddp_around else Mixed()
     ours = optim.AdamW(model.parameters(), lr=0.05)
@@ -88,17 +97,6 @@ def check_same_names(world: World, make: Callable[[str], Any], path: str) -> Non
     assert _same(state, by_name(plain, reference))
     assert _same(dict(weights), dict(plain.state_dict()))
     assert _same(part, local_state_dict(ours))
-
-
-@pytest.mark.req("S1-02")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [ddp_around, in_replicate])
-@both_paths
-def test_units_inside_ddp_or_replicate_have_the_plain_models_names(
-    ranks: RankCount, path: str, make: Callable[[str], Any]
-) -> None:
-    """``module.`` in front with DDP, as without sharding; settings reach inside."""
-    ranks(2).run(check_same_names, make, path)
 
 
 class Parallel(nn.Module):
@@ -166,7 +164,11 @@ def test_a_module_that_shows_its_child_as_itself_gives_names_once(
         )
 
 
-def check_no_warning(world: World, path: str) -> None:
+@pytest.mark.req("S1-08")
+@both_paths
+@on_ranks(2)
+def test_ordinary_models_are_not_warned_of(world: World, path: str) -> None:
+    """Wrappers of ours and a model inside others are ordinary."""
     model = put(sharded_children(Mixed(), path), path)
     optimizer = optim.AdamW(model.parameters())
     train_sharded(model, optimizer, world, range(1))
@@ -175,13 +177,6 @@ def check_no_warning(world: World, path: str) -> None:
         state = optim_state_dict(model, optimizer)
         optim_state_dict_to_load(model, optimizer, state)
         optim_state_dict(nn.Sequential(nn.Sequential(model)), optimizer)
-
-
-@pytest.mark.req("S1-08")
-@both_paths
-def test_ordinary_models_are_not_warned_of(ranks: RankCount, path: str) -> None:
-    """Wrappers of ours and a model inside others are ordinary."""
-    ranks(2).run(check_no_warning, path)
 
 
 class Tricky(nn.Module):
@@ -200,7 +195,16 @@ class Tricky(nn.Module):
         return out
 
 
-def check_tricky(world: World, path: str, around: str) -> None:
+@pytest.mark.req("S1-09")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("around", ["nothing", "DDP"])
+@both_paths
+@on_ranks(2)
+def test_children_named_like_wrappers_keep_their_names(
+    world: World, path: str, around: str
+) -> None:
+    """A child called ``module`` and names with a wrapper's inside, in every state."""
+
     def build() -> Any:
         torch.manual_seed(0)
         return Tricky()
@@ -233,17 +237,6 @@ def check_tricky(world: World, path: str, around: str) -> None:
 
 
 @pytest.mark.req("S1-09")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("around", ["nothing", "DDP"])
-@both_paths
-def test_children_named_like_wrappers_keep_their_names(
-    ranks: RankCount, path: str, around: str
-) -> None:
-    """A child called ``module`` and names with a wrapper's inside, in every state."""
-    ranks(2).run(check_tricky, path, around)
-
-
-@pytest.mark.req("S1-09")
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
@@ -273,7 +266,10 @@ def test_a_parameter_that_is_nowhere_is_still_refused(ranks: RankCount) -> None:
         assert "is not a parameter of the Parallel it was asked about" in text
 
 
-def check_without(world: World, path: str) -> None:
+@both_paths
+@on_ranks(2)
+def test_a_state_may_lack_what_no_unit_cuts(world: World, path: str) -> None:
+    """The rest is loaded, as with FSDP1; what a unit holds may not be missing."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     plain.register_parameter("extra", nn.Parameter(torch.ones(3)))
     x = torch.ones(2, 4)
@@ -302,9 +298,3 @@ def check_without(world: World, path: str) -> None:
     del lacking["param_groups"][0]["params"][0]
     text = message_of(lambda: optim_state_dict_to_load(model, fresh, lacking))
     assert "missing ['0.weight']" in text or "left over ['0.weight']" in text, text
-
-
-@both_paths
-def test_a_state_may_lack_what_no_unit_cuts(ranks: RankCount, path: str) -> None:
-    """The rest is loaded, as with FSDP1; what a unit holds may not be missing."""
-    ranks(2).run(check_without, path)

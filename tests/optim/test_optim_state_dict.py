@@ -32,6 +32,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.optim.models import by_name
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
     PATHS,
@@ -120,9 +121,17 @@ def assert_same_state(
                 assert _same(found, value), (name, key, found, value)
 
 
-def check_equal_to_plain(
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [(ShardingStrategy.FULL_SHARD, name) for name in OPTIMIZERS]
+    + [(strategy, "adamw foreach") for strategy in STRATEGIES[1:]],
+)
+@on_ranks(1, 2, 3)
+@both_paths
+def test_the_state_is_that_of_the_plain_models_optimizer(
     world: World, path: str, strategy: ShardingStrategy, name: str
 ) -> None:
+    """Names, shapes, groups and, on up to two ranks, bits; none for frozen ones."""
     model, plain = sharded(path, strategy=strategy), frozen_gpt()
     ours, reference = optimizer_of(model, name), optimizer_of(plain, name)
     tolerance = tolerance_at(world.world_size)
@@ -139,25 +148,13 @@ def check_equal_to_plain(
     assert world.all_equal(state)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [(ShardingStrategy.FULL_SHARD, name) for name in OPTIMIZERS]
-    + [(strategy, "adamw foreach") for strategy in STRATEGIES[1:]],
-)
-@one_to_three_ranks
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1, 2, 3)
 @both_paths
-def test_the_state_is_that_of_the_plain_models_optimizer(
-    ranks: RankCount,
-    path: str,
-    world_size: int,
-    strategy: ShardingStrategy,
-    name: str,
+def test_resumed_training_equals_unbroken_training(
+    world: World, path: str, name: str
 ) -> None:
-    """Names, shapes, groups and, on up to two ranks, bits; none for frozen ones."""
-    ranks(world_size).run(check_equal_to_plain, path, strategy, name)
-
-
-def check_continued(world: World, path: str, name: str) -> None:
+    """Saved on one path, loaded on the other: every later bit is the same."""
     unbroken = sharded(path)
     first = optimizer_of(unbroken, name)
     train_sharded(unbroken, first, world, range(2))
@@ -180,17 +177,13 @@ def check_continued(world: World, path: str, name: str) -> None:
     assert_same_state(optim_state_dict(resumed, second), final, 0.0)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@one_to_three_ranks
+@pytest.mark.parametrize("name", ["adamw foreach", "sgd with momentum"])
+@on_ranks(1, 2, 3)
 @both_paths
-def test_resumed_training_equals_unbroken_training(
-    ranks: RankCount, path: str, world_size: int, name: str
+def test_a_plain_models_state_is_loaded_under_its_names(
+    world: World, path: str, name: str
 ) -> None:
-    """Saved on one path, loaded on the other: every later bit is the same."""
-    ranks(world_size).run(check_continued, path, name)
-
-
-def check_from_plain(world: World, path: str, name: str) -> None:
+    """Training that began on one device goes on sharded, as if nothing had happened."""
     plain = frozen_gpt()
     reference = optimizer_of(plain, name)
     train_plain(plain, reference, world, range(2))
@@ -211,17 +204,10 @@ def check_from_plain(world: World, path: str, name: str) -> None:
     assert all(value <= limit for value in apart.values()), apart
 
 
-@pytest.mark.parametrize("name", ["adamw foreach", "sgd with momentum"])
-@one_to_three_ranks
-@both_paths
-def test_a_plain_models_state_is_loaded_under_its_names(
-    ranks: RankCount, path: str, world_size: int, name: str
-) -> None:
-    """Training that began on one device goes on sharded, as if nothing had happened."""
-    ranks(world_size).run(check_from_plain, path, name)
-
-
-def check_paths(world: World) -> None:
+@pytest.mark.req("S1-15", "S1-34")
+@on_ranks(1, 2, 3)
+def test_both_paths_give_and_take_the_same(world: World) -> None:
+    """States, this rank's parts and the collectives are identical on both paths."""
     for name in OPTIMIZERS:
         histories = []
         for path in PATHS:
@@ -235,13 +221,6 @@ def check_paths(world: World) -> None:
             histories.append((list(state["state"]), state, sent, local))
         assert _same(histories[0], histories[1]), name
         assert world.all_equal(histories[0][:3])
-
-
-@pytest.mark.req("S1-15", "S1-34")
-@one_to_three_ranks
-def test_both_paths_give_and_take_the_same(ranks: RankCount, world_size: int) -> None:
-    """States, this rank's parts and the collectives are identical on both paths."""
-    ranks(world_size).run(check_paths)
 
 
 def save(
@@ -283,7 +262,9 @@ def test_another_number_of_ranks_loads_the_same_state(
         assert_same_state(again, state, 0.0)
 
 
-def check_options(world: World) -> None:
+@on_ranks(2, 3)
+def test_fsdp1s_names_and_options_are_taken(world: World) -> None:
+    """The static methods, a state given by the caller, and names as keys."""
     model = sharded("wrapper")
     optimizer = optimizer_of(model, "adamw foreach")
     train_sharded(model, optimizer, world, range(1))
@@ -303,13 +284,11 @@ def check_options(world: World) -> None:
     assert list(named["state"]) == [name for name in state["state"] if name in held]
 
 
-@several_ranks
-def test_fsdp1s_names_and_options_are_taken(ranks: RankCount, world_size: int) -> None:
-    """The static methods, a state given by the caller, and names as keys."""
-    ranks(world_size).run(check_options)
+@on_ranks(1, 2, 3)
+@both_paths
+def test_ignored_parameters_keep_their_whole_state(world: World, path: str) -> None:
+    """One optimizer may hold sharded and plain parameters."""
 
-
-def check_ignored(world: World, path: str) -> None:
     def model_of() -> nn.Sequential:
         return nn.Sequential(tiny_mlp(), tiny_mlp(seed=1))
 
@@ -332,15 +311,6 @@ def check_ignored(world: World, path: str) -> None:
             ]
 
     assert_same_state(states[0], states[1], 1e-6)
-
-
-@one_to_three_ranks
-@both_paths
-def test_ignored_parameters_keep_their_whole_state(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """One optimizer may hold sharded and plain parameters."""
-    ranks(world_size).run(check_ignored, path)
 
 
 def check_refusals(world: World, path: str) -> dict[str, str]:
@@ -619,19 +589,6 @@ def test_a_state_that_cannot_be_sent_is_refused_on_all(
     )
 
 
-def check_scalars(world: World, kind: type[torch.optim.Optimizer]) -> None:
-    model = fully_shard(Scalars())
-    optimizer = kind(model.parameters())  # type: ignore[call-arg]
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-
-    state = optim_state_dict(model, optimizer)
-    optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
-
-    assert _same(optim_state_dict(model, optimizer), state)
-    optimizer.step()
-
-
 @pytest.mark.req("X-28")
 @pytest.mark.parametrize(
     "kind",
@@ -644,14 +601,26 @@ def check_scalars(world: World, kind: type[torch.optim.Optimizer]) -> None:
         torch.optim.ASGD,
     ],
 )
+@on_ranks(2)
 def test_state_of_a_parameter_without_dimensions_round_trips(
-    ranks: RankCount, kind: type[torch.optim.Optimizer]
+    world: World, kind: type[torch.optim.Optimizer]
 ) -> None:
     """State with one element per parameter and counters are told apart."""
-    ranks(2).run(check_scalars, kind)
+    model = fully_shard(Scalars())
+    optimizer = kind(model.parameters())  # type: ignore[call-arg]
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+    state = optim_state_dict(model, optimizer)
+    optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
+
+    assert _same(optim_state_dict(model, optimizer), state)
+    optimizer.step()
 
 
-def check_empty_group(world: World) -> None:
+@on_ranks(2)
+def test_a_group_without_parameters_keeps_its_options(world: World) -> None:
+    """A group that will be filled later survives saving and loading."""
     model = fully_shard(tiny_mlp())
     groups: list[dict[str, Any]] = [
         {"params": list(model.parameters())},
@@ -666,18 +635,18 @@ def check_empty_group(world: World) -> None:
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
-def test_a_group_without_parameters_keeps_its_options(ranks: RankCount) -> None:
-    """A group that will be filled later survives saving and loading."""
-    ranks(2).run(check_empty_group)
-
-
 def check_state(model: nn.Module, optim: Any, expected: Any) -> None:
     assert _same(optim_state_dict(model, optim), expected)
     optim.load_state_dict(optim_state_dict_to_load(model, optim, expected))
     assert _same(optim_state_dict(model, optim), expected)
 
 
-def check_while_full(world: World, path: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_the_state_is_the_same_while_parameters_are_full(
+    world: World, path: str
+) -> None:
+    """Optimizers hold the sharded leaves, in whose places full ones are shown."""
     kept = ShardingStrategy.SHARD_GRAD_OP
     overs: list[Callable[[nn.Module], Any]] = [nn.Module.parameters, flat_parameters]
     for over in overs:
@@ -701,11 +670,3 @@ def check_while_full(world: World, path: str) -> None:
             pytest.raises(PhaseError, match="inside unshard_params of"),
         ):
             holds()
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_the_state_is_the_same_while_parameters_are_full(
-    ranks: RankCount, path: str
-) -> None:
-    """Optimizers hold the sharded leaves, in whose places full ones are shown."""
-    ranks(2).run(check_while_full, path)

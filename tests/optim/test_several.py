@@ -20,8 +20,9 @@ from composable_fsdp import (
     state_dict_type,
 )
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
-from tests.support.sharded import RankCount, gpt, message_of, one_to_three_ranks, step
+from tests.support.sharded import RankCount, gpt, message_of, step
 from tests.support.world import World
 
 Optims = list[torch.optim.Optimizer]
@@ -63,7 +64,12 @@ def train(model: nn.Module, optims: Optims, rank: int, at: int) -> None:
     step(model, All(optims), rank, at)  # type: ignore[arg-type]  # all that it needs
 
 
-def check_as_one(world: World, path: str) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("path", ["composable", "wrapper"])
+def test_the_state_of_several_is_that_of_one_with_their_groups(
+    world: World, path: str
+) -> None:
+    """In every type of state dict, out and in, by names."""
     model, twin = gpt(path), gpt(path)
     optims, optim = several(model), one(twin)
     for at in range(2):
@@ -87,15 +93,6 @@ def check_as_one(world: World, path: str) -> None:
             held = {name for name, p in model.named_parameters() if p.numel()}
             names = theirs["param_groups"][1]["params"]
             assert list(named[1]["state"]) == [name for name in names if name in held]
-
-
-@one_to_three_ranks
-@pytest.mark.parametrize("path", ["composable", "wrapper"])
-def test_the_state_of_several_is_that_of_one_with_their_groups(
-    ranks: RankCount, world_size: int, path: str
-) -> None:
-    """In every type of state dict, out and in, by names."""
-    ranks(world_size).run(check_as_one, path)
 
 
 def save_several(world: World, folder: Path) -> tuple[Any, Any]:
@@ -134,7 +131,10 @@ def test_a_checkpoint_of_several_goes_to_another_number_of_ranks(
     ranks(loaded).run(load_either, tmp_path, full, weights)
 
 
-def check_kinds(world: World, folder: Path) -> None:
+@on_ranks(2)
+def test_kinds_and_flat_parameters_may_be_mixed(world: World, tmp_path: Path) -> None:
+    """Each parameter's state and options come back to the optimizer that has it."""
+
     def make(model: nn.Module) -> Optims:
         return [
             torch.optim.SGD(flat_parameters(model.blocks), momentum=0.9, lr=0.1),  # type: ignore[arg-type]  # a list of units
@@ -146,8 +146,8 @@ def check_kinds(world: World, folder: Path) -> None:
     model, again = gpt("composable"), gpt("composable", seed=5)
     optims, others = make(model), make(again)
     train(model, optims, world.rank, 0)
-    save(folder / "run", model, optims)
-    load(folder / "run", again, others)
+    save(tmp_path / "run", model, optims)
+    load(tmp_path / "run", again, others)
     state = optim_state_dict(model, optims)
     assert _same(optim_state_dict(again, others), state)
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"} == {
@@ -155,19 +155,13 @@ def check_kinds(world: World, folder: Path) -> None:
     }
     swapped = [others[1], others[0]]
     assert (
-        message_of(lambda: load(folder / "run", again, swapped)) == "nothing was raised"
+        message_of(lambda: load(tmp_path / "run", again, swapped))
+        == "nothing was raised"
     )
-    text = message_of(lambda: load(folder / "run", again, others[0]))
+    text = message_of(lambda: load(tmp_path / "run", again, others[0]))
     assert "is not in it" in text
     wrong = torch.optim.SGD(list(again.parameters()))
-    assert "CheckpointError" in message_of(lambda: load(folder / "run", again, wrong))
-
-
-def test_kinds_and_flat_parameters_may_be_mixed(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """Each parameter's state and options come back to the optimizer that has it."""
-    ranks(2).run(check_kinds, tmp_path)
+    assert "CheckpointError" in message_of(lambda: load(tmp_path / "run", again, wrong))
 
 
 def test_muon_for_matrices_and_another_for_the_rest_round_trip(tmp_path: Path) -> None:

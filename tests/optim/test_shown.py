@@ -18,6 +18,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from tests.optim.models import INPUT, Mixed, mixed, train_plain, train_sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, differences, loss_of
 from tests.support.sharded import RankCount, both_paths, message_of
 from tests.support.world import World
@@ -62,7 +63,13 @@ def module_of(model: nn.Module) -> nn.Module:
     return inner
 
 
-def check_made_full(world: World, path: str) -> None:
+@pytest.mark.req("P-14")
+@both_paths
+@on_ranks(2)
+def test_an_optimizer_of_full_parameters_is_refused_at_each_step(
+    world: World, path: str
+) -> None:
+    """By name, of whatever form and door; also in a group that was added later."""
     for way, (collect, options) in WAYS.items():
         model = mixed(path, **options)
         model(INPUT(0, world.rank))
@@ -81,15 +88,6 @@ def check_made_full(world: World, path: str) -> None:
             assert "'first.weight'" in text, (way, text)
             assert "after reshard(module)" in text
         assert differences(copied(model), before) == {}
-
-
-@pytest.mark.req("P-14")
-@both_paths
-def test_an_optimizer_of_full_parameters_is_refused_at_each_step(
-    ranks: RankCount, path: str
-) -> None:
-    """By name, of whatever form and door; also in a group that was added later."""
-    ranks(2).run(check_made_full, path)
 
 
 def check_step_inside(world: World, path: str) -> list[str]:
@@ -126,8 +124,15 @@ def test_a_step_inside_a_block_is_refused_and_done_after_it(
             assert "Call it after the block" in text
 
 
-def check_whole_step(world: World) -> None:
-    """Muon on full parameters with full gradients, written back: the plain step."""
+@pytest.mark.req("P-14")
+@on_ranks(2)
+def test_full_parameters_with_full_gradients_can_be_stepped_inside_a_block(
+    world: World,
+) -> None:
+    """``with_grads`` gives what any optimizer needs, and the block keeps the step.
+
+    Muon on full parameters with full gradients, written back: the plain step.
+    """
     model, plain = mixed("composable"), Mixed()
     reference = optim.Muon([p for p in trainable(plain) if p.ndim == 2], lr=0.1)
     matrices: optim.Optimizer | None = None
@@ -147,16 +152,12 @@ def check_whole_step(world: World) -> None:
     assert "holds the full parameters" in message_of(matrices.step)
 
 
-@pytest.mark.req("P-14")
-def test_full_parameters_with_full_gradients_can_be_stepped_inside_a_block(
-    ranks: RankCount,
-) -> None:
-    """``with_grads`` gives what any optimizer needs, and the block keeps the step."""
-    ranks(2).run(check_whole_step)
+@on_ranks(2)
+def test_parameters_that_are_not_shown_are_stepped(world: World) -> None:
+    """A block over one unit and an earlier ``unshard`` are nobody else's business.
 
-
-def check_part_shown(world: World) -> None:
-    """Only units that are shown are refused: others step as ever."""
+    Only units that are shown are refused: others step as ever.
+    """
     model = mixed("composable")
     first, second = model.get_submodule("first"), model.get_submodule("second")
     ours = optim.SGD(second.parameters(), lr=0.1)
@@ -175,8 +176,3 @@ def check_part_shown(world: World) -> None:
         "second.weight",
         "second.bias",
     }
-
-
-def test_parameters_that_are_not_shown_are_stepped(ranks: RankCount) -> None:
-    """A block over one unit and an earlier ``unshard`` are nobody else's business."""
-    ranks(2).run(check_part_shown)

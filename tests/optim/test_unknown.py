@@ -20,6 +20,7 @@ from composable_fsdp import (
 )
 from tests.optim.models import INPUT, Mixed, mixed, train_plain, train_sharded
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, differences, loss_of
 from tests.support.sharded import RankCount, both_paths, message_of
 from tests.support.world import World
@@ -175,7 +176,13 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def check_refused(world: World, path: str) -> None:
+@pytest.mark.req("P-16")
+@both_paths
+@on_ranks(2)
+def test_an_unknown_optimizer_that_needs_whole_parameters_is_refused(
+    world: World, path: str
+) -> None:
+    """At its first step, by what it does: norms, factors, matrices, blocks of state."""
     for kind in NEEDS_WHOLE:
         for collect in (trainable, flat_parameters):
             model = mixed(path)
@@ -194,14 +201,11 @@ def check_refused(world: World, path: str) -> None:
 
 @pytest.mark.req("P-16")
 @both_paths
-def test_an_unknown_optimizer_that_needs_whole_parameters_is_refused(
-    ranks: RankCount, path: str
+@on_ranks(2)
+def test_an_unknown_element_wise_optimizer_trains_as_plain(
+    world: World, path: str
 ) -> None:
-    """At its first step, by what it does: norms, factors, matrices, blocks of state."""
-    ranks(2).run(check_refused, path)
-
-
-def check_element_wise(world: World, path: str) -> None:
+    """Nothing is said, counted or drawn at random by the trial."""
     for kind in BY_ELEMENT:
         model, plain = mixed(path), Mixed()
         ours, reference = kind(trainable(model)), kind(trainable(plain))
@@ -219,15 +223,6 @@ def check_element_wise(world: World, path: str) -> None:
         apart = differences(dict(model.state_dict()), dict(plain.state_dict()))
         assert all(value <= 1e-6 for value in apart.values()), (kind, apart)
         assert ours.calls == 3
-
-
-@pytest.mark.req("P-16")
-@both_paths
-def test_an_unknown_element_wise_optimizer_trains_as_plain(
-    ranks: RankCount, path: str
-) -> None:
-    """Nothing is said, counted or drawn at random by the trial."""
-    ranks(2).run(check_element_wise, path)
 
 
 def check_unsure(world: World) -> list[str]:
@@ -256,8 +251,12 @@ def test_what_cannot_be_tried_is_warned_of_once(ranks: RankCount) -> None:
         assert "works_on_shards = True" in closing
 
 
-def check_left_alone(world: World) -> None:
-    """Whole parameters, and classes that say so, are stepped without a trial."""
+@on_ranks(2)
+def test_whole_parameters_and_marked_classes_are_left_alone(world: World) -> None:
+    """``works_on_shards`` stays the way to say so.
+
+    Whole parameters, and classes that say so, are stepped without a trial.
+    """
 
     class Marked(Orthogonal):
         works_on_shards = True
@@ -268,11 +267,6 @@ def check_left_alone(world: World) -> None:
     for model, kind in ((whole, Orthogonal), (fully_shard(tiny_mlp()), Marked)):
         backward(model(torch.ones(2, 8)).sum())
         kind(trainable(model)).step()
-
-
-def test_whole_parameters_and_marked_classes_are_left_alone(ranks: RankCount) -> None:
-    """``works_on_shards`` stays the way to say so."""
-    ranks(2).run(check_left_alone)
 
 
 def check_rows(world: World) -> str:

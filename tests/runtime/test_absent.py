@@ -20,6 +20,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.optim.names import is_absent
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     apply_units,
@@ -29,7 +30,6 @@ from tests.support.reference import (
     loss_of,
     wide_input,
 )
-from tests.support.sharded import RankCount, several_ranks
 from tests.support.world import World
 
 INPUT = wide_input(4)
@@ -198,7 +198,13 @@ def assert_idioms(model: nn.Module) -> None:
         assert torch.stack([gradient.norm() for gradient in held]).isfinite().all()
 
 
-def check_programs(world: World, program: Callable[[World, str], nn.Module]) -> None:
+@pytest.mark.req("P-03")
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_ranks(2, 3)
+def test_grad_is_none_exactly_where_nothing_is_held(
+    world: World, program: Callable[[World, str], nn.Module]
+) -> None:
+    """And the gradient as a whole is the plain model's, asked for on every rank."""
     for path in PATHS:
         model = program(world, path)
         assert sum(map(is_absent, model.parameters())) > 0
@@ -208,17 +214,9 @@ def check_programs(world: World, program: Callable[[World, str], nn.Module]) -> 
         assert_gradients(model, expected(world, 0))
 
 
-@pytest.mark.req("P-03")
-@pytest.mark.parametrize("program", PROGRAMS)
-@several_ranks
-def test_grad_is_none_exactly_where_nothing_is_held(
-    ranks: RankCount, world_size: int, program: Callable[[World, str], nn.Module]
-) -> None:
-    """And the gradient as a whole is the plain model's, asked for on every rank."""
-    ranks(world_size).run(check_programs, program)
-
-
-def check_filled(world: World) -> None:
+@on_ranks(3)
+def test_gradients_of_zeros_are_none_there_too(world: World) -> None:
+    """Whatever part of the model each rank used."""
     model = fully_shard(Narrow())
     set_reduce_scatter_unused_params(model, True)
     backward(model(INPUT(0, world.rank))[:, 0].sum() * (world.rank == 0))
@@ -226,11 +224,6 @@ def check_filled(world: World) -> None:
     assert [p.grad is None for p in model.parameters()] == [
         is_absent(p) for p in model.parameters()
     ]
-
-
-def test_gradients_of_zeros_are_none_there_too(ranks: RankCount) -> None:
-    """Whatever part of the model each rank used."""
-    ranks(3).run(check_filled)
 
 
 def watch(parameter: Any, name: str, seen: list[tuple[str, torch.Size]]) -> None:
@@ -241,7 +234,13 @@ def watch(parameter: Any, name: str, seen: list[tuple[str, torch.Size]]) -> None
     parameter.register_post_accumulate_grad_hook(see)
 
 
-def check_hooks(world: World, offload: bool) -> None:
+@pytest.mark.req("B-16")
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(3)
+def test_hooks_are_shown_an_empty_gradient_while_they_run(
+    world: World, offload: bool
+) -> None:
+    """As often as on other ranks, because a hook may send something."""
     for path in PATHS:
         model = narrow(path, cpu_offload=CPUOffload(offload))
         seen: list[tuple[str, torch.Size]] = []
@@ -256,16 +255,11 @@ def check_hooks(world: World, offload: bool) -> None:
         assert_gradients(model, expected(world, 0, 1))
 
 
-@pytest.mark.req("B-16")
-@pytest.mark.parametrize("offload", [False, True])
-def test_hooks_are_shown_an_empty_gradient_while_they_run(
-    ranks: RankCount, offload: bool
+@on_ranks(2, 3)
+def test_clipping_counts_what_other_ranks_hold_and_warns_of_nothing(
+    world: World,
 ) -> None:
-    """As often as on other ranks, because a hook may send something."""
-    ranks(3).run(check_hooks, offload)
-
-
-def check_clip(world: World) -> None:
+    """A warning on a rank without gradients of its own would be an error here."""
     for path in PATHS:
         model, plain = narrow(path), Narrow()
         once(world, model)
@@ -280,11 +274,3 @@ def check_clip(world: World) -> None:
         set_full_grad(model, "scale", torch.tensor(3.0))
         norm = clip_grad_norm_(model, 10.0)
         torch.testing.assert_close(norm, torch.tensor(3.0))
-
-
-@several_ranks
-def test_clipping_counts_what_other_ranks_hold_and_warns_of_nothing(
-    ranks: RankCount, world_size: int
-) -> None:
-    """A warning on a rank without gradients of its own would be an error here."""
-    ranks(world_size).run(check_clip)

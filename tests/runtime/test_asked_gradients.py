@@ -20,6 +20,7 @@ from composable_fsdp import (
     set_requires_all_reduce,
 )
 from tests.support.models import module_at
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, STRATEGIES, apply_units, backward
 from tests.support.world import RankPool, World
 
@@ -265,8 +266,16 @@ def own_points(rank: int) -> Tensor:
     return points() * (1 + rank) / 2
 
 
-def compare_apart(world: World, strategy: ShardingStrategy) -> None:
-    """A product with the Hessian of the mean over ranks that have data of their own."""
+@pytest.mark.req("P-10")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(3)
+def test_a_product_with_a_hessian_is_that_of_the_mean_over_ranks(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """A scalar of shards is this rank's part of a sum over ranks.
+
+    A product with the Hessian of the mean over ranks that have data of their own.
+    """
     plain, model = pair("composable", strategy)
     losses = [scalar(plain, own_points(rank)) for rank in range(world.world_size)]
     mean = torch.stack(losses).mean()
@@ -284,15 +293,6 @@ def compare_apart(world: World, strategy: ShardingStrategy) -> None:
         step(each)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
-
-
-@pytest.mark.req("P-10")
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_a_product_with_a_hessian_is_that_of_the_mean_over_ranks(
-    strategy: ShardingStrategy, ranks: RankCount
-) -> None:
-    """A scalar of shards is this rank's part of a sum over ranks."""
-    ranks(3).run(compare_apart, strategy)
 
 
 def refusals(world: World) -> list[str]:
@@ -341,30 +341,13 @@ def test_gradients_that_cannot_be_given_are_refused_by_name(ranks: RankCount) ->
         assert "inside no_sync" in waiting
 
 
-def of_flat(world: World) -> None:
-    """Gradients of a flat parameter, asked for, are those that a backward gives."""
-    _, model = pair("composable", ShardingStrategy.FULL_SHARD)
-    flats = list(flat_parameters(model))
-    found = torch.autograd.grad(scalar(model, points()), flats)
-    assert all(flat.grad is None for flat in flats)
-    backward(scalar(model, points()))
-    for flat, gradient in zip(flats, found, strict=True):
-        torch.testing.assert_close(gradient, flat.grad)
-    # Of the leaves: the same, in parts, and the flat gradients stay.
-    before = [flat.grad.clone() for flat in flats]  # type: ignore[union-attr]  # set above
-    parts = torch.autograd.grad(scalar(model, points()), list(model.parameters()))
-    assert all(
-        torch.equal(flat.grad, values)  # type: ignore[arg-type]  # set above
-        for flat, values in zip(flats, before, strict=True)
-    )
-    torch.testing.assert_close(
-        sum(part.square().sum() for part in parts),
-        sum(flat.square().sum() for flat in found),
-    )
+@pytest.mark.req("P-09")
+@on_ranks(2)
+def test_gradients_asked_for_do_not_wait_for_the_last_backward(world: World) -> None:
+    """Under ``set_is_last_backward(False)``, where reductions may be in flight.
 
-
-def not_last(world: World) -> None:
-    """Gradients asked for are reduced to the end, and others stay what they are."""
+    Gradients asked for are reduced to the end, and others stay what they are.
+    """
     plain, model = pair("composable", ShardingStrategy.FULL_SHARD)
     set_is_last_backward(model, False)
     for each in (plain, model):
@@ -382,15 +365,12 @@ def not_last(world: World) -> None:
 
 
 @pytest.mark.req("P-09")
-def test_gradients_asked_for_do_not_wait_for_the_last_backward(
-    ranks: RankCount,
-) -> None:
-    """Under ``set_is_last_backward(False)``, where reductions may be in flight."""
-    ranks(2).run(not_last)
+@on_ranks(2)
+def test_functions_in_front_of_the_engine_can_be_stacked(world: World) -> None:
+    """Ours, theirs, ours again: each calls the one that it found.
 
-
-def in_front(world: World) -> None:
-    """Somebody else stands in front of the engine between two applications."""
+    Somebody else stands in front of the engine between two applications.
+    """
     _, model = pair("composable", ShardingStrategy.FULL_SHARD)
     found: Any = torch.autograd
     before, calls = found._engine_run_backward, []
@@ -410,12 +390,27 @@ def in_front(world: World) -> None:
 
 
 @pytest.mark.req("P-09")
-def test_functions_in_front_of_the_engine_can_be_stacked(ranks: RankCount) -> None:
-    """Ours, theirs, ours again: each calls the one that it found."""
-    ranks(2).run(in_front)
+@on_ranks(2)
+def test_gradients_of_flat_parameters_can_be_asked_for(world: World) -> None:
+    """They are this rank's parts, as their parameters are.
 
-
-@pytest.mark.req("P-09")
-def test_gradients_of_flat_parameters_can_be_asked_for(ranks: RankCount) -> None:
-    """They are this rank's parts, as their parameters are."""
-    ranks(2).run(of_flat)
+    Gradients of a flat parameter, asked for, are those that a backward gives.
+    """
+    _, model = pair("composable", ShardingStrategy.FULL_SHARD)
+    flats = list(flat_parameters(model))
+    found = torch.autograd.grad(scalar(model, points()), flats)
+    assert all(flat.grad is None for flat in flats)
+    backward(scalar(model, points()))
+    for flat, gradient in zip(flats, found, strict=True):
+        torch.testing.assert_close(gradient, flat.grad)
+    # Of the leaves: the same, in parts, and the flat gradients stay.
+    before = [flat.grad.clone() for flat in flats]  # type: ignore[union-attr]  # set above
+    parts = torch.autograd.grad(scalar(model, points()), list(model.parameters()))
+    assert all(
+        torch.equal(flat.grad, values)  # type: ignore[arg-type]  # set above
+        for flat, values in zip(flats, before, strict=True)
+    )
+    torch.testing.assert_close(
+        sum(part.square().sum() for part in parts),
+        sum(flat.square().sum() for flat in found),
+    )

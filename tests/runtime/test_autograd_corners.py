@@ -25,6 +25,7 @@ from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.corners import CORNERS, UNITS, WIDTH, Chain, Corner
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, STRATEGIES, apply_units
 from tests.support.sharded import own_gradient
 from tests.support.world import RankPool, World
@@ -192,7 +193,9 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = 
 }
 
 
-def check_transforms(world: World) -> None:
+@on_ranks(2)
+def test_transforms_of_inputs_are_those_of_the_plain_model(world: World) -> None:
+    """Where shards are gathered, and where they are cast or copied before."""
     with warnings.catch_warnings():
         # Torch's first jvp compiles by a function that is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -218,8 +221,3 @@ def check_transforms(world: World) -> None:
                 transform(partial(value, model=plain), x),
             )
             assert torch.allclose(ours.float(), theirs, atol=tolerance), name
-
-
-def test_transforms_of_inputs_are_those_of_the_plain_model(ranks: RankCount) -> None:
-    """Where shards are gathered, and where they are cast or copied before."""
-    ranks(2).run(check_transforms)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -65,8 +66,17 @@ class Forces(nn.Module):
         return torch.as_tensor(energy + torch.tanh(forces * self.scale).sum(1, True))
 
 
-def train_forces(world: World, path: str, way: str, strategy: ShardingStrategy) -> None:
-    """Train on this rank's input and compare."""
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("way", FORCES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_backward_inside_a_forward_leaves_its_unit_full(
+    world: World, path: str, way: str, strategy: ShardingStrategy
+) -> None:
+    """What comes after it in the forward computes with the same weights.
+
+    Train on this rank's input and compare.
+    """
     torch.manual_seed(0)
     reference = Forces(way)
     model = apply_units(
@@ -78,13 +88,3 @@ def train_forces(world: World, path: str, way: str, strategy: ShardingStrategy) 
 
     mine = [step[world.rank] for step in expected]
     assert_same_training(model, reference, losses, mine, tolerance=1e-6)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("way", FORCES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_backward_inside_a_forward_leaves_its_unit_full(
-    ranks: RankCount, path: str, way: str, strategy: ShardingStrategy
-) -> None:
-    """What comes after it in the forward computes with the same weights."""
-    ranks(2).run(train_forces, path, way, strategy)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -132,8 +133,13 @@ def skipping(
     optimizer.zero_grad()
 
 
-def check_skipping(world: World) -> None:
-    """Weights are those of the plain model that skipped the same batches."""
+@pytest.mark.req("P-04")
+@on_ranks(2)
+def test_a_batch_whose_backward_raised_can_be_skipped(world: World) -> None:
+    """``model.parameters()`` are the originals, and clearing them clears all.
+
+    Weights are those of the plain model that skipped the same batches.
+    """
     make = wide_input(4)
     for point, way, clear, strategy in PROGRAMS:
         net = Net()
@@ -170,9 +176,3 @@ def check_skipping(world: World) -> None:
                     path,
                     name,
                 )
-
-
-@pytest.mark.req("P-04")
-def test_a_batch_whose_backward_raised_can_be_skipped(ranks: RankCount) -> None:
-    """``model.parameters()`` are the originals, and clearing them clears all."""
-    ranks(2).run(check_skipping)

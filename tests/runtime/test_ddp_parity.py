@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ShardingStrategy
 from composable_fsdp.comm import collectives
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import adamw, apply_units, backward, loss_of, wide_input
 from tests.support.world import RankPool, World
 
@@ -70,10 +71,18 @@ def steps(model: nn.Module, rank: int, *, set_to_none: bool) -> list[Tensor]:
     return losses
 
 
-def train_beside_ddp(
+@pytest.mark.req("B-10")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
+@on_ranks(2)
+def test_training_equals_ddp_bit_by_bit(
     world: World, strategy: ShardingStrategy, units: str, set_to_none: bool
 ) -> None:
-    """Three steps of each size beside DDP, with ranks that come late."""
+    """Even and uneven rows, gradients cleared or zeroed, each rank late at times.
+
+    Three steps of each size beside DDP, with ranks that come late.
+    """
     mesh = None
     if "HYBRID" in strategy.name:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -89,14 +98,3 @@ def train_beside_ddp(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         expected = dict(ddp.module.state_dict())
         torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
-
-
-@pytest.mark.req("B-10")
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
-def test_training_equals_ddp_bit_by_bit(
-    ranks: RankCount, strategy: ShardingStrategy, units: str, set_to_none: bool
-) -> None:
-    """Even and uneven rows, gradients cleared or zeroed, each rank late at times."""
-    ranks(2).run(train_beside_ddp, strategy, units, set_to_none)

@@ -24,6 +24,7 @@ from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -52,8 +53,18 @@ def sharded_gpt(
     return apply_units(model, units, path=path, strategy=strategy), plain
 
 
-def train_both(world: World, path: str, strategy: ShardingStrategy, tied: bool) -> None:
-    """One step, a copy, then the two go on from there on different inputs."""
+@pytest.mark.req("D-14")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(2)
+def test_a_copy_and_its_original_train_apart(
+    world: World, path: str, strategy: ShardingStrategy, tied: bool
+) -> None:
+    """Copied after a step, both go on as copies of the plain model do, bit by bit.
+
+    One step, a copy, then the two go on from there on different inputs.
+    """
     model, plain = sharded_gpt(path, strategy, tied=tied)
     train(model, world.rank, gpt_input, sgd, steps=1)
     train_reference(plain, world.world_size, gpt_input, sgd, steps=1)
@@ -71,17 +82,15 @@ def train_both(world: World, path: str, strategy: ShardingStrategy, tied: bool) 
 
 @pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_a_copy_and_its_original_train_apart(
-    ranks: RankCount, strategy: ShardingStrategy, tied: bool, path: str
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_a_moving_average_of_the_parameters_is_that_of_the_plain_model(
+    world: World, path: str, frozen: bool
 ) -> None:
-    """Copied after a step, both go on as copies of the plain model do, bit by bit."""
-    ranks(2).run(train_both, path, strategy, tied)
+    """Parameters of copy and original pair up, and the copy computes with its own.
 
-
-def average(world: World, path: str, frozen: bool) -> None:
-    """Three steps; after each, the copy moves a tenth of the way."""
+    Three steps; after each, the copy moves a tenth of the way.
+    """
     model, plain = sharded_gpt(path)
     ema, plain_ema = copy.deepcopy(model), copy.deepcopy(plain)
     ema.requires_grad_(not frozen)
@@ -101,18 +110,13 @@ def average(world: World, path: str, frozen: bool) -> None:
     assert not torch.equal(ema(x), model(x))
 
 
-@pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_moving_average_of_the_parameters_is_that_of_the_plain_model(
-    ranks: RankCount, frozen: bool, path: str
-) -> None:
-    """Parameters of copy and original pair up, and the copy computes with its own."""
-    ranks(2).run(average, path, frozen)
+@on_ranks(2)
+def test_torchs_averaged_model_takes_a_sharded_model(world: World, path: str) -> None:
+    """It copies the model and averages shard by shard.
 
-
-def average_by_torch(world: World, path: str) -> None:
-    """Torch's AveragedModel over a sharded model."""
+    Torch's AveragedModel over a sharded model.
+    """
     model, plain = sharded_gpt(path)
     rule = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]  # torch
     ema, plain_ema = (AveragedModel(m, multi_avg_fn=rule) for m in (model, plain))
@@ -125,16 +129,29 @@ def average_by_torch(world: World, path: str) -> None:
     assert_same_training(ema.module, plain_ema.module, [], [])
 
 
+def storage_of(handle: object) -> tuple[int, ...]:
+    """Where the shards of a handle are."""
+    return tuple(r.shard.data_ptr() for r in handle.regions)  # type: ignore[attr-defined]
+
+
+def changing_fields(state: _FSDPState) -> set[int]:
+    """Identities of the containers and objects in ``state`` that runtime changes."""
+    values = (getattr(state, n) for n in _FSDPState.__slots__ if n != "__weakref__")
+    kinds = (list, set, dict, _FSDPState)
+    found = {id(v) for v in values if isinstance(v, kinds)}
+    return found | {id(state.handle)}
+
+
+@pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
-def test_torchs_averaged_model_takes_a_sharded_model(
-    ranks: RankCount, path: str
+@on_ranks(2)
+def test_a_copy_shares_groups_and_settings_and_nothing_else(
+    world: World, path: str
 ) -> None:
-    """It copies the model and averages shard by shard."""
-    ranks(2).run(average_by_torch, path)
+    """Shards, handles, hooks and owners are its own; making it sends nothing.
 
-
-def share_nothing(world: World, path: str) -> None:
-    """Look for what a copy has in common with its original."""
+    Look for what a copy has in common with its original.
+    """
     model, _ = sharded_gpt(path)
     backward(loss_of(model, gpt_input(0, world.rank)))
     with record() as calls:
@@ -159,30 +176,14 @@ def share_nothing(world: World, path: str) -> None:
         assert clip_grad_norm_(made, 1.0).item() == 0.0
 
 
-def storage_of(handle: object) -> tuple[int, ...]:
-    """Where the shards of a handle are."""
-    return tuple(r.shard.data_ptr() for r in handle.regions)  # type: ignore[attr-defined]
-
-
-def changing_fields(state: _FSDPState) -> set[int]:
-    """Identities of the containers and objects in ``state`` that runtime changes."""
-    values = (getattr(state, n) for n in _FSDPState.__slots__ if n != "__weakref__")
-    kinds = (list, set, dict, _FSDPState)
-    found = {id(v) for v in values if isinstance(v, kinds)}
-    return found | {id(state.handle)}
-
-
 @pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_copy_shares_groups_and_settings_and_nothing_else(
-    ranks: RankCount, path: str
-) -> None:
-    """Shards, handles, hooks and owners are its own; making it sends nothing."""
-    ranks(2).run(share_nothing, path)
+@on_ranks(2)
+def test_a_copy_in_the_middle_of_a_step_is_refused(world: World, path: str) -> None:
+    """Each moment is named; between forward and backward the shards can be copied.
 
-
-def copy_in_a_step(world: World, path: str) -> None:
-    """Try in forward, between, in backward, and in an ``unshard_params`` block."""
+    Try in forward, between, in backward, and in an ``unshard_params`` block.
+    """
     model, _ = sharded_gpt(path)
     inner = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
 
@@ -207,15 +208,13 @@ def copy_in_a_step(world: World, path: str) -> None:
     assert all(torch.equal(v, expected[n]) for n, v in between.state_dict().items())
 
 
-@pytest.mark.req("D-14")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_copy_in_the_middle_of_a_step_is_refused(ranks: RankCount, path: str) -> None:
-    """Each moment is named; between forward and backward the shards can be copied."""
-    ranks(2).run(copy_in_a_step, path)
+@on_ranks(2)
+def test_a_copied_unit_is_a_root_of_its_own(world: World, path: str) -> None:
+    """It trains alone, and the tree it came from is as before.
 
-
-def copy_one_block(world: World, path: str) -> None:
-    """Copy a unit out of its tree and train it alone, as a root."""
+    Copy a unit out of its tree and train it alone, as a root.
+    """
     model, plain = sharded_gpt(path)
     loss_of(model, gpt_input(0, world.rank))
     block = model.get_submodule("blocks")[1]  # type: ignore[index]
@@ -233,14 +232,12 @@ def copy_one_block(world: World, path: str) -> None:
     assert_same_training(model, plain, [], [])
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_copied_unit_is_a_root_of_its_own(ranks: RankCount, path: str) -> None:
-    """It trains alone, and the tree it came from is as before."""
-    ranks(2).run(copy_one_block, path)
+@on_ranks(2)
+def test_a_copy_made_before_the_first_forward_joins_another_tree(world: World) -> None:
+    """A sharded model and its copy stand side by side under one root.
 
-
-def copy_below_a_new_root(world: World) -> None:
-    """Student and teacher under one new unit."""
+    Student and teacher under one new unit.
+    """
     student = tiny_mlp()
     plain = nn.Sequential(student, copy.deepcopy(student))
     plain = copy.deepcopy(plain)
@@ -254,13 +251,6 @@ def copy_below_a_new_root(world: World) -> None:
     losses = train(pair, world.rank, make, sgd)
     assert_same_training(pair, plain, losses, [s[world.rank] for s in expected])
     assert [s._is_root for s in _get_fsdp_states(pair)] == [True, False, False]
-
-
-def test_a_copy_made_before_the_first_forward_joins_another_tree(
-    ranks: RankCount,
-) -> None:
-    """A sharded model and its copy stand side by side under one root."""
-    ranks(2).run(copy_below_a_new_root)
 
 
 def test_a_copy_keeps_settings_and_changes_its_own(one_rank: World) -> None:
@@ -293,8 +283,12 @@ class Pair(nn.Module):
         return y
 
 
-def copy_a_list(world: World) -> None:
-    """Copy a model in which two modules form one unit; then a copy of the copy."""
+@on_ranks(2)
+def test_a_unit_of_several_modules_is_copied_once(world: World) -> None:
+    """The copies of the modules share one state, also in a copy of a copy.
+
+    Copy a model in which two modules form one unit; then a copy of the copy.
+    """
     model = Pair()
     plain = copy.deepcopy(model)
     fully_shard([model.a, model.b])
@@ -307,11 +301,6 @@ def copy_a_list(world: World) -> None:
     expected = train_reference(plain, world.world_size, make, sgd)
     losses = train(made, world.rank, make, sgd)
     assert_same_training(made, plain, losses, [s[world.rank] for s in expected])
-
-
-def test_a_unit_of_several_modules_is_copied_once(ranks: RankCount) -> None:
-    """The copies of the modules share one state, also in a copy of a copy."""
-    ranks(2).run(copy_a_list)
 
 
 class Copies(nn.Module):

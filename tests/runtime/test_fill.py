@@ -21,6 +21,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.sharded import RankCount, own_gradient, own_parts
 from tests.support.world import World
@@ -144,7 +145,9 @@ def test_units_without_a_gradient_take_part_with_zeros(
     ranks(3).run(check_filled, CHOICES[choice], ShardingStrategy[strategy], prefetch)
 
 
-def check_accumulated(world: World) -> None:
+@on_ranks(3)
+def test_zeros_join_what_was_accumulated(world: World) -> None:
+    """After a micro-batch under ``no_sync``."""
     choices = CHOICES["some"]
     model, plain = shard(ShardingStrategy.FULL_SHARD, None)
 
@@ -155,12 +158,9 @@ def check_accumulated(world: World) -> None:
     assert_filled(model, averages(plain, choices, world.world_size, [0, 1]))
 
 
-def test_zeros_join_what_was_accumulated(ranks: RankCount) -> None:
-    """After a micro-batch under ``no_sync``."""
-    ranks(3).run(check_accumulated)
-
-
-def check_twice(world: World) -> None:
+@on_ranks(3)
+def test_a_retained_graph_is_filled_each_time(world: World) -> None:
+    """Two backwards of one forward."""
     choices = CHOICES["some"]
     model, plain = shard(ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE)
 
@@ -169,11 +169,6 @@ def check_twice(world: World) -> None:
     loss.backward()
 
     assert_filled(model, averages(plain, choices, world.world_size, [0, 0]))
-
-
-def test_a_retained_graph_is_filled_each_time(ranks: RankCount) -> None:
-    """Two backwards of one forward."""
-    ranks(3).run(check_twice)
 
 
 def check_joint(
@@ -238,7 +233,10 @@ def test_without_asking_the_gradient_stays_none_where_nothing_arrived(
     assert filled == [[True] * len(alike[0])] * 2
 
 
-def check_unused_output(world: World) -> None:
+@pytest.mark.req("B-17")
+@on_ranks(1, 2)
+def test_units_that_no_rank_uses_cost_nothing_and_leave_nothing(world: World) -> None:
+    """They are sharded at the end of backward, and ``.grad`` stays None."""
     model = Experts()
     plain = copy.deepcopy(model)
     for unit in (*UNITS, ""):
@@ -257,16 +255,18 @@ def check_unused_output(world: World) -> None:
     assert not any(s.handle.residency is not Residency.SHARDED for s in states)
 
 
-@pytest.mark.req("B-17")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_units_that_no_rank_uses_cost_nothing_and_leave_nothing(
-    ranks: RankCount, world_size: int
-) -> None:
-    """They are sharded at the end of backward, and ``.grad`` stays None."""
-    ranks(world_size).run(check_unused_output)
+def break_backward(module: nn.Module, args: object, output: Tensor) -> None:
+    """Have the gradient of the output raise."""
+
+    def fail(_: Tensor) -> None:
+        raise KeyError("in backward")
+
+    output.register_hook(fail)  # type: ignore[no-untyped-call]
 
 
-def check_raise(world: World) -> None:
+@on_ranks(3)
+def test_after_a_raise_the_next_backward_is_filled(world: World) -> None:
+    """All ranks raise at one place, and nothing of that backward is left."""
     model, plain = shard(ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE)
     everything = CHOICES["all"]
 
@@ -281,21 +281,9 @@ def check_raise(world: World) -> None:
     assert_filled(model, averages(plain, choices, world.world_size, [1]))
 
 
-def break_backward(module: nn.Module, args: object, output: Tensor) -> None:
-    """Have the gradient of the output raise."""
-
-    def fail(_: Tensor) -> None:
-        raise KeyError("in backward")
-
-    output.register_hook(fail)  # type: ignore[no-untyped-call]
-
-
-def test_after_a_raise_the_next_backward_is_filled(ranks: RankCount) -> None:
-    """All ranks raise at one place, and nothing of that backward is left."""
-    ranks(3).run(check_raise)
-
-
-def check_gradient_of_inputs(world: World) -> None:
+@on_ranks(2)
+def test_a_gradient_of_inputs_alone_gives_parameters_none(world: World) -> None:
+    """``autograd.grad(loss, x)`` reduces nothing, and the next backward is filled."""
     torch.manual_seed(0)
     model = Experts()
     plain = copy.deepcopy(model)
@@ -318,11 +306,6 @@ def check_gradient_of_inputs(world: World) -> None:
             backward(loss)
             assert all((p.grad is None) == (not p.numel()) for p in model.parameters())
             model.zero_grad()
-
-
-def test_a_gradient_of_inputs_alone_gives_parameters_none(ranks: RankCount) -> None:
-    """``autograd.grad(loss, x)`` reduces nothing, and the next backward is filled."""
-    ranks(2).run(check_gradient_of_inputs)
 
 
 def test_a_gradient_of_some_parameters_is_refused(one_rank: World) -> None:

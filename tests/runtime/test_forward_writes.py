@@ -19,6 +19,7 @@ from composable_fsdp import (
     fully_shard,
     unshard,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -101,8 +102,17 @@ def build(kind: type[nn.Module]) -> nn.Sequential:
 UNITS = ("0", "1", "2")
 
 
-def train_writers(world: World, path: str, strategy: ShardingStrategy) -> None:
-    """Each kind trains as the plain model does, and evaluates between."""
+@pytest.mark.req("P-06")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(2)
+def test_a_write_to_weights_in_forward_reaches_the_shards(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """In place and through ``.data``, in training and evaluation.
+
+    Each kind trains as the plain model does, and evaluates between.
+    """
     make = wide_input(WIDTH)
     for kind in KINDS:
         plain = build(kind)
@@ -117,16 +127,6 @@ def train_writers(world: World, path: str, strategy: ShardingStrategy) -> None:
         expected += train_reference(plain, world.world_size, make, sgd)
         mine = [step[world.rank] for step in expected]
         assert_same_training(model, plain, losses, mine, tolerance=1e-6)
-
-
-@pytest.mark.req("P-06")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_a_write_to_weights_in_forward_reaches_the_shards(
-    path: str, strategy: ShardingStrategy, ranks: RankCount
-) -> None:
-    """In place and through ``.data``, in training and evaluation."""
-    ranks(2).run(train_writers, path, strategy)
 
 
 class Gives(nn.Module):
@@ -152,8 +152,14 @@ def give_up(*_: object) -> None:
     raise GivesUpError
 
 
-def write_and_raise(world: World, path: str) -> None:
-    """Each kind raises behind its write: caught by a caller, and by the script."""
+@pytest.mark.req("P-06")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_what_a_forward_wrote_before_it_raised_stays(world: World, path: str) -> None:
+    """In a unit whose caller goes on, and in one whose error ends the forward.
+
+    Each kind raises behind its write: caught by a caller, and by the script.
+    """
     for kind in KINDS:
         plain = nn.Sequential(Gives(build(kind)[0]), build(kind)[1])
         model = apply_units(copy.deepcopy(plain), ["0.inner", "1"], path=path)
@@ -176,15 +182,6 @@ def write_and_raise(world: World, path: str) -> None:
         assert torch.equal(*[each(x) for each in sides])
         weights = dict(plain.state_dict())
         assert differences(model.state_dict(), weights) == {}
-
-
-@pytest.mark.req("P-06")
-@pytest.mark.parametrize("path", PATHS)
-def test_what_a_forward_wrote_before_it_raised_stays(
-    ranks: RankCount, path: str
-) -> None:
-    """In a unit whose caller goes on, and in one whose error ends the forward."""
-    ranks(2).run(write_and_raise, path)
 
 
 def write_to_copies(world: World) -> list[str]:
@@ -232,8 +229,17 @@ class Generates(nn.Module):
         return again
 
 
-def train_generators(world: World, path: str, strategy: ShardingStrategy) -> None:
-    """Other parameters are used where they are given, own ones elsewhere."""
+@pytest.mark.req("P-07")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(2)
+def test_functional_call_on_a_unit_uses_the_parameters_that_it_is_given(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Its gradients flow to what they were made of.
+
+    Other parameters are used where they are given, own ones elsewhere.
+    """
     torch.manual_seed(0)
     plain = Generates()
     model = apply_units(copy.deepcopy(plain), ["unit"], path=path, strategy=strategy)
@@ -242,16 +248,6 @@ def train_generators(world: World, path: str, strategy: ShardingStrategy) -> Non
     expected = train_reference(plain, world.world_size, make, sgd)
     mine = [step[world.rank] for step in expected]
     assert_same_training(model, plain, losses, mine, tolerance=1e-6)
-
-
-@pytest.mark.req("P-07")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_functional_call_on_a_unit_uses_the_parameters_that_it_is_given(
-    path: str, strategy: ShardingStrategy, ranks: RankCount
-) -> None:
-    """Its gradients flow to what they were made of."""
-    ranks(2).run(train_generators, path, strategy)
 
 
 class Doubles(nn.Module):
@@ -276,8 +272,16 @@ class Doubles(nn.Module):
         return recomputed
 
 
-def call_doubles(world: World, how: str) -> None:
-    """What is given is used, gets gradients, and leaves no trace in the unit."""
+@pytest.mark.req("P-07")
+@pytest.mark.parametrize("how", ["checkpoint", "list", "by hand"])
+@on_ranks(2)
+def test_functional_call_finds_a_unit_that_is_full_for_something_else(
+    world: World, how: str
+) -> None:
+    """Its tensors do not become the unit's, nor the unit's leaves the caller's.
+
+    What is given is used, gets gradients, and leaves no trace in the unit.
+    """
     torch.manual_seed(0)
     plain = Doubles(how)
     model = copy.deepcopy(plain)
@@ -303,15 +307,6 @@ def call_doubles(world: World, how: str) -> None:
                 each(torch.ones(2, WIDTH), given)
         torch.testing.assert_close(*found)
         assert_same_training(model, plain, [], [], tolerance=1e-6)
-
-
-@pytest.mark.req("P-07")
-@pytest.mark.parametrize("how", ["checkpoint", "list", "by hand"])
-def test_functional_call_finds_a_unit_that_is_full_for_something_else(
-    how: str, ranks: RankCount
-) -> None:
-    """Its tensors do not become the unit's, nor the unit's leaves the caller's."""
-    ranks(2).run(call_doubles, how)
 
 
 def call_with_shards(world: World) -> str:

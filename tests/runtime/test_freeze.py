@@ -22,6 +22,7 @@ from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.naming import join_name
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     STRATEGIES,
     adamw,
@@ -39,7 +40,6 @@ from tests.support.sharded import (
     both_paths,
     gpt,
     message_of,
-    one_to_three_ranks,
 )
 from tests.support.world import World
 
@@ -60,7 +60,14 @@ def set_frozen(model: nn.Module, frozen: Frozen) -> None:
         parameter.requires_grad_(not frozen(name))
 
 
-def check_schedule(world: World, path: str, strategy: ShardingStrategy) -> None:
+@pytest.mark.req("U-01", "S2-11")
+@on_ranks(1, 2, 3)
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_freezing_and_unfreezing_trains_as_the_plain_model(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """With AdamW's state kept, bit by bit at one and two ranks."""
     model = TinyGPT()
     set_frozen(model, SCHEDULE[0])
     plain = copy.deepcopy(model)
@@ -84,17 +91,6 @@ def check_schedule(world: World, path: str, strategy: ShardingStrategy) -> None:
         found = differences(sharded.state_dict(), plain.state_dict())
         assert all(value <= tolerance for value in found.values()), (at, found)
     assert list(map(id, sharded.parameters())) == objects
-
-
-@pytest.mark.req("U-01", "S2-11")
-@one_to_three_ranks
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_freezing_and_unfreezing_trains_as_the_plain_model(
-    ranks: RankCount, path: str, world_size: int, strategy: ShardingStrategy
-) -> None:
-    """With AdamW's state kept, bit by bit at one and two ranks."""
-    ranks(world_size).run(check_schedule, path, strategy)
 
 
 def reduced(calls: list[CallRecord]) -> int:
@@ -153,7 +149,12 @@ class Lora(nn.Module):
         return y
 
 
-def check_lora(world: World) -> None:
+@pytest.mark.req("U-01")
+@on_ranks(2)
+def test_adapters_reduce_their_bytes_and_the_base_its_own_once_it_trains(
+    world: World,
+) -> None:
+    """No padding of one with the other, and the plain model's bits."""
     torch.manual_seed(3)
     model = nn.Sequential(Lora(), nn.Tanh(), Lora())
     plain = copy.deepcopy(model)
@@ -185,15 +186,9 @@ def check_lora(world: World) -> None:
     assert differences(model.state_dict(), plain.state_dict()) == {}
 
 
-@pytest.mark.req("U-01")
-def test_adapters_reduce_their_bytes_and_the_base_its_own_once_it_trains(
-    ranks: RankCount,
-) -> None:
-    """No padding of one with the other, and the plain model's bits."""
-    ranks(2).run(check_lora)
-
-
-def check_gradient_kept(world: World) -> None:
+@on_ranks(2)
+def test_gradients_survive_the_move_and_accumulate_on(world: World) -> None:
+    """Of frozen parameters they stay as they are."""
     model = gpt("composable")
     backward(loss_of(model, gpt_input(0, world.rank)))
     before = {
@@ -218,11 +213,6 @@ def check_gradient_kept(world: World) -> None:
         torch.testing.assert_close(one.grad, expected)
 
 
-def test_gradients_survive_the_move_and_accumulate_on(ranks: RankCount) -> None:
-    """Of frozen parameters they stay as they are."""
-    ranks(2).run(check_gradient_kept)
-
-
 def check_modes(world: World, mixed: MixedPrecision | None) -> None:
     model = gpt("composable", mixed_precision=mixed)
     set_frozen(model, SCHEDULE[0])
@@ -244,7 +234,9 @@ def test_the_move_may_come_in_inference_mode(ranks: RankCount, mixed: bool) -> N
     ranks(2).run(check_modes, precision)
 
 
-def check_offloaded(world: World) -> None:
+@on_ranks(2)
+def test_offloaded_parameters_move_and_have_their_hooks_called(world: World) -> None:
+    """Bit by bit the plain model, and each hook once."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     apply_units(model, gpt_units(model), cpu_offload=CPUOffload(True))
@@ -274,14 +266,9 @@ def check_offloaded(world: World) -> None:
         assert differences(model.state_dict(), plain.state_dict()) == {}
 
 
-def test_offloaded_parameters_move_and_have_their_hooks_called(
-    ranks: RankCount,
-) -> None:
-    """Bit by bit the plain model, and each hook once."""
-    ranks(2).run(check_offloaded)
-
-
-def check_state(world: World) -> None:
+@on_ranks(2)
+def test_states_are_saved_and_loaded_across_the_move(world: World) -> None:
+    """Model and optimizer, from one arrangement into another."""
     model, again = gpt("composable"), gpt("composable", seed=1)
     ours = adamw(model.parameters())
     for frozen in (SCHEDULE[1], SCHEDULE[2]):
@@ -301,11 +288,6 @@ def check_state(world: World) -> None:
     for name, values in optim_state_dict(again, other)["state"].items():
         for key, value in values.items():
             assert torch.equal(value, saved["state"][name][key]), join_name(name, key)
-
-
-def test_states_are_saved_and_loaded_across_the_move(ranks: RankCount) -> None:
-    """Model and optimizer, from one arrangement into another."""
-    ranks(2).run(check_state)
 
 
 def check_refusals(world: World) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from composable_fsdp import MixedPrecision, get_full_grad
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, averaged_gradients, backward
 from tests.support.world import RankPool, World
 
@@ -192,8 +193,13 @@ def net_of(model: nn.Module) -> Net:
     return next(m for m in model.modules() if isinstance(m, Net))
 
 
-def check_cases(world: World) -> None:
-    """Losses and gradients are the plain model's, for every container."""
+@pytest.mark.req("P-05")
+@on_ranks(2)
+def test_containers_keep_what_units_do_to_them(world: World) -> None:
+    """Lists, dicts, mappings, dataclasses and caches, by position and by name.
+
+    Losses and gradients are the plain model's, for every container.
+    """
     inputs = [torch.full((2, 4), 0.1 * rank + 0.2) for rank in range(world.world_size)]
     for case in CASES:
         plain = Net(case)
@@ -215,13 +221,12 @@ def check_cases(world: World) -> None:
 
 
 @pytest.mark.req("P-05")
-def test_containers_keep_what_units_do_to_them(ranks: RankCount) -> None:
-    """Lists, dicts, mappings, dataclasses and caches, by position and by name."""
-    ranks(2).run(check_cases)
+@on_ranks(2)
+def test_a_unit_that_raises_has_appended_what_it_appended(world: World) -> None:
+    """What was done before the raise arrives in the caller's list.
 
-
-def check_kept_after_raise(world: World) -> None:
-    """A unit that raises has still appended, as in a plain model; so without grads."""
+    A unit that raises has still appended, as in a plain model; so without grads.
+    """
     for path in PATHS:
         net = Net("list")
         model = apply_units(copy.deepcopy(net), ["units.0", "units.1"], path=path)
@@ -236,13 +241,12 @@ def check_kept_after_raise(world: World) -> None:
 
 
 @pytest.mark.req("P-05")
-def test_a_unit_that_raises_has_appended_what_it_appended(ranks: RankCount) -> None:
-    """What was done before the raise arrives in the caller's list."""
-    ranks(2).run(check_kept_after_raise)
+@on_ranks(2)
+def test_containers_of_tensors_that_are_cast_keep_it_too(world: World) -> None:
+    """The unit works on cast copies, with gradients and without.
 
-
-def check_casts(world: World) -> None:
-    """Units that cast their inputs give back what they made, and leave the rest."""
+    Units that cast their inputs give back what they made, and leave the rest.
+    """
     low = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     for path in PATHS:
         for case in ("list", "changed list", "dict", "dataclass", "cache"):
@@ -258,9 +262,3 @@ def check_casts(world: World) -> None:
                 assert len(found) == len(expected), (case, path)
                 for mine, theirs in zip(found, expected, strict=True):
                     assert torch.allclose(mine.float(), theirs, atol=0.05), (case, path)
-
-
-@pytest.mark.req("P-05")
-def test_containers_of_tensors_that_are_cast_keep_it_too(ranks: RankCount) -> None:
-    """The unit works on cast copies, with gradients and without."""
-    ranks(2).run(check_casts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from composable_fsdp import PlanError, fully_shard, load, save, unshard_params
 from tests.runtime.metas import on_meta
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, apply_units, differences
 from tests.support.world import RankPool, World
 
@@ -56,8 +57,16 @@ def holder(model: nn.Module) -> Any:
     return next(each for each in model.modules() if isinstance(each, Rotary))
 
 
-def check_unfilled(world: World, path: str) -> None:
-    """Each way to fill them, after the refusal."""
+@pytest.mark.req("P-19")
+@on_ranks(2)
+def test_buffers_that_nobody_filled_are_named_by_the_first_forward(
+    world: World,
+) -> None:
+    """Filled in place, by ``.data``, or assigned, they are buffers like others.
+
+    Each way to fill them, after the refusal.
+    """
+    path = "composable"
     ways: list[Callable[[Any], object]] = [
         lambda each: (each.inv_freq.fill_(1.0), each.table.fill_(2)),
         lambda each: (each.inv_freq.data.fill_(1.0), each.table.data.fill_(2)),
@@ -79,14 +88,6 @@ def check_unfilled(world: World, path: str) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.req("P-19")
-def test_buffers_that_nobody_filled_are_named_by_the_first_forward(
-    ranks: RankCount,
-) -> None:
-    """Filled in place, by ``.data``, or assigned, they are buffers like others."""
-    ranks(2).run(check_unfilled, "composable")  # the wrapper initialises at once
-
-
 def leave_buffers(module: nn.Module) -> None:
     """A ``param_init_fn`` that forgets buffers."""
     module.to_empty(device="cpu", recurse=False)
@@ -94,7 +95,11 @@ def leave_buffers(module: nn.Module) -> None:
         nn.init.ones_(parameter)
 
 
-def check_init_fn(world: World, path: str) -> None:
+@pytest.mark.req("P-19")
+@both_paths
+@on_ranks(2)
+def test_buffers_that_an_initialiser_forgot_are_named(world: World, path: str) -> None:
+    """``param_init_fn`` with ``to_empty`` and parameters alone."""
     model = on_meta(lambda: nn.Sequential(Rotary()))
     model = apply_units(model, [], path=path, param_init_fn=leave_buffers)
 
@@ -103,22 +108,18 @@ def check_init_fn(world: World, path: str) -> None:
 
 
 @pytest.mark.req("P-19")
-@both_paths
-def test_buffers_that_an_initialiser_forgot_are_named(
-    ranks: RankCount, path: str
+@on_ranks(2)
+def test_load_names_the_buffers_that_no_checkpoint_has(
+    world: World, tmp_path: Path
 ) -> None:
-    """``param_init_fn`` with ``to_empty`` and parameters alone."""
-    ranks(2).run(check_init_fn, path)
-
-
-def check_load(world: World, folder: Path) -> None:
+    """A warning, for they may be set after; those that it has are loaded."""
     saved = fully_shard(nn.Sequential(Rotary(), nn.Linear(4, 4)))
     constant(saved)
-    save(folder / "one", saved)
+    save(tmp_path / "one", saved)
     model = rotary("composable").to_empty(device="cpu")
 
     with pytest.warns(UserWarning, match=r"buffers '0.inv_freq' are not persistent"):
-        load(folder / "one", model)
+        load(tmp_path / "one", model)
     with pytest.raises(PlanError, match=r"Buffers '0.inv_freq' were on meta"):
         model(torch.ones(2, 4))
     model[0].inv_freq = torch.arange(4.0) + 1
@@ -126,15 +127,9 @@ def check_load(world: World, folder: Path) -> None:
     assert torch.equal(model(x), saved(x))
 
 
-@pytest.mark.req("P-19")
-def test_load_names_the_buffers_that_no_checkpoint_has(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """A warning, for they may be set after; those that it has are loaded."""
-    ranks(2).run(check_load, tmp_path)
-
-
-def check_copy(world: World) -> None:
+@on_ranks(2)
+def test_a_copy_on_meta_waits_for_its_buffers_too(world: World) -> None:
+    """So does the original; names of the state dict stay."""
     model = rotary("composable")
     twin = copy.deepcopy(model)
     for each in (model, twin):
@@ -145,11 +140,6 @@ def check_copy(world: World) -> None:
     assert list(on_meta(Rotary).state_dict()) == list(
         rotary("composable")[0].state_dict()
     )
-
-
-def test_a_copy_on_meta_waits_for_its_buffers_too(ranks: RankCount) -> None:
-    """So does the original; names of the state dict stay."""
-    ranks(2).run(check_copy)
 
 
 def reset(model: nn.Module) -> None:
@@ -182,8 +172,13 @@ def told(model: nn.Module) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def check_draws(world: World) -> None:
-    """Under one seed a rank warns; nothing else does."""
+@pytest.mark.req("P-19")
+@on_ranks(2)
+def test_ranks_that_drew_the_same_rows_are_told(world: World) -> None:
+    """Once, and not after other seeds, a load, constants or whole initialisation.
+
+    Under one seed a rank warns; nothing else does.
+    """
     texts = [text for each in world.gather(told(on_shards(0))) for text in each]
     assert len(texts) == 1, texts
     for part in ("drew the same numbers", "param_init_fn", "unshard_params", "rank "):
@@ -211,9 +206,3 @@ def check_draws(world: World) -> None:
     reset(plain)
     assert differences(whole.state_dict(), plain.state_dict()) == {}
     assert told(whole) == []
-
-
-@pytest.mark.req("P-19")
-def test_ranks_that_drew_the_same_rows_are_told(ranks: RankCount) -> None:
-    """Once, and not after other seeds, a load, constants or whole initialisation."""
-    ranks(2).run(check_draws)

@@ -18,6 +18,7 @@ from composable_fsdp import (
     set_requires_gradient_sync,
 )
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     apply_units,
     assert_same_training,
@@ -65,9 +66,15 @@ def step_in_backward(model: nn.Module, name: str) -> None:
         attach(parameter)
 
 
-def check_in_backward(
+@pytest.mark.req("B-16")
+@both_paths
+@on_ranks(1, 2)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@pytest.mark.parametrize(("optimizer", "early"), [("sgd", True), ("adamw", False)])
+def test_optimizers_that_step_in_backward_train_as_after_it(
     world: World, path: str, strategy: ShardingStrategy, optimizer: str, early: bool
 ) -> None:
+    """Bit by bit, with hooks registered before and after the model was sharded."""
     model = TinyGPT()
     plain = copy.deepcopy(model)
     if early:
@@ -93,23 +100,6 @@ def check_in_backward(
     assert all(p.grad is None for p in sharded.parameters())
 
 
-@pytest.mark.req("B-16")
-@both_paths
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@pytest.mark.parametrize(("optimizer", "early"), [("sgd", True), ("adamw", False)])
-def test_optimizers_that_step_in_backward_train_as_after_it(
-    ranks: RankCount,
-    world_size: int,
-    path: str,
-    strategy: ShardingStrategy,
-    optimizer: str,
-    early: bool,
-) -> None:
-    """Bit by bit, with hooks registered before and after the model was sharded."""
-    ranks(world_size).run(check_in_backward, path, strategy, optimizer, early)
-
-
 def count_calls(model: nn.Module) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -122,7 +112,10 @@ def count_calls(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def check_once(world: World) -> None:
+@pytest.mark.req("B-16")
+@on_ranks(1, 3)
+def test_a_hook_is_called_once_for_each_reduction(world: World) -> None:
+    """Not under ``no_sync``, and also where a rank holds no element."""
     model = gpt("composable")
     counts = count_calls(model)
 
@@ -134,15 +127,6 @@ def check_once(world: World) -> None:
     backward(loss_of(model, gpt_input(2, world.rank)))
 
     assert (quiet, once, set(counts.values())) == ({0}, {1}, {2})
-
-
-@pytest.mark.req("B-16")
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_hook_is_called_once_for_each_reduction(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Not under ``no_sync``, and also where a rank holds no element."""
-    ranks(world_size).run(check_once)
 
 
 def check_seen(world: World, mixed: MixedPrecision | None) -> None:
@@ -179,7 +163,9 @@ def test_tensor_hooks_see_what_each_reduction_adds(ranks: RankCount, low: bool) 
     ranks(2).run(check_seen, mixed)
 
 
-def check_replaced(world: World) -> None:
+@on_ranks(1, 2)
+def test_what_tensor_hooks_return_is_the_gradient(world: World) -> None:
+    """One after the other, before it is added to what is there."""
     model, plain = gpt("composable"), TinyGPT()
     for parameter in model.parameters():
         torch_hook(parameter, lambda gradient: gradient * 3)
@@ -194,15 +180,9 @@ def check_replaced(world: World) -> None:
         torch.testing.assert_close(own_gradient(leaf), part, msg=name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_tensor_hooks_return_is_the_gradient(
-    ranks: RankCount, world_size: int
-) -> None:
-    """One after the other, before it is added to what is there."""
-    ranks(world_size).run(check_replaced)
-
-
-def check_frozen_and_unused(world: World) -> None:
+@on_ranks(2)
+def test_hooks_of_parameters_without_a_gradient_are_not_called(world: World) -> None:
+    """As in a plain model."""
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     model.forward = lambda x: model["used"](x)
     counts = count_calls(model)
@@ -219,14 +199,9 @@ def check_frozen_and_unused(world: World) -> None:
     }
 
 
-def test_hooks_of_parameters_without_a_gradient_are_not_called(
-    ranks: RankCount,
-) -> None:
-    """As in a plain model."""
-    ranks(2).run(check_frozen_and_unused)
-
-
-def check_removed(world: World) -> None:
+@on_ranks(2)
+def test_a_removed_hook_is_not_called(world: World) -> None:
+    """And the tensor hook comes before the one after accumulation."""
     model, seen = gpt("composable"), []
     parameter = next(model.parameters())
     handles = [
@@ -239,8 +214,3 @@ def check_removed(world: World) -> None:
     train(model, world.rank, gpt_input, sgd, steps=1)
 
     assert seen == ["tensor", "post"]
-
-
-def test_a_removed_hook_is_not_called(ranks: RankCount) -> None:
-    """And the tensor hook comes before the one after accumulation."""
-    ranks(2).run(check_removed)

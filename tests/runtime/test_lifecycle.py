@@ -20,6 +20,7 @@ from composable_fsdp.tree import root as root_module
 from composable_fsdp.tree import traversal
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT, module_at, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -119,8 +120,16 @@ class Trip(nn.Module):
         raise RuntimeError("tripped in backward")
 
 
-def trip_and_go_on(world: World, path: str, where: str) -> None:
-    """A step, one that raises on every rank, two more; numbers as without it."""
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(1, 2)
+def test_a_step_that_raises_on_all_ranks_leaves_a_usable_model(
+    world: World, path: str, where: str
+) -> None:
+    """After the error is caught, the next steps have the right numbers.
+
+    A step, one that raises on every rank, two more; numbers as without it.
+    """
     plain = TinyGPT()
     trip = Trip()
     model = TinyGPT()
@@ -147,16 +156,6 @@ def trip_and_go_on(world: World, path: str, where: str) -> None:
     assert resting(sharded)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_that_raises_on_all_ranks_leaves_a_usable_model(
-    ranks: RankCount, world_size: int, where: str, path: str
-) -> None:
-    """After the error is caught, the next steps have the right numbers."""
-    ranks(world_size).run(trip_and_go_on, path, where)
-
-
 def state_dict_after_a_broken_backward(world: World, path: str) -> bool:
     """Break a backward; then save, without a forward in between."""
     model = TinyGPT()
@@ -179,8 +178,16 @@ def test_a_state_dict_can_be_taken_after_a_broken_backward(
     assert ranks(2).run(state_dict_after_a_broken_backward, path) == [True, True]
 
 
-def evaluate_then_train(world: World, path: str, mode: str) -> None:
-    """A forward without gradients before, between and after training steps."""
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@on_ranks(2)
+def test_evaluation_before_training_leaves_no_trace(
+    world: World, path: str, mode: str
+) -> None:
+    """Outputs are the plain model's, memory is freed, training goes on.
+
+    A forward without gradients before, between and after training steps.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     sharded = apply_units(model, gpt_units(model), path=path)
@@ -199,15 +206,6 @@ def evaluate_then_train(world: World, path: str, mode: str) -> None:
     assert_same_training(sharded, plain, [], [])
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_before_training_leaves_no_trace(
-    ranks: RankCount, mode: str, path: str
-) -> None:
-    """Outputs are the plain model's, memory is freed, training goes on."""
-    ranks(2).run(evaluate_then_train, path, mode)
-
-
 def test_a_unit_made_under_inference_mode_trains(one_rank: World) -> None:
     """The mode in which ``fully_shard`` is called leaves no trace in training."""
     model = nn.Linear(2, 2)
@@ -220,8 +218,18 @@ def test_a_unit_made_under_inference_mode_trains(one_rank: World) -> None:
     assert torch.equal(model.weight.grad, torch.ones(2, 2))
 
 
-def forward_and_forget(world: World, path: str, strategy: ShardingStrategy) -> None:
-    """A forward whose loss is dropped, then other values, then training."""
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=lambda strategy: strategy.name
+)
+@on_ranks(2)
+def test_a_forward_without_backward_is_forgotten_by_the_next(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Weights left full by it are not used again after the shards have changed.
+
+    A forward whose loss is dropped, then other values, then training.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     sharded = apply_units(model, gpt_units(model), path=path, strategy=strategy)
@@ -238,17 +246,6 @@ def forward_and_forget(world: World, path: str, strategy: ShardingStrategy) -> N
     assert_same_training(
         sharded, plain, losses, [step[world.rank] for step in expected]
     )
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=lambda strategy: strategy.name
-)
-def test_a_forward_without_backward_is_forgotten_by_the_next(
-    ranks: RankCount, strategy: ShardingStrategy, path: str
-) -> None:
-    """Weights left full by it are not used again after the shards have changed."""
-    ranks(2).run(forward_and_forget, path, strategy)
 
 
 Event = tuple[str, str]

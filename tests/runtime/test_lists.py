@@ -10,6 +10,7 @@ from composable_fsdp import ShardingStrategy, checkpoint_wrapper, fully_shard
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.sharded import RankCount
 from tests.support.world import World
@@ -41,7 +42,13 @@ def shard(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> Chosen:
     return fully_shard(model, strategy=strategy)
 
 
-def evaluate(world: World, order: str) -> None:
+@pytest.mark.req("B-02")
+@pytest.mark.parametrize("order", [*IN_PARTS, "ab"])
+@on_ranks(2)
+def test_after_an_evaluation_the_whole_list_is_sharded(
+    world: World, order: str
+) -> None:
+    """Also if one of its modules did not run, or one ran once more."""
     model = shard()
     parameters = list(model.parameters())
 
@@ -53,15 +60,6 @@ def evaluate(world: World, order: str) -> None:
     assert not any(
         s.handle.residency is not Residency.SHARDED for s in _get_fsdp_states(model)
     )
-
-
-@pytest.mark.req("B-02")
-@pytest.mark.parametrize("order", [*IN_PARTS, "ab"])
-def test_after_an_evaluation_the_whole_list_is_sharded(
-    ranks: RankCount, order: str
-) -> None:
-    """Also if one of its modules did not run, or one ran once more."""
-    ranks(2).run(evaluate, order)
 
 
 def step(world: World, order: str) -> int:

@@ -35,6 +35,7 @@ from tests.runtime.metas import (
     tied_gpt,
 )
 from tests.support.models import TinyBlock, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -118,8 +119,14 @@ def test_tied_weights_stay_tied_and_offload_works_from_meta(
     ranks(world_size).run(init_and_train, path, strategy, tied_gpt, True)
 
 
-def reset_like_fsdp1(world: World) -> None:
-    """The wrapper and torch's, each on a meta model with known values."""
+@pytest.mark.req("B-08")
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(1, 2)
+def test_the_wrapper_resets_parameters_and_buffers_as_fsdp1_does(world: World) -> None:
+    """Same values, same buffers, each module once.
+
+    The wrapper and torch's, each on a meta model with known values.
+    """
     ours = FullyShardedDataParallel(on_meta(known_model))
     theirs = TorchFSDP1(
         on_meta(known_model), use_orig_params=True, device_id=torch.device("cpu")
@@ -138,16 +145,6 @@ def reset_like_fsdp1(world: World) -> None:
     assert counts == call_counts(theirs.module)
     pair = [ours.module.get_parameter(f"3.{i}.weight") for i in (0, 1)]
     assert pair[0] is pair[1]
-
-
-@pytest.mark.req("B-08")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_wrapper_resets_parameters_and_buffers_as_fsdp1_does(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Same values, same buffers, each module once."""
-    ranks(world_size).run(reset_like_fsdp1)
 
 
 @pytest.mark.req("B-08")
@@ -320,8 +317,17 @@ def test_a_buffer_left_on_meta_is_named(one_rank: World) -> None:
 # ---- values in the shards, after --------------------------------------------
 
 
-def to_empty_and_load(world: World, make: Make, how: str) -> None:
-    """Shard on meta; give the shards values; train as the plain model."""
+@pytest.mark.req("B-08")
+@pytest.mark.parametrize("how", ["load", "assign", "summon"])
+@pytest.mark.parametrize("make", [gpt, tied_gpt])
+@on_ranks(1, 2, 3)
+def test_a_model_sharded_on_meta_gets_its_values_later(
+    world: World, make: Make, how: str
+) -> None:
+    """By a state dict after ``to_empty`` or without it, or by rank 0 alone.
+
+    Shard on meta; give the shards values; train as the plain model.
+    """
     model = apply_units(on_meta(make), UNITS)
     plain = make()
     values = plain.state_dict()
@@ -346,18 +352,13 @@ def to_empty_and_load(world: World, make: Make, how: str) -> None:
 
 
 @pytest.mark.req("B-08")
-@pytest.mark.parametrize("how", ["load", "assign", "summon"])
-@pytest.mark.parametrize("make", [gpt, tied_gpt])
-@world_sizes
-def test_a_model_sharded_on_meta_gets_its_values_later(
-    ranks: RankCount, world_size: int, make: Make, how: str
-) -> None:
-    """By a state dict after ``to_empty`` or without it, or by rank 0 alone."""
-    ranks(world_size).run(to_empty_and_load, make, how)
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_shards_are_initialised_as_those_of_fsdp2(world: World) -> None:
+    """The same script trains to the same losses.
 
-
-def as_fsdp2(world: World) -> None:
-    """Shard on meta, ``to_empty``, initialise the shards, train: ours and torch's."""
+    Shard on meta, ``to_empty``, initialise the shards, train: ours and torch's.
+    """
     found = []
     for shard in (fully_shard, torch_fsdp2):
         model = on_meta(lambda: tiny_mlp(6, hidden=7))
@@ -371,13 +372,6 @@ def as_fsdp2(world: World) -> None:
 
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     assert found[0][1] == found[1][1]
-
-
-@pytest.mark.req("B-08")
-@pytest.mark.filterwarnings("ignore")
-def test_shards_are_initialised_as_those_of_fsdp2(ranks: RankCount) -> None:
-    """The same script trains to the same losses."""
-    ranks(2).run(as_fsdp2)
 
 
 def test_reset_parameters_of_the_user_runs_on_shards(one_rank: World) -> None:
@@ -436,8 +430,18 @@ def test_copying_into_meta_is_refused_with_the_way_out(one_rank: World) -> None:
 # ---- values from rank 0 -----------------------------------------------------
 
 
-def load_on_rank_0(world: World, path: str, with_init: bool, make: Make) -> None:
-    """Only rank 0 has the values; the others are on meta."""
+@pytest.mark.req("B-08")
+@both_paths
+@pytest.mark.parametrize("with_init", [True, False])
+@pytest.mark.parametrize("make", [tied_gpt, known_model])
+@on_ranks(3)
+def test_rank_0_loads_and_the_others_receive(
+    world: World, path: str, with_init: bool, make: Make
+) -> None:
+    """Ranks on meta need no initialiser: ``sync_module_states`` brings the values.
+
+    Only rank 0 has the values; the others are on meta.
+    """
     plain = make()
     units = UNITS if make is tied_gpt else ("0", "3")
     model = copy.deepcopy(plain) if world.rank == 0 else on_meta(make)
@@ -457,28 +461,16 @@ def load_on_rank_0(world: World, path: str, with_init: bool, make: Make) -> None
 
 @pytest.mark.req("B-08")
 @both_paths
-@pytest.mark.parametrize("with_init", [True, False])
-@pytest.mark.parametrize("make", [tied_gpt, known_model])
-def test_rank_0_loads_and_the_others_receive(
-    ranks: RankCount, make: Make, with_init: bool, path: str
+@on_ranks(2)
+def test_values_of_rank_0_are_sent_after_the_initialisation(
+    world: World, path: str
 ) -> None:
-    """Ranks on meta need no initialiser: ``sync_module_states`` brings the values."""
-    ranks(3).run(load_on_rank_0, path, with_init, make)
+    """Seeds may differ: NO_SHARD replicas and buffers would too.
 
-
-def sync_from_meta(world: World, path: str) -> None:
-    """All ranks on meta, with different seeds."""
+    All ranks on meta, with different seeds.
+    """
     torch.manual_seed(world.rank)
     model = apply_units(on_meta(gpt), UNITS, path=path, sync_module_states=True)
     assert world.all_equal(model.state_dict())
     scales = model.get_parameter("blocks.0.norm_1.weight")
     assert torch.equal(scales, torch.ones_like(scales))
-
-
-@pytest.mark.req("B-08")
-@both_paths
-def test_values_of_rank_0_are_sent_after_the_initialisation(
-    ranks: RankCount, path: str
-) -> None:
-    """Seeds may differ: NO_SHARD replicas and buffers would too."""
-    ranks(2).run(sync_from_meta, path)

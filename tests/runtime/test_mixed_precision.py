@@ -34,6 +34,7 @@ from composable_fsdp.planning.precision import overridden_classes
 from composable_fsdp.runtime import precision as runtime_precision
 from composable_fsdp.storage.native import NativeSource
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -98,7 +99,14 @@ def fsdp2_weights(world: World) -> tuple[list[float], dict[str, Tensor]]:
     return losses, whole
 
 
-def check_like_fsdp2(world: World, path: str, strategy: ShardingStrategy) -> None:
+@pytest.mark.req("B-20")
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(2)
+def test_low_precision_compute_trains_as_fsdp2_does(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """bf16 compute, fp32 reduction: losses equal to the bit, weights to rounding."""
     expected, weights = fsdp2_weights(world)
     model = TinyGPT()
     ours = apply_units(
@@ -113,17 +121,11 @@ def check_like_fsdp2(world: World, path: str, strategy: ShardingStrategy) -> Non
         assert torch.allclose(value, weights[name], atol=1e-6), name
 
 
-@pytest.mark.req("B-20")
+@pytest.mark.req("B-20", "S0-05")
 @both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_low_precision_compute_trains_as_fsdp2_does(
-    ranks: RankCount, path: str, strategy: ShardingStrategy
-) -> None:
-    """bf16 compute, fp32 reduction: losses equal to the bit, weights to rounding."""
-    ranks(2).run(check_like_fsdp2, path, strategy)
-
-
-def check_dtypes_sent(world: World, path: str) -> None:
+@on_ranks(2)
+def test_a_policy_sets_the_precision_of_one_class(world: World, path: str) -> None:
+    """The embedding is gathered in fp32 beside a bf16 root; all reduce in fp32."""
     own = {"mixed_precision": MixedPrecision(output_dtype=BF16)}
     policy = CustomPolicy(lambda m: own if isinstance(m, nn.Embedding) else False)
     name = "policy" if path == "composable" else "auto_wrap_policy"
@@ -142,14 +144,13 @@ def check_dtypes_sent(world: World, path: str) -> None:
     }
 
 
-@pytest.mark.req("B-20", "S0-05")
-@both_paths
-def test_a_policy_sets_the_precision_of_one_class(ranks: RankCount, path: str) -> None:
-    """The embedding is gathered in fp32 beside a bf16 root; all reduce in fp32."""
-    ranks(2).run(check_dtypes_sent, path)
-
-
-def check_reduced_in(world: World, dtype: torch.dtype | None) -> None:
+@pytest.mark.req("B-20")
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, BF16])
+@on_ranks(2)
+def test_gradients_are_reduced_in_the_dtype_asked_for(
+    world: World, dtype: torch.dtype | None
+) -> None:
+    """Without a reduce dtype it is that of compute; ``.grad`` is the parameters'."""
     model = tiny_mlp()
     fully_shard(model, mixed_precision=MixedPrecision(BF16, dtype))
 
@@ -160,15 +161,6 @@ def check_reduced_in(world: World, dtype: torch.dtype | None) -> None:
     assert reduced == (dtype or BF16,)
     for p in model.parameters():
         assert own_gradient(p).dtype is torch.float32
-
-
-@pytest.mark.req("B-20")
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, BF16])
-def test_gradients_are_reduced_in_the_dtype_asked_for(
-    ranks: RankCount, dtype: torch.dtype | None
-) -> None:
-    """Without a reduce dtype it is that of compute; ``.grad`` is the parameters'."""
-    ranks(2).run(check_reduced_in, dtype)
 
 
 @pytest.mark.req("B-20")
@@ -232,7 +224,13 @@ def test_outputs_are_cast_if_told(one_rank: World) -> None:
     assert model.linear.weight.grad is not None
 
 
-def check_input_gradient(world: World, path: str) -> None:
+@pytest.mark.req("B-20", "B-11")
+@both_paths
+@on_ranks(2)
+def test_the_gradient_of_a_cast_input_comes_back_in_its_dtype(
+    world: World, path: str
+) -> None:
+    """A fp32 input of a bf16 model gets the fp32 gradient of the plain bf16 model."""
     model = tiny_mlp()
     plain = copy.deepcopy(model).to(BF16)
     sharded = apply_units(model, [], path=path, mixed_precision=MixedPrecision(BF16))
@@ -245,15 +243,6 @@ def check_input_gradient(world: World, path: str) -> None:
     assert x.grad is not None
     assert y.grad is not None
     assert torch.equal(x.grad, y.grad)
-
-
-@pytest.mark.req("B-20", "B-11")
-@both_paths
-def test_the_gradient_of_a_cast_input_comes_back_in_its_dtype(
-    ranks: RankCount, path: str
-) -> None:
-    """A fp32 input of a bf16 model gets the fp32 gradient of the plain bf16 model."""
-    ranks(2).run(check_input_gradient, path)
 
 
 @pytest.mark.req("B-20")
@@ -296,7 +285,10 @@ def test_a_shared_modules_buffer_keeps_its_dtype_under_each_name(
         assert source.model["0.scale"].dtype is torch.float32
 
 
-def check_buffers_like_fsdp1(world: World) -> None:
+@pytest.mark.req("B-20")
+@on_ranks(2)
+def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(world: World) -> None:
+    """Input, weight and buffer, and so the output to the bit."""
     theirs, ours = seen(), seen()
     options: dict[str, Any] = {"param_dtype": BF16, "buffer_dtype": BF16}
     wrapped = TorchFSDP1(
@@ -316,12 +308,9 @@ def check_buffers_like_fsdp1(world: World) -> None:
 
 
 @pytest.mark.req("B-20")
-def test_a_forward_meets_the_dtypes_it_meets_under_fsdp1(ranks: RankCount) -> None:
-    """Input, weight and buffer, and so the output to the bit."""
-    ranks(2).run(check_buffers_like_fsdp1)
-
-
-def check_kept_low(world: World) -> None:
+@on_ranks(2)
+def test_gradients_stay_in_low_precision_on_request(world: World) -> None:
+    """In the reduce dtype, also when a second backward adds to them."""
     model = tiny_mlp()
     options = MixedPrecision(torch.float32, BF16, keep_low_precision_grads=True)
     fully_shard(model, mixed_precision=options)
@@ -335,13 +324,10 @@ def check_kept_low(world: World) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-@pytest.mark.req("B-20")
-def test_gradients_stay_in_low_precision_on_request(ranks: RankCount) -> None:
-    """In the reduce dtype, also when a second backward adds to them."""
-    ranks(2).run(check_kept_low)
-
-
-def check_accumulated_wide(world: World) -> None:
+@pytest.mark.req("B-14")
+@on_ranks(2)
+def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> None:
+    """1 + 2**-9 + 2**-9 is lost in bf16 and kept here."""
     model = nn.Linear(1, 1, bias=False)
     fully_shard(model, mixed_precision=COMPUTE)
     small = torch.full((1, 1), 2.0**-9)
@@ -354,14 +340,6 @@ def check_accumulated_wide(world: World) -> None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
     assert all(g.item() == 1.0 + 2.0**-8 for g in gradients)
     assert gradients or world.rank > 0
-
-
-@pytest.mark.req("B-14")
-def test_low_precision_compute_accumulates_in_the_reduce_dtype(
-    ranks: RankCount,
-) -> None:
-    """1 + 2**-9 + 2**-9 is lost in bf16 and kept here."""
-    ranks(2).run(check_accumulated_wide)
 
 
 def check_eval(world: World, path: str, strategy: ShardingStrategy) -> None:
@@ -466,7 +444,14 @@ def test_evaluation_is_in_the_compute_dtype_by_default(one_rank: World) -> None:
     assert model.met["weight"] is BF16
 
 
-def check_summoned(world: World, path: str, strategy: ShardingStrategy) -> None:
+@pytest.mark.req("S1-42")
+@both_paths
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(2)
+def test_unshard_params_shows_full_precision(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """What is written there survives, though bf16 could not hold it."""
     model = TinyGPT()
     plain = {n: p.detach().clone() for n, p in model.named_parameters()}
     sharded = apply_units(
@@ -484,16 +469,6 @@ def check_summoned(world: World, path: str, strategy: ShardingStrategy) -> None:
     backward(loss_of(sharded, gpt_input(0, world.rank)))
 
 
-@pytest.mark.req("S1-42")
-@both_paths
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-def test_unshard_params_shows_full_precision(
-    ranks: RankCount, path: str, strategy: ShardingStrategy
-) -> None:
-    """What is written there survives, though bf16 could not hold it."""
-    ranks(2).run(check_summoned, path, strategy)
-
-
 class NotingNorm(nn.BatchNorm1d):
     """A batch norm that notes the dtypes its forward meets."""
 
@@ -504,7 +479,13 @@ class NotingNorm(nn.BatchNorm1d):
         return super().forward(x)
 
 
-def check_batch_norm(world: World, path: str) -> None:
+@pytest.mark.req("S0-08")
+@both_paths
+@on_ranks(2)
+def test_batch_norms_keep_full_precision_under_a_policy(
+    world: World, path: str
+) -> None:
+    """A unit of its own, inputs raised and outputs lowered; as FSDP1, and said once."""
     torch.manual_seed(0)
     norm = NotingNorm(8)
     model = nn.Sequential(nn.Linear(8, 8), norm)
@@ -532,15 +513,6 @@ def check_batch_norm(world: World, path: str) -> None:
     assert torch.equal(out, expected)
     assert out.dtype is BF16
     assert any("_BatchNorm" in str(w.message) for w in caught[:1])
-
-
-@pytest.mark.req("S0-08")
-@both_paths
-def test_batch_norms_keep_full_precision_under_a_policy(
-    ranks: RankCount, path: str
-) -> None:
-    """A unit of its own, inputs raised and outputs lowered; as FSDP1, and said once."""
-    ranks(2).run(check_batch_norm, path)
 
 
 @pytest.mark.req("S0-08")

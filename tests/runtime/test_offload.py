@@ -36,6 +36,7 @@ from tests.runtime.offloading import (
     train_offloaded,
 )
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -98,8 +99,15 @@ def test_offloaded_gradients_accumulate(
     ranks(world_size).run(accumulate, strategy, how)
 
 
-def send_as_without(world: World, strategy: ShardingStrategy) -> None:
-    """The collectives of a step, with and without offload."""
+@all_strategies
+@on_ranks(2)
+def test_offload_sends_what_is_sent_without_it(
+    world: World, strategy: ShardingStrategy
+) -> None:
+    """Same collectives, same sizes, same order.
+
+    The collectives of a step, with and without offload.
+    """
     logs = []
     for option in (None, OFFLOAD):
         model, _ = offloaded_gpt(world, strategy=strategy, cpu_offload=option)
@@ -110,22 +118,21 @@ def send_as_without(world: World, strategy: ShardingStrategy) -> None:
     assert logs[0] == logs[1]
 
 
-@all_strategies
-def test_offload_sends_what_is_sent_without_it(
-    ranks: RankCount, strategy: ShardingStrategy
-) -> None:
-    """Same collectives, same sizes, same order."""
-    ranks(2).run(send_as_without, strategy)
-
-
 PRECISIONS = [
     MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
 ]
 
 
-def equal_in_low_precision(world: World, precision: MixedPrecision) -> None:
-    """Gradients of two microbatches, with offload and without it, bit by bit."""
+@pytest.mark.parametrize("precision", PRECISIONS, ids=["reduce wide", "keep narrow"])
+@on_ranks(1, 2)
+def test_offloaded_mixed_precision_accumulates_as_without_offload(
+    world: World, precision: MixedPrecision
+) -> None:
+    """The sum on the device rounds as the sum in the gradients' own dtype does.
+
+    Gradients of two microbatches, with offload and without it, bit by bit.
+    """
     found = []
     for option in (None, OFFLOAD):
         model, _ = offloaded_gpt(world, cpu_offload=option, mixed_precision=precision)
@@ -140,17 +147,12 @@ def equal_in_low_precision(world: World, precision: MixedPrecision) -> None:
         assert torch.equal(plain, offloaded)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=["reduce wide", "keep narrow"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_offloaded_mixed_precision_accumulates_as_without_offload(
-    ranks: RankCount, world_size: int, precision: MixedPrecision
-) -> None:
-    """The sum on the device rounds as the sum in the gradients' own dtype does."""
-    ranks(world_size).run(equal_in_low_precision, precision)
+@on_ranks(2)
+def test_a_policy_offloads_single_units(world: World) -> None:
+    """The option is per unit; the others stay as they are.
 
-
-def offload_one_unit(world: World) -> None:
-    """By policy, one block of two."""
+    By policy, one block of two.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     policy = CustomPolicy(
@@ -166,16 +168,19 @@ def offload_one_unit(world: World) -> None:
     assert losses == train(reference, world.rank, gpt_input, adamw)
 
 
-def test_a_policy_offloads_single_units(ranks: RankCount) -> None:
-    """The option is per unit; the others stay as they are."""
-    ranks(2).run(offload_one_unit)
-
-
 # ---- outside the step -------------------------------------------------------
 
 
-def read_and_write(world: World, path: str, strategy: ShardingStrategy) -> None:
-    """Full parameters outside the step, read and written, by each rank or by one."""
+@pytest.mark.parametrize("path", PATHS)
+@all_strategies
+@on_ranks(1, 2)
+def test_offloaded_parameters_can_be_read_and_written_in_full(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """What a block writes reaches the shards on the host, unless told not to.
+
+    Full parameters outside the step, read and written, by each rank or by one.
+    """
     model, plain = offloaded_gpt(world, path, strategy=strategy)
     with unshard_params(model):
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -195,18 +200,28 @@ def read_and_write(world: World, path: str, strategy: ShardingStrategy) -> None:
         assert torch.equal(value, added[name] + 1)
 
 
+def train_one(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
+) -> list[float]:
+    """Two more steps; their losses."""
+    losses = []
+    for step in (7, 8):
+        loss = loss_of(model, gpt_input(step, rank))
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.req("S3-05")
 @pytest.mark.parametrize("path", PATHS)
-@all_strategies
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_offloaded_parameters_can_be_read_and_written_in_full(
-    ranks: RankCount, world_size: int, strategy: ShardingStrategy, path: str
-) -> None:
-    """What a block writes reaches the shards on the host, unless told not to."""
-    ranks(world_size).run(read_and_write, path, strategy)
+@on_ranks(1, 2)
+def test_offloaded_state_dicts_go_round(world: World, path: str) -> None:
+    """Model and optimizer state load into a fresh model, which trains on equally.
 
-
-def round_trip(world: World, path: str) -> None:
-    """A state dict right after construction and after steps, and the optimizer's."""
+    A state dict right after construction and after steps, and the optimizer's.
+    """
     model, plain = offloaded_gpt(world, path)
     model.load_state_dict(model.state_dict())
     assert differences(model.state_dict(), plain.state_dict()) == {}
@@ -227,30 +242,6 @@ def round_trip(world: World, path: str) -> None:
     mine = train_one(model, optimizer, world.rank)
     assert train_one(other, fresh, world.rank) == mine
     assert differences(other.state_dict(), model.state_dict()) == {}
-
-
-def train_one(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
-) -> list[float]:
-    """Two more steps; their losses."""
-    losses = []
-    for step in (7, 8):
-        loss = loss_of(model, gpt_input(step, rank))
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.req("S3-05")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_offloaded_state_dicts_go_round(
-    ranks: RankCount, world_size: int, path: str
-) -> None:
-    """Model and optimizer state load into a fresh model, which trains on equally."""
-    ranks(world_size).run(round_trip, path)
 
 
 # ---- copies that take their time --------------------------------------------

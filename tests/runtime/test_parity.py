@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard, no_sync
 from composable_fsdp.comm.collectives import record
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -91,18 +92,14 @@ def test_a_small_gpt_trains_as_the_plain_one(
     ranks(world_size).run(train_gpt, path, strategy, optimize)
 
 
-def train_tied_and_clipped(world: World) -> None:
-    """Tied head, clipped gradients."""
-    train_gpt(world, "composable", STRATEGIES[0], adamw, tied=True, max_norm=0.05)
-
-
 @pytest.mark.req("B-22")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_tied_embeddings_and_clipping_train_as_the_plain_model(
-    ranks: RankCount, world_size: int
-) -> None:
-    """The tied weight is reduced once, and the clipped steps are the unsharded ones."""
-    ranks(world_size).run(train_tied_and_clipped)
+@on_ranks(1, 2, 4)
+def test_tied_embeddings_and_clipping_train_as_the_plain_model(world: World) -> None:
+    """The tied weight is reduced once, and the clipped steps are the unsharded ones.
+
+    Tied head, clipped gradients.
+    """
+    train_gpt(world, "composable", STRATEGIES[0], adamw, tied=True, max_norm=0.05)
 
 
 def ddp(model: TinyGPT) -> nn.Module:
@@ -128,8 +125,16 @@ def fsdp2(model: TinyGPT) -> nn.Module:
     return cast(nn.Module, torch_fsdp2(model))
 
 
-def train_beside_peer(world: World, wrap: Callable[[TinyGPT], nn.Module]) -> None:
-    """Equal losses step by step; a wrong gradient would show in the next loss."""
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", [ddp, fsdp1, fsdp2])
+@on_ranks(2)
+def test_losses_equal_those_of_torchs_own(
+    world: World, wrap: Callable[[TinyGPT], nn.Module]
+) -> None:
+    """DDP, FSDP1 and FSDP2 of torch see the same four losses.
+
+    Equal losses step by step; a wrong gradient would show in the next loss.
+    """
     model = TinyGPT()
     peer = wrap(copy.deepcopy(model))
     ours = apply_units(model, gpt_units(model))
@@ -139,15 +144,6 @@ def train_beside_peer(world: World, wrap: Callable[[TinyGPT], nn.Module]) -> Non
 
     assert mine == pytest.approx(theirs, rel=1e-5)
     assert len(set(mine)) == 4
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrap", [ddp, fsdp1, fsdp2])
-def test_losses_equal_those_of_torchs_own(
-    ranks: RankCount, wrap: Callable[[TinyGPT], nn.Module]
-) -> None:
-    """DDP, FSDP1 and FSDP2 of torch see the same four losses."""
-    ranks(2).run(train_beside_peer, wrap)
 
 
 def descend(model: nn.Module, gradients: dict[str, Tensor] | None = None) -> None:
@@ -172,8 +168,15 @@ def big_batch(model: nn.Module, world_size: int, steps: Sequence[int]) -> None:
     descend(model, sums)
 
 
-def accumulate(world: World, path: str) -> None:
-    """Two microbatches, the first without communication; gradients are their sum."""
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(1, 2)
+def test_accumulation_without_communication_equals_the_big_batch(
+    world: World, path: str
+) -> None:
+    """``no_sync`` sends no reduction, and the next backward reduces the sum.
+
+    Two microbatches, the first without communication; gradients are their sum.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     sharded = apply_units(model, gpt_units(model), path=path)
@@ -187,15 +190,6 @@ def accumulate(world: World, path: str) -> None:
 
         assert {call.op for call in calls} <= {"all_gather"}
     assert_same_training(sharded, plain, [], [], tolerance=1e-6)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_accumulation_without_communication_equals_the_big_batch(
-    ranks: RankCount, world_size: int, path: str
-) -> None:
-    """``no_sync`` sends no reduction, and the next backward reduces the sum."""
-    ranks(world_size).run(accumulate, path)
 
 
 class TwoDtypes(nn.Module):
@@ -268,8 +262,14 @@ def test_scalars_and_empty_parameters_train(
     ranks(world_size).run(train_module, Odd, optimize)
 
 
-def backward_twice(world: World, path: str) -> None:
-    """Forward, forward, backward, backward: gradients are those of both losses."""
+@pytest.mark.req("D-11")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(1, 2)
+def test_two_forwards_then_two_backwards(world: World, path: str) -> None:
+    """Each backward finds the weights, and the gradients add up.
+
+    Forward, forward, backward, backward: gradients are those of both losses.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model)
     sharded = apply_units(model, gpt_units(model), path=path)
@@ -281,13 +281,3 @@ def backward_twice(world: World, path: str) -> None:
     descend(sharded)
 
     assert_same_training(sharded, plain, [], [], tolerance=1e-6)
-
-
-@pytest.mark.req("D-11")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_two_forwards_then_two_backwards(
-    ranks: RankCount, world_size: int, path: str
-) -> None:
-    """Each backward finds the weights, and the gradients add up."""
-    ranks(world_size).run(backward_twice, path)

@@ -33,6 +33,7 @@ from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from property_tests.live import batches, examples
 from tests.support.models import TinyGPT, build, legal_units
+from tests.support.on_ranks import on_ranks
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import (
     PATHS,
@@ -94,8 +95,21 @@ def refused(
         assert name in text, text
 
 
-def check_idioms(world: World, path: str) -> None:
-    """Each idiom is refused; then the model trains as the plain one does."""
+def plain_of(model: nn.Module) -> Causal:
+    """A plain model with the values of ``model``. Collective: that of a state dict."""
+    plain = Causal()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@pytest.mark.req("P-12")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_parts_called_apart_are_refused_on_every_rank(world: World, path: str) -> None:
+    """A head, an embedding, the model below the head, a method and a unit's layer.
+
+    Each idiom is refused; then the model trains as the plain one does.
+    """
     tokens, hidden = gpt_input(0, world.rank), torch.randn(2, 5, 17)
     units = [f"model.{name}" for name in gpt_units(TinyGPT())]
     model = apply_units(Causal(), units, path=path)
@@ -114,22 +128,6 @@ def check_idioms(world: World, path: str) -> None:
         expected = train_reference(reference, world.world_size, gpt_input, sgd)
         mine = [each[world.rank] for each in expected]
         assert_same_training(model, reference, losses, mine)
-
-
-def plain_of(model: nn.Module) -> Causal:
-    """A plain model with the values of ``model``. Collective: that of a state dict."""
-    plain = Causal()
-    plain.load_state_dict(model.state_dict())
-    return plain
-
-
-@pytest.mark.req("P-12")
-@pytest.mark.parametrize("path", PATHS)
-def test_parts_called_apart_are_refused_on_every_rank(
-    ranks: RankCount, path: str
-) -> None:
-    """A head, an embedding, the model below the head, a method and a unit's layer."""
-    ranks(2).run(check_idioms, path)
 
 
 class Later(nn.Module):
@@ -161,7 +159,11 @@ class Later(nn.Module):
         return late[self.kind](x)
 
 
-def check_late(world: World, path: str) -> None:
+@pytest.mark.req("P-12")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_outputs_that_compute_later_are_refused(world: World, path: str) -> None:
+    """Generators, coroutines and lazy maps; the unit is sharded and works after."""
     for kind in ("generator", "coroutine", "async_generator", "map"):
         model = apply_units(nn.Sequential(Later(kind)), ["0"], path=path)
 
@@ -179,13 +181,9 @@ def check_late(world: World, path: str) -> None:
 
 
 @pytest.mark.req("P-12")
-@pytest.mark.parametrize("path", PATHS)
-def test_outputs_that_compute_later_are_refused(ranks: RankCount, path: str) -> None:
-    """Generators, coroutines and lazy maps; the unit is sharded and works after."""
-    ranks(2).run(check_late, path)
-
-
-def check_legal(world: World) -> None:
+@on_ranks(2)
+def test_parts_that_see_whole_values_may_be_called(world: World) -> None:
+    """Inside ``unshard_params``, after ``unshard``, by ``functional_call``."""
     x = torch.randn(2, 8, generator=generator())
     plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     for parameter in plain.parameters():
@@ -209,12 +207,6 @@ def check_legal(world: World) -> None:
     model(x).sum().backward()
     with pytest.raises(PhaseError, match="Linear '0' was called"):
         model[0](x)
-
-
-@pytest.mark.req("P-12")
-def test_parts_that_see_whole_values_may_be_called(ranks: RankCount) -> None:
-    """Inside ``unshard_params``, after ``unshard``, by ``functional_call``."""
-    ranks(2).run(check_legal)
 
 
 def test_nothing_is_refused_where_one_rank_has_it_all(one_rank: World) -> None:
@@ -245,7 +237,13 @@ def uncut(how: str) -> Any:
     return model
 
 
-def check_uncut(world: World, how: str) -> None:
+@pytest.mark.req("P-12")
+@pytest.mark.parametrize("how", [*PATHS, "replicate", "replicas of one rank"])
+@on_ranks(2)
+def test_parts_of_units_that_are_not_cut_would_train_on_one_rank(
+    world: World, how: str
+) -> None:
+    """Their weights are whole, but gradients would pass by the average over ranks."""
     tokens, hidden = gpt_input(0, world.rank), torch.randn(2, 5, 17)
     model = uncut(how)
     no = partial(refused, world, reason=GRADIENT)
@@ -265,15 +263,6 @@ def check_uncut(world: World, how: str) -> None:
     model.lm_head(hidden)
     register_forward_method(model, "encode")
     assert torch.equal(model.encode(tokens), plain_of(model).encode(tokens))
-
-
-@pytest.mark.req("P-12")
-@pytest.mark.parametrize("how", [*PATHS, "replicate", "replicas of one rank"])
-def test_parts_of_units_that_are_not_cut_would_train_on_one_rank(
-    ranks: RankCount, how: str
-) -> None:
-    """Their weights are whole, but gradients would pass by the average over ranks."""
-    ranks(2).run(check_uncut, how)
 
 
 class Holder(nn.Module):
@@ -308,7 +297,11 @@ class Mix(nn.Module):
 KINDS = {"list": "0", "dict": "a", "module": "scale", "nested": "0.0.scale"}
 
 
-def check_containers(world: World, path: str) -> None:
+@pytest.mark.req("P-12")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_the_module_that_reads_a_container_is_the_part(world: World, path: str) -> None:
+    """Lists and dicts of parameters, and modules without a forward, also nested."""
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         reason = ROWS if strategy is ShardingStrategy.FULL_SHARD else GRADIENT
         for kind, key in KINDS.items():
@@ -332,15 +325,12 @@ def check_containers(world: World, path: str) -> None:
 
 @pytest.mark.req("P-12")
 @pytest.mark.parametrize("path", PATHS)
-def test_the_module_that_reads_a_container_is_the_part(
-    ranks: RankCount, path: str
-) -> None:
-    """Lists and dicts of parameters, and modules without a forward, also nested."""
-    ranks(2).run(check_containers, path)
+@on_ranks(2)
+def test_the_encoder_layers_fast_path_stays(world: World, path: str) -> None:
+    """Parts have no hook while their unit is full.
 
-
-def check_fast_path(world: World, path: str) -> None:
-    """The encoder layer's fast path asks that no module in it has hooks."""
+    The encoder layer's fast path asks that no module in it has hooks.
+    """
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.2, generator=generator())
@@ -371,13 +361,6 @@ def check_fast_path(world: World, path: str) -> None:
             call()
 
 
-@pytest.mark.req("P-12")
-@pytest.mark.parametrize("path", PATHS)
-def test_the_encoder_layers_fast_path_stays(ranks: RankCount, path: str) -> None:
-    """Parts have no hook while their unit is full."""
-    ranks(2).run(check_fast_path, path)
-
-
 class Adapted(nn.Module):
     """As PEFT does: ``generate`` is the base model's, which calls itself."""
 
@@ -394,7 +377,10 @@ class Adapted(nn.Module):
         return logits
 
 
-def check_generate(world: World) -> None:
+@pytest.mark.req("P-12")
+@on_ranks(2)
+def test_the_way_out_that_the_error_names_works(world: World) -> None:
+    """``register_forward_method`` on the unit makes the method right."""
     tokens = gpt_input(0, 0)
     expected = Adapted().generate(tokens)
     model = fully_shard(Adapted())
@@ -405,13 +391,9 @@ def check_generate(world: World) -> None:
     assert torch.equal(model.generate(tokens), expected)
 
 
-@pytest.mark.req("P-12")
-def test_the_way_out_that_the_error_names_works(ranks: RankCount) -> None:
-    """``register_forward_method`` on the unit makes the method right."""
-    ranks(2).run(check_generate)
-
-
-def check_copies(world: World) -> None:
+@on_ranks(2)
+def test_copies_refuse_calls_of_their_parts(world: World) -> None:
+    """A copy of a sharded unit, of a copy, and of a unit that is full by hand."""
     model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     x = torch.ones(1, 4)
     twin = copy.deepcopy(model)
@@ -433,16 +415,13 @@ def check_copies(world: World) -> None:
     model[1](x)
 
 
-def test_copies_refuse_calls_of_their_parts(ranks: RankCount) -> None:
-    """A copy of a sharded unit, of a copy, and of a unit that is full by hand."""
-    ranks(2).run(check_copies)
-
-
 class Break(RuntimeError):
     """What a hook raises."""
 
 
-def check_laid_out_anew(world: World) -> None:
+@on_ranks(2)
+def test_units_laid_out_anew_refuse_calls_of_their_parts_alone(world: World) -> None:
+    """After a freeze, on a model and on a copy, and after a forward that raised."""
     x = torch.ones(1, 4)
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     fully_shard(model[0])
@@ -469,14 +448,11 @@ def check_laid_out_anew(world: World) -> None:
         assert not any(REFUSE in m._forward_pre_hooks for m in (each, each[0]))
 
 
-def test_units_laid_out_anew_refuse_calls_of_their_parts_alone(
-    ranks: RankCount,
+@on_ranks(2)
+def test_a_unit_that_reads_a_weight_of_an_outer_one_is_a_part_of_that(
+    world: World,
 ) -> None:
-    """After a freeze, on a model and on a copy, and after a forward that raised."""
-    ranks(2).run(check_laid_out_anew)
-
-
-def check_tied(world: World) -> None:
+    """It gathers its bias and not the weight that it shares."""
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     policy = ModuleWrapPolicy({nn.Linear})
@@ -485,13 +461,6 @@ def check_tied(world: World) -> None:
     model(x).sum().backward()
     with pytest.raises(PhaseError, match=r"Linear '1' was called .* of '1\.weight'"):
         model[1](x)
-
-
-def test_a_unit_that_reads_a_weight_of_an_outer_one_is_a_part_of_that(
-    ranks: RankCount,
-) -> None:
-    """It gathers its bias and not the weight that it shares."""
-    ranks(2).run(check_tied)
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

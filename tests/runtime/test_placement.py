@@ -30,6 +30,7 @@ from composable_fsdp.runtime.nested_tensors import to_device
 from composable_fsdp.tree.state import _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     Optimize,
@@ -244,8 +245,17 @@ def test_inputs_that_are_in_place_are_not_touched(one_rank: World) -> None:
 # ---- parameters changed before the first forward ----------------------------
 
 
-def cast_and_train(world: World, path: str, dtype: torch.dtype) -> None:
-    """``.to(dtype)`` after sharding, before the optimizer and the first forward."""
+@pytest.mark.req("B-07")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(1, 2)
+def test_a_model_cast_after_sharding_trains_in_that_dtype(
+    world: World, path: str, dtype: torch.dtype
+) -> None:
+    """Wider and narrower, equal to the plain model cast alike.
+
+    ``.to(dtype)`` after sharding, before the optimizer and the first forward.
+    """
     model = TinyGPT()
     plain = copy.deepcopy(model).to(dtype)
     sharded = apply_units(model, gpt_units(model), path=path).to(dtype)
@@ -261,18 +271,15 @@ def cast_and_train(world: World, path: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.req("B-07")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_cast_after_sharding_trains_in_that_dtype(
-    ranks: RankCount, world_size: int, dtype: torch.dtype, path: str
+@pytest.mark.parametrize("optimize", [sgd, adamw])
+@on_ranks(1, 2)
+def test_a_parameter_that_was_replaced_is_the_one_that_trains(
+    world: World, optimize: Optimize
 ) -> None:
-    """Wider and narrower, equal to the plain model cast alike."""
-    ranks(world_size).run(cast_and_train, path, dtype)
+    """An optimizer made after holds the new object, as with a plain module.
 
-
-def replace_and_train(world: World, optimize: Optimize) -> None:
-    """Give a sharded layer a new parameter, then make the optimizer."""
+    Give a sharded layer a new parameter, then make the optimizer.
+    """
     model = tiny_mlp(6, hidden=7)
     plain = copy.deepcopy(model)
     fully_shard(model.get_submodule("0"))
@@ -290,16 +297,6 @@ def replace_and_train(world: World, optimize: Optimize) -> None:
     assert find_leaf(new) is not None
     assert find_leaf(shard) is None
     assert_same_training(model, plain, losses, mine)
-
-
-@pytest.mark.req("B-07")
-@pytest.mark.parametrize("optimize", [sgd, adamw])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_parameter_that_was_replaced_is_the_one_that_trains(
-    ranks: RankCount, world_size: int, optimize: Optimize
-) -> None:
-    """An optimizer made after holds the new object, as with a plain module."""
-    ranks(world_size).run(replace_and_train, optimize)
 
 
 @pytest.mark.req("B-07")

@@ -30,6 +30,7 @@ from tests.runtime.events import (
     unused,
 )
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -247,8 +248,14 @@ def test_listed_units_are_gathered_at_once_nearest_first(
         assert without != steps
 
 
-def train_listed(world: World, path: str) -> None:
-    """Training with lists equals the reference."""
+@pytest.mark.req("B-15")
+@pytest.mark.parametrize("path", PATHS)
+@on_ranks(2)
+def test_lists_change_no_number(world: World, path: str) -> None:
+    """Bit by bit the reference.
+
+    Training with lists equals the reference.
+    """
     model = TinyGPT(layers=4)
     sharded = apply_units(model, gpt_units(model), path=path)
     list_ahead(sharded)
@@ -259,13 +266,6 @@ def train_listed(world: World, path: str) -> None:
     assert_same_training(
         sharded, plain, losses, [step[world.rank] for step in expected]
     )
-
-
-@pytest.mark.req("B-15")
-@pytest.mark.parametrize("path", PATHS)
-def test_lists_change_no_number(ranks: RankCount, path: str) -> None:
-    """Bit by bit the reference."""
-    ranks(2).run(train_listed, path)
 
 
 class Fork(nn.Module):

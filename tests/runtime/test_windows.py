@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from composable_fsdp import FSDPError, PhaseError, ShardingStrategy
 from composable_fsdp.config import BackwardPrefetch
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -259,8 +260,26 @@ def whole_loss(model: nn.Module, x: Tensor) -> Tensor:
 UNITS = tuple(f"blocks.{i}" for i in range(3))
 
 
-def train_every_kind(world: World, path: str, options: dict[str, Any]) -> None:
-    """Each kind trains as the plain model does."""
+@pytest.mark.req("P-01")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backward_prefetch": None},
+        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        {"strategy": ShardingStrategy.SHARD_GRAD_OP},
+    ],
+    ids=["pre", "none", "post", "grad_op"],
+)
+@on_ranks(2)
+def test_tensors_that_leave_by_another_way_than_the_output_train_as_the_plain_model(
+    world: World, path: str, options: dict[str, Any]
+) -> None:
+    """Attributes, views changed in place, and units called for an in-place effect.
+
+    Each kind trains as the plain model does.
+    """
     for kind in KINDS:
         plain = build(kind)
         model = apply_units(copy.deepcopy(plain), UNITS, path=path, **options)
@@ -274,26 +293,12 @@ def train_every_kind(world: World, path: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.req("P-01")
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"backward_prefetch": None},
-        {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-        {"strategy": ShardingStrategy.SHARD_GRAD_OP},
-    ],
-    ids=["pre", "none", "post", "grad_op"],
-)
-def test_tensors_that_leave_by_another_way_than_the_output_train_as_the_plain_model(
-    path: str, options: dict[str, Any], ranks: RankCount
-) -> None:
-    """Attributes, views changed in place, and units called for an in-place effect."""
-    ranks(2).run(train_every_kind, path, options)
+@on_ranks(2)
+def test_a_copy_finds_the_attributes_on_which_it_keeps_tensors(world: World) -> None:
+    """Not those of the model it was copied from.
 
-
-def train_copies(world: World) -> None:
-    """A copy of a model that has run looks at its own modules."""
+    A copy of a model that has run looks at its own modules.
+    """
     plain = build(AuxiliaryLoss)
     model = apply_units(copy.deepcopy(plain), UNITS)
     make = wide_input(WIDTH)
@@ -306,14 +311,6 @@ def train_copies(world: World) -> None:
     expected = train_reference(plain, world.world_size, make, sgd, loss_of=whole_loss)
     mine = [step[world.rank] for step in expected]
     assert_same_training(copied, plain, losses, mine, tolerance=1e-6)
-
-
-@pytest.mark.req("P-01")
-def test_a_copy_finds_the_attributes_on_which_it_keeps_tensors(
-    ranks: RankCount,
-) -> None:
-    """Not those of the model it was copied from."""
-    ranks(2).run(train_copies)
 
 
 class Escapes(Block):
@@ -480,8 +477,13 @@ def test_ranks_that_hold_nothing_of_a_weight_raise_with_the_others(
     assert sum("modified by an inplace operation" in text for text in first) == 4
 
 
-def backward_after(world: World) -> None:
-    """Two graphs and repeated backwards with no write between stay good."""
+@pytest.mark.req("P-11")
+@on_ranks(2)
+def test_graphs_of_equal_weights_can_be_run_in_any_order(world: World) -> None:
+    """A reshard and a new gather of the same values do not count as a write.
+
+    Two graphs and repeated backwards with no write between stay good.
+    """
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     model = apply_units(copy.deepcopy(plain), ["0", "1"])
@@ -495,14 +497,13 @@ def backward_after(world: World) -> None:
     assert_same_training(model, plain, [], [], tolerance=1e-6)
 
 
-@pytest.mark.req("P-11")
-def test_graphs_of_equal_weights_can_be_run_in_any_order(ranks: RankCount) -> None:
-    """A reshard and a new gather of the same values do not count as a write."""
-    ranks(2).run(backward_after)
+@pytest.mark.req("P-01")
+@on_ranks(2)
+def test_a_gradient_that_comes_to_a_sharded_unit_is_refused(world: World) -> None:
+    """Values that were read of it, if any, are of no use.
 
-
-def late_gradient(world: World) -> None:
-    """A bias that a graph uses without reading a weight is refused by the unit."""
+    A bias that a graph uses without reading a weight is refused by the unit.
+    """
     place: list[Tensor] = []
     bias = Escapes(lambda x, w: w * 1.0, place.append)
     model = nn.Sequential(bias, nn.Linear(WIDTH, 2))
@@ -510,9 +511,3 @@ def late_gradient(world: World) -> None:
     model(torch.ones(2, WIDTH))
     with pytest.raises(PhaseError, match="Backward reached a parameter of unit '0'"):
         backward(place[0])
-
-
-@pytest.mark.req("P-01")
-def test_a_gradient_that_comes_to_a_sharded_unit_is_refused(ranks: RankCount) -> None:
-    """Values that were read of it, if any, are of no use."""
-    ranks(2).run(late_gradient)

@@ -33,20 +33,26 @@ from tests.state_dict.dcp_tools import (
     sharded,
 )
 from tests.support.models import TinyGPT
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import PATHS, STRATEGIES, apply_units, differences
 from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
     message_of,
-    several_ranks,
 )
 from tests.support.world import World
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 
 
-def check_values(world: World, path: str) -> None:
+@pytest.mark.req("S1-32")
+@on_ranks(2, 3)
+@both_paths
+def test_sharded_values_are_this_ranks_rows_under_the_plain_names(
+    world: World, path: str
+) -> None:
+    """Shape and dtype of the whole, memory of the part, one box each, nothing sent."""
     model = gpt(path, tied_head=True)
     full = model.state_dict()
     with record() as calls:
@@ -61,16 +67,6 @@ def check_values(world: World, path: str) -> None:
         assert len(value.boxes) <= 1  # rows are not cut
         part = full[name].reshape(-1)[value.start : value.stop]
         assert torch.equal(value.local.reshape(-1), part)
-
-
-@pytest.mark.req("S1-32")
-@several_ranks
-@both_paths
-def test_sharded_values_are_this_ranks_rows_under_the_plain_names(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Shape and dtype of the whole, memory of the part, one box each, nothing sent."""
-    ranks(world_size).run(check_values, path)
 
 
 def save(world: World, path: str, folder: Path, strategy: ShardingStrategy) -> None:
@@ -112,7 +108,13 @@ def test_the_payload_counter_sees_a_tensor_that_is_sent(one_rank: World) -> None
     assert mode.sent == ["c10d.allreduce_.default"]
 
 
-def check_loads(world: World, path: str) -> None:
+@pytest.mark.req("S1-32")
+@on_ranks(2, 3)
+@both_paths
+def test_full_and_sharded_values_are_loaded_whichever_is_set(
+    world: World, path: str
+) -> None:
+    """What a value is can be seen from the value. Nothing is sent."""
     model = gpt(path, seed=3)
     full, mine = model.state_dict(), sharded(model)
     for kind in (StateDictType.FULL_STATE_DICT, SHARDED):
@@ -124,16 +126,6 @@ def check_loads(world: World, path: str) -> None:
             assert calls == []
             set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
             assert differences(other.state_dict(), full) == {}
-
-
-@pytest.mark.req("S1-32")
-@several_ranks
-@both_paths
-def test_full_and_sharded_values_are_loaded_whichever_is_set(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """What a value is can be seen from the value. Nothing is sent."""
-    ranks(world_size).run(check_loads, path)
 
 
 def misfits(world: World, path: str) -> list[str]:
@@ -278,9 +270,15 @@ def test_a_checkpoint_with_holes_is_neither_saved_nor_loaded(
         )
 
 
-def check_meta(world: World, path: str, folder: Path) -> None:
+@pytest.mark.req("B-08")
+@on_ranks(2, 3)
+def test_a_model_on_meta_is_filled_from_a_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    """No rank ever has more than its part in memory."""
+    path = "composable"
     source = gpt(path, seed=3)
-    save_sending_nothing(sharded(source), folder)
+    save_sending_nothing(sharded(source), tmp_path)
     with torch.device("meta"):
         plain = TinyGPT()
     model = apply_units(plain, ["blocks.0", "blocks.1"])
@@ -288,20 +286,11 @@ def check_meta(world: World, path: str, folder: Path) -> None:
     assert all(value.is_meta for value in state.values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls a function that it deprecates
-        dcp_load(state, checkpoint_id=folder)
+        dcp_load(state, checkpoint_id=tmp_path)
     model.load_state_dict(state, assign=True)
     model(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
 
     assert differences(model.state_dict(), source.state_dict()) == {}
-
-
-@pytest.mark.req("B-08")
-@several_ranks
-def test_a_model_on_meta_is_filled_from_a_checkpoint(
-    ranks: RankCount, world_size: int, tmp_path: Path
-) -> None:
-    """No rank ever has more than its part in memory."""
-    ranks(world_size).run(check_meta, "composable", tmp_path)
 
 
 def save_hybrid(world: World, path: str, folder: Path) -> int:

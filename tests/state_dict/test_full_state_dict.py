@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from composable_fsdp import ShardingStrategy, fully_shard
 from composable_fsdp.comm.collectives import record
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -31,7 +32,6 @@ from tests.support.sharded import (
     is_full,
     message_of,
     one_to_three_ranks,
-    several_ranks,
     step,
 )
 from tests.support.world import World
@@ -66,7 +66,14 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name, _ in named]
 
 
-def check_equal_to_plain(world: World, path: str, strategy: ShardingStrategy) -> None:
+@pytest.mark.req("S1-31", "S1-13", "D-01")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2, 3)
+@both_paths
+def test_a_fresh_model_saves_what_the_plain_one_saves(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Keys, order, bits, buffers, tied names and metadata, before anything has run."""
     plain_gpt = TinyGPT(tied_head=True)
     for model, plain in (
         (gpt(path, tied_head=True, strategy=strategy), plain_gpt),
@@ -82,18 +89,13 @@ def check_equal_to_plain(world: World, path: str, strategy: ShardingStrategy) ->
     assert tied["tokens.weight"] is tied["head.weight"]
 
 
-@pytest.mark.req("S1-31", "S1-13", "D-01")
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@one_to_three_ranks
+@pytest.mark.req("S1-31")
+@on_ranks(1, 2, 3)
 @both_paths
-def test_a_fresh_model_saves_what_the_plain_one_saves(
-    ranks: RankCount, path: str, world_size: int, strategy: ShardingStrategy
+def test_a_trained_model_saves_what_the_trained_plain_one_saves(
+    world: World, path: str
 ) -> None:
-    """Keys, order, bits, buffers, tied names and metadata, before anything has run."""
-    ranks(world_size).run(check_equal_to_plain, path, strategy)
-
-
-def check_after_training(world: World, path: str) -> None:
+    """Equal on all ranks, and a later step does not change what was saved."""
     model, plain = gpt(path, tied_head=True), TinyGPT(tied_head=True)
     train_reference(plain, world.world_size, gpt_input, sgd)
     train(model, world.rank, gpt_input, sgd)
@@ -108,17 +110,11 @@ def check_after_training(world: World, path: str) -> None:
     assert differences(saved, kept) == {}
 
 
-@pytest.mark.req("S1-31")
-@one_to_three_ranks
+@pytest.mark.req("S1-31", "D-01")
+@on_ranks(1, 2, 3)
 @both_paths
-def test_a_trained_model_saves_what_the_trained_plain_one_saves(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Equal on all ranks, and a later step does not change what was saved."""
-    ranks(world_size).run(check_after_training, path)
-
-
-def check_own_round_trip(world: World, path: str) -> None:
+def test_a_fresh_model_loads_what_it_saved(world: World, path: str) -> None:
+    """``load_state_dict(state_dict())`` right after construction changes nothing."""
     for model in (gpt(path), apply_units(Normed(), SIMILAR, path=path)):
         leaves = list(model.parameters())
         before = model.state_dict()
@@ -130,17 +126,13 @@ def check_own_round_trip(world: World, path: str) -> None:
         assert all(a is b for a, b in zip(model.parameters(), leaves, strict=True))
 
 
-@pytest.mark.req("S1-31", "D-01")
-@one_to_three_ranks
-@both_paths
-def test_a_fresh_model_loads_what_it_saved(
-    ranks: RankCount, path: str, world_size: int
+@pytest.mark.req("S1-31", "S1-34", "D-01")
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+@on_ranks(1, 2, 3)
+def test_wrapper_composable_and_plain_load_from_each_other(
+    world: World, strategy: ShardingStrategy
 ) -> None:
-    """``load_state_dict(state_dict())`` right after construction changes nothing."""
-    ranks(world_size).run(check_own_round_trip, path)
-
-
-def check_chain(world: World, strategy: ShardingStrategy) -> None:
+    """Through all and back, bit by bit; loading sends nothing and takes nothing out."""
     source = Normed(seed=3)
     state = source.state_dict()
     for path in (*PATHS, "plain", *reversed(PATHS)):
@@ -158,17 +150,13 @@ def check_chain(world: World, strategy: ShardingStrategy) -> None:
         assert differences(state, source.state_dict()) == {}, path
 
 
-@pytest.mark.req("S1-31", "S1-34", "D-01")
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@one_to_three_ranks
-def test_wrapper_composable_and_plain_load_from_each_other(
-    ranks: RankCount, world_size: int, strategy: ShardingStrategy
+@pytest.mark.req("S1-31")
+@on_ranks(1, 2, 3)
+@both_paths
+def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
+    world: World, path: str
 ) -> None:
-    """Through all and back, bit by bit; loading sends nothing and takes nothing out."""
-    ranks(world_size).run(check_chain, strategy)
-
-
-def check_part_of_plain(world: World, path: str) -> None:
+    """The fully sharded module need not be the outermost one."""
     plain = nn.Sequential(nn.Linear(8, 8), Normed(seed=1), tiny_mlp())
     model = copy.deepcopy(plain)
     model[1] = apply_units(model[1], ["norm"], path=path)
@@ -184,16 +172,9 @@ def check_part_of_plain(world: World, path: str) -> None:
 
 
 @pytest.mark.req("S1-31")
-@one_to_three_ranks
-@both_paths
-def test_a_sharded_part_of_a_plain_model_saves_and_loads_in_its_place(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """The fully sharded module need not be the outermost one."""
-    ranks(world_size).run(check_part_of_plain, path)
-
-
-def check_list_unit(world: World) -> None:
+@on_ranks(1, 2, 3)
+def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -> None:
+    """Two modules that share buffers keep the names that they have in the model."""
     model, plain = TinyGPT(), TinyGPT()
     fully_shard([model.blocks[0], model.norm])
     fully_shard(model)
@@ -206,16 +187,10 @@ def check_list_unit(world: World) -> None:
     assert differences(model.state_dict(), plain.state_dict()) == {}
 
 
-@pytest.mark.req("S1-31")
-@one_to_three_ranks
-def test_members_of_a_unit_made_from_a_list_save_their_own_names(
-    ranks: RankCount, world_size: int
-) -> None:
-    """Two modules that share buffers keep the names that they have in the model."""
-    ranks(world_size).run(check_list_unit)
-
-
-def check_calls(world: World, path: str) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+def test_saving_costs_one_all_gather_per_unit(world: World, path: str) -> None:
+    """Of a unit alone just its own, of the model those of all."""
     model = gpt(path)
     with record() as whole:
         model.state_dict()
@@ -227,16 +202,12 @@ def check_calls(world: World, path: str) -> None:
     assert [call.op for call in one] == expected[:1]
 
 
-@one_to_three_ranks
+@on_ranks(1, 2, 3)
 @both_paths
-def test_saving_costs_one_all_gather_per_unit(
-    ranks: RankCount, path: str, world_size: int
+def test_loading_with_assign_keeps_the_sharded_parameters(
+    world: World, path: str
 ) -> None:
-    """Of a unit alone just its own, of the model those of all."""
-    ranks(world_size).run(check_calls, path)
-
-
-def check_assign(world: World, path: str) -> None:
+    """The values are taken up, the optimizer's objects stay, training goes on."""
     model = apply_units(Normed(), SIMILAR, path=path)
     leaves = list(model.parameters())
     shapes = [p.shape for p in leaves]
@@ -248,15 +219,6 @@ def check_assign(world: World, path: str) -> None:
     assert [p.shape for p in leaves] == shapes
     assert differences(model.state_dict(), other) == {}
     model(torch.randn(4, 8)).sum().backward()
-
-
-@one_to_three_ranks
-@both_paths
-def test_loading_with_assign_keeps_the_sharded_parameters(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """The values are taken up, the optimizer's objects stay, training goes on."""
-    ranks(world_size).run(check_assign, path)
 
 
 def broken(what: str) -> dict[str, Any]:
@@ -329,7 +291,10 @@ def test_a_wrong_shape_is_refused_by_name_with_both_shapes(
         )
 
 
-def check_lenient(world: World, path: str) -> None:
+@on_ranks(2, 3)
+@both_paths
+def test_loading_without_strict_reports_plain_names(world: World, path: str) -> None:
+    """What is missing and what is left over is returned, not raised."""
     model = apply_units(Normed(), SIMILAR, path=path)
 
     report = model.load_state_dict(broken("names"), strict=False)
@@ -338,15 +303,6 @@ def check_lenient(world: World, path: str) -> None:
     assert report.unexpected_keys == ["norm.extra", "other.weight"] or (
         report.unexpected_keys == ["other.weight", "norm.extra"]
     )
-
-
-@several_ranks
-@both_paths
-def test_loading_without_strict_reports_plain_names(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """What is missing and what is left over is returned, not raised."""
-    ranks(world_size).run(check_lenient, path)
 
 
 def save_after_a_step(world: World, path: str) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from property_tests.live import batches, examples
 from tests.support.models import TinyGPT, build, legal_units, module_at
+from tests.support.on_ranks import on_ranks
 from tests.support.recipes import ModelRecipe
 from tests.support.reference import apply_units, differences
 from tests.support.sharded import UNITS, both_paths, gpt
@@ -60,8 +61,14 @@ def same(got: Any, expected: dict[str, Tensor]) -> None:
     assert differences(got, expected) == {}
 
 
-def check_whole(world: World, path: str) -> None:
-    """Each module's state dict is that of the plain one's; one gather per unit."""
+@pytest.mark.req("P-17")
+@both_paths
+@on_ranks(2)
+def test_the_state_dict_of_a_part_has_whole_values(world: World, path: str) -> None:
+    """Of modules with and without units in them, also where others hold them.
+
+    Each module's state dict is that of the plain one's; one gather per unit.
+    """
     model: Any = net(path)
     plain: Any = Net()
     core = core_of(model)
@@ -90,12 +97,9 @@ def check_whole(world: World, path: str) -> None:
 
 @pytest.mark.req("P-17")
 @both_paths
-def test_the_state_dict_of_a_part_has_whole_values(ranks: RankCount, path: str) -> None:
-    """Of modules with and without units in them, also where others hold them."""
-    ranks(2).run(check_whole, path)
-
-
-def check_settings(world: World, path: str) -> None:
+@on_ranks(2)
+def test_the_state_dict_of_a_part_follows_the_setting(world: World, path: str) -> None:
+    """Sharded, on the first rank alone, by torch's functions, and inside a block."""
     model, plain = gpt(path), TinyGPT()
     norm, whole = core_of(model).norm, plain.norm.state_dict()
 
@@ -117,14 +121,9 @@ def check_settings(world: World, path: str) -> None:
 
 @pytest.mark.req("P-17")
 @both_paths
-def test_the_state_dict_of_a_part_follows_the_setting(
-    ranks: RankCount, path: str
-) -> None:
-    """Sharded, on the first rank alone, by torch's functions, and inside a block."""
-    ranks(2).run(check_settings, path)
-
-
-def check_loaded(world: World, path: str) -> None:
+@on_ranks(2)
+def test_a_part_loads_whole_values(world: World, path: str) -> None:
+    """By ``load_state_dict``, torch's functions, shards, and ``unshard_params``."""
     other, model = TinyGPT(seed=5), gpt(path)
     core, full = core_of(model), StateDictOptions(full_state_dict=True)
 
@@ -143,14 +142,13 @@ def check_loaded(world: World, path: str) -> None:
         core.norm.load_state_dict({"weight": torch.ones(8), "bias": torch.ones(3)})
 
 
-@pytest.mark.req("P-17")
+@pytest.mark.req("P-19")
 @both_paths
-def test_a_part_loads_whole_values(ranks: RankCount, path: str) -> None:
-    """By ``load_state_dict``, torch's functions, shards, and ``unshard_params``."""
-    ranks(2).run(check_loaded, path)
-
-
-def check_meta_values(world: World, path: str) -> None:
+@on_ranks(2)
+def test_values_on_meta_are_refused_before_anything_is_written(
+    world: World, path: str
+) -> None:
+    """The error names the parameters, and the model is what it was."""
     model, plain = gpt(path), TinyGPT()
     state = TinyGPT(seed=5).state_dict()
     state["blocks.1.up.weight"] = state["blocks.1.up.weight"].to("meta")
@@ -162,16 +160,9 @@ def check_meta_values(world: World, path: str) -> None:
         core_of(model).norm.load_state_dict(nn.LayerNorm(8, device="meta").state_dict())
 
 
-@pytest.mark.req("P-19")
-@both_paths
-def test_values_on_meta_are_refused_before_anything_is_written(
-    ranks: RankCount, path: str
-) -> None:
-    """The error names the parameters, and the model is what it was."""
-    ranks(2).run(check_meta_values, path)
-
-
-def check_assigned(world: World) -> None:
+@on_ranks(2)
+def test_parts_on_meta_get_values_by_assignment(world: World) -> None:
+    """Each part by itself, as the whole unit does."""
     with torch.device("meta"):
         model: Any = fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
     plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
@@ -188,11 +179,6 @@ def check_assigned(world: World) -> None:
     for part, whole in zip(model, plain, strict=True):
         part.load_state_dict(whole.state_dict(), assign=True)
     same(model.state_dict(), state)
-
-
-def test_parts_on_meta_get_values_by_assignment(ranks: RankCount) -> None:
-    """Each part by itself, as the whole unit does."""
-    ranks(2).run(check_assigned)
 
 
 def check_every_module(world: World, recipes: list[ModelRecipe]) -> None:

@@ -18,6 +18,7 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from tests.optim.models import INPUT, Mixed
 from tests.optim.test_names import Parallel, put
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.sharded import RankCount, both_paths
 from tests.support.world import World
@@ -74,7 +75,14 @@ def plain(make: Any) -> nn.Module:
     return Parallel(model)
 
 
-def check_saved(world: World, make: Any, path: str) -> None:
+@pytest.mark.req("S1-07")
+@pytest.mark.parametrize("make", [around, between, inside, twice])
+@both_paths
+@on_ranks(2)
+def test_calls_that_a_module_passes_on_still_give_full_parameters(
+    world: World, make: Any, path: str
+) -> None:
+    """Under the plain model's names; never a shard that looks like a whole."""
     expected = plain(make).state_dict()
     model = make(Mixed(), path)
 
@@ -89,26 +97,13 @@ def check_saved(world: World, make: Any, path: str) -> None:
 
 
 @pytest.mark.req("S1-07")
-@pytest.mark.parametrize("make", [around, between, inside, twice])
-@both_paths
-def test_calls_that_a_module_passes_on_still_give_full_parameters(
-    ranks: RankCount, path: str, make: Any
-) -> None:
-    """Under the plain model's names; never a shard that looks like a whole."""
-    ranks(2).run(check_saved, make, path)
-
-
-def check_loaded(world: World) -> None:
+@on_ranks(2)
+def test_what_such_a_model_gave_it_takes(world: World) -> None:
+    """As the plain one does."""
     for make in (around, twice):
         model = make(Mixed(seed=3), "composable")
         model.load_state_dict(Mixed().state_dict())
         assert _same(dict(model.state_dict()), dict(Mixed().state_dict()))
-
-
-@pytest.mark.req("S1-07")
-def test_what_such_a_model_gave_it_takes(ranks: RankCount) -> None:
-    """As the plain one does."""
-    ranks(2).run(check_loaded)
 
 
 def check_added(world: World, path: str) -> list[str]:

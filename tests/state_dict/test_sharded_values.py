@@ -20,13 +20,13 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.state_dict.dcp_tools import corners, sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import adamw
 from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
     message_of,
-    one_to_three_ranks,
     step,
 )
 from tests.support.world import World
@@ -43,7 +43,12 @@ def models(path: str) -> list[tuple[nn.Module, Any]]:
     return found
 
 
-def check_whole(world: World, path: str) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+def test_parts_boxes_and_the_whole_are_those_of_the_parameter(
+    world: World, path: str
+) -> None:
+    """Also of copies and casts; ``full_tensor`` alone sends something."""
     for model, _ in models(path):
         full = model.state_dict()
         for name, value in sharded(model).items():
@@ -68,15 +73,6 @@ def check_whole(world: World, path: str) -> None:
                 whole = each.full_tensor()
                 assert type(whole) is torch.Tensor
                 assert torch.equal(whole, full[name].to(each.dtype)), name
-
-
-@one_to_three_ranks
-@both_paths
-def test_parts_boxes_and_the_whole_are_those_of_the_parameter(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """Also of copies and casts; ``full_tensor`` alone sends something."""
-    ranks(world_size).run(check_whole, path)
 
 
 def look(world: World, path: str) -> list[str]:

@@ -28,6 +28,7 @@ from composable_fsdp import (
     state_dict_type,
 )
 from composable_fsdp.state_dict.sharded import ShardedValue
+from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import adamw
 from tests.support.sharded import RankCount, both_paths, gpt, step
@@ -64,7 +65,13 @@ def parts(state: Any) -> list[Tensor]:
     return [v.local if isinstance(v, ShardedValue) else v for v in found]
 
 
-def check_snapshots(world: World, path: str) -> None:
+@pytest.mark.req("S1-32")
+@both_paths
+@on_ranks(2)
+def test_a_state_dict_keeps_its_values_through_the_next_step(
+    world: World, path: str
+) -> None:
+    """Sharded ones are copies, as FSDP1's; so is what goes to the host."""
     model, optimizer = trained(world, path)
     for number, way in enumerate(WAYS, start=1):
         with state_dict_type(model, *way):
@@ -78,15 +85,6 @@ def check_snapshots(world: World, path: str) -> None:
             assert kept
             assert all(map(torch.equal, parts(state), kept)), way
             assert not all(map(torch.equal, parts(later), kept)), way
-
-
-@pytest.mark.req("S1-32")
-@both_paths
-def test_a_state_dict_keeps_its_values_through_the_next_step(
-    ranks: RankCount, path: str
-) -> None:
-    """Sharded ones are copies, as FSDP1's; so is what goes to the host."""
-    ranks(2).run(check_snapshots, path)
 
 
 def attempts(saved: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]]:
@@ -134,7 +132,12 @@ def test_dcp_is_refused_local_state_which_it_would_take_for_whole(
         assert "it takes 'tokens.weight' for" in texts["model save"]
 
 
-def check_plain_inside(world: World, path: str) -> None:
+@both_paths
+@on_ranks(2)
+def test_local_values_become_plain_tensors_where_they_are_loaded(
+    world: World, path: str
+) -> None:
+    """The optimizer's state and the parameters are of torch's own class."""
     model, optimizer = trained(world, path)
     with state_dict_type(model, LOCAL):
         saved, state = model.state_dict(), optim_state_dict(model, optimizer)
@@ -151,26 +154,15 @@ def check_plain_inside(world: World, path: str) -> None:
     assert _same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-@both_paths
-def test_local_values_become_plain_tensors_where_they_are_loaded(
-    ranks: RankCount, path: str
-) -> None:
-    """The optimizer's state and the parameters are of torch's own class."""
-    ranks(2).run(check_plain_inside, path)
-
-
-def check_alone(world: World, folder: Path) -> None:
-    model, _ = trained(world, "wrapper")
-    with state_dict_type(model, LOCAL):
-        dcp_save(dict(model.state_dict()), checkpoint_id=folder)
-        other, _ = trained(world, "wrapper", seed=3)
-        found = other.state_dict()
-        dcp_load(found, checkpoint_id=folder)
-    assert _same(dict(found), dict(model.state_dict()))
-
-
+@on_ranks(1)
 def test_one_rank_alone_holds_the_whole_and_dcp_takes_it(
-    ranks: RankCount, tmp_path: Path
+    world: World, tmp_path: Path
 ) -> None:
     """Nothing is refused where nothing is cut."""
-    ranks(1).run(check_alone, tmp_path)
+    model, _ = trained(world, "wrapper")
+    with state_dict_type(model, LOCAL):
+        dcp_save(dict(model.state_dict()), checkpoint_id=tmp_path)
+        other, _ = trained(world, "wrapper", seed=3)
+        found = other.state_dict()
+        dcp_load(found, checkpoint_id=tmp_path)
+    assert _same(dict(found), dict(model.state_dict()))

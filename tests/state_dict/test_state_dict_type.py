@@ -30,14 +30,13 @@ from composable_fsdp import (
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.config import FULL_BY_DEFAULT
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import STRATEGIES, adamw, apply_units, differences
 from tests.support.sharded import (
     RankCount,
     both_paths,
     gpt,
     message_of,
-    one_to_three_ranks,
-    several_ranks,
     step,
 )
 from tests.support.world import World
@@ -126,7 +125,13 @@ def test_a_wrong_type_or_configuration_is_refused_and_nothing_is_set(
     assert get_state_dict_type(model) == FULL_BY_DEFAULT
 
 
-def check_first(world: World, path: str, strategy: ShardingStrategy) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+@every_strategy
+def test_with_rank0_only_the_first_rank_alone_has_everything(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """The others get empty dicts, buffers left out too, and allocate nothing."""
     model = gpt(path, tied_head=True, strategy=strategy)
     plain = TinyGPT(tied_head=True)
     for each in (model, plain):
@@ -150,16 +155,6 @@ def check_first(world: World, path: str, strategy: ShardingStrategy) -> None:
     assert "all_gather" not in {call.op for call in calls}
 
 
-@one_to_three_ranks
-@both_paths
-@every_strategy
-def test_with_rank0_only_the_first_rank_alone_has_everything(
-    ranks: RankCount, strategy: ShardingStrategy, path: str, world_size: int
-) -> None:
-    """The others get empty dicts, buffers left out too, and allocate nothing."""
-    ranks(world_size).run(check_first, path, strategy)
-
-
 def trained(world: World, path: str, **options: Any) -> tuple[nn.Module, Any]:
     model = gpt(path, **options)
     optimizer = adamw(model.parameters())
@@ -167,7 +162,12 @@ def trained(world: World, path: str, **options: Any) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def check_from_first(world: World, path: str) -> None:
+@on_ranks(2, 3)
+@both_paths
+def test_optimizer_state_that_the_first_rank_holds_reaches_all(
+    world: World, path: str
+) -> None:
+    """One tensor at a time; what does not fit raises on every rank."""
     model, optimizer = trained(world, path)
     whole = optim_state_dict(model, optimizer)
     fresh = adamw(model.parameters())
@@ -189,15 +189,6 @@ def check_from_first(world: World, path: str) -> None:
             )
         )
     assert "'exp_avg' of 'head.weight' has shape (3,)" in text
-
-
-@several_ranks
-@both_paths
-def test_optimizer_state_that_the_first_rank_holds_reaches_all(
-    ranks: RankCount, path: str, world_size: int
-) -> None:
-    """One tensor at a time; what does not fit raises on every rank."""
-    ranks(world_size).run(check_from_first, path)
 
 
 def check_replicas(world: World, path: str) -> tuple[int, int]:
@@ -241,7 +232,13 @@ def local_states(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
     return found
 
 
-def check_local(world: World, path: str, strategy: ShardingStrategy) -> None:
+@on_ranks(1, 2, 3)
+@both_paths
+@every_strategy
+def test_local_state_goes_out_and_comes_back_without_communication(
+    world: World, path: str, strategy: ShardingStrategy
+) -> None:
+    """Plain tensors under the plain names, through a file of weights only."""
     model, optimizer = trained(world, path, strategy=strategy)
     whole = model.state_dict(), optim_state_dict(model, optimizer)
     saved, state = map(through_a_file, local_states(model, optimizer))
@@ -261,16 +258,6 @@ def check_local(world: World, path: str, strategy: ShardingStrategy) -> None:
     again = optim_state_dict(fresh, optimizer)
     for name, values in again["state"].items():
         assert differences(values, whole[1]["state"][name]) == {}
-
-
-@one_to_three_ranks
-@both_paths
-@every_strategy
-def test_local_state_goes_out_and_comes_back_without_communication(
-    ranks: RankCount, strategy: ShardingStrategy, path: str, world_size: int
-) -> None:
-    """Plain tensors under the plain names, through a file of weights only."""
-    ranks(world_size).run(check_local, path, strategy)
 
 
 def check_local_in_a_plain_module(world: World) -> bool:

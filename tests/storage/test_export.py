@@ -29,6 +29,7 @@ from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.storage.samples import everything, same
 from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import gpt_input, loss_of
 from tests.support.sharded import (
     RankCount,
@@ -99,7 +100,14 @@ def test_a_parameter_in_several_boxes_on_a_rank_is_exported_whole(
     assert world_size == 1 or max(boxes) > 1
 
 
-def check_gpt(world: World, path: str, folder: str) -> None:
+@pytest.mark.req("U-06")
+@on_ranks(1, 2, 3)
+@both_paths
+def test_a_tied_model_is_exported_with_the_plain_names(
+    world: World, path: str, tmp_path: Path
+) -> None:
+    """safetensors' own loader takes it strictly; the tie is stored once, and told."""
+    folder = str(tmp_path)
     model = gpt(path, tied_head=True)
     out = Path(folder) / "out.safetensors"
 
@@ -113,16 +121,6 @@ def check_gpt(world: World, path: str, folder: str) -> None:
     kinds = {call.op for call in calls}
     assert kinds <= {"gather", "all_gather_object"}
     assert "head.weight" not in load_file(out)
-
-
-@pytest.mark.req("U-06")
-@one_to_three_ranks
-@both_paths
-def test_a_tied_model_is_exported_with_the_plain_names(
-    ranks: RankCount, tmp_path: Path, path: str, world_size: int
-) -> None:
-    """safetensors' own loader takes it strictly; the tie is stored once, and told."""
-    ranks(world_size).run(check_gpt, path, str(tmp_path))
 
 
 def check_failure(world: World, folder: str) -> list[Any]:
@@ -244,19 +242,17 @@ def test_a_full_disk_is_one_error_on_all_ranks(
     assert first[1:] == ["before"]
 
 
-def check_between(world: World, folder: str) -> None:
+@on_ranks(2)
+def test_an_export_between_forward_and_backward_harms_neither(
+    world: World, tmp_path: Path
+) -> None:
+    """It says so or works, on every rank alike, and backward still runs."""
+    folder = str(tmp_path)
     model = gpt("composable")
     loss = loss_of(model, gpt_input(0, world.rank))
     text = message_of(lambda: export_safetensors(Path(folder) / "out", model))
     assert text == "nothing was raised" or text.startswith("PhaseError")
     loss.backward()  # type: ignore[no-untyped-call]
-
-
-def test_an_export_between_forward_and_backward_harms_neither(
-    ranks: RankCount, tmp_path: Path
-) -> None:
-    """It says so or works, on every rank alike, and backward still runs."""
-    ranks(2).run(check_between, str(tmp_path))
 
 
 def check_run(world: World, folder: str) -> None:

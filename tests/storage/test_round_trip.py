@@ -28,6 +28,7 @@ from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.storage.training import State, everything, make, optimizer_of, same, step
 from tests.support.memory import LiveBytes
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import STRATEGIES, backward, gpt_input, loss_of
 from tests.support.sharded import RankCount, both_paths, message_of
 from tests.support.world import World
@@ -240,13 +241,15 @@ def test_the_files_open_with_the_safetensors_library(
             assert torch.equal(torch.cat(shards)[slot.offset : stop], part)
 
 
-def check_traffic(world: World, folder: Path) -> None:
+@on_ranks(2)
+def test_saving_and_loading_send_no_tensor(world: World, tmp_path: Path) -> None:
+    """Five exchanges of small objects, none in the path of a shard."""
     model = make("composable")
     optimizer = optimizer_of(model)
     step(model, optimizer, 0)
     with record() as calls:
-        save(folder / "run", model, optimizer)
-        load(folder / "run", model, optimizer)
+        save(tmp_path / "run", model, optimizer)
+        load(tmp_path / "run", model, optimizer)
 
     assert [call.op for call in calls] == [
         "all_gather_object",
@@ -256,11 +259,6 @@ def check_traffic(world: World, folder: Path) -> None:
         "all_gather_object",
     ]
     assert sum(call.nbytes for call in calls) == 0
-
-
-def test_saving_and_loading_send_no_tensor(ranks: RankCount, tmp_path: Path) -> None:
-    """Five exchanges of small objects, none in the path of a shard."""
-    ranks(2).run(check_traffic, tmp_path)
 
 
 def check_untrained(world: World, folder: Path) -> bool:

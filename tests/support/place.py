@@ -13,6 +13,8 @@ import torch.distributed as dist
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+BODY = "body_on_ranks"
+"""The attribute of a test that is to run on ranks: the function for each rank."""
 
 
 @dataclass(frozen=True)

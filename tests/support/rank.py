@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from tests.support import seam
 from tests.support.place import (
+    BODY,
     COLLECTIVE_TIMEOUT,
     Answer,
     Job,
@@ -140,6 +141,7 @@ def _answer(world: World, job: Job) -> Answer:
         sys.path[:] = job.sys_path
         _import(job.module, job.file)
         function: Callable[..., object] = pickle.loads(job.function)
+        function = getattr(function, BODY, function)
         arguments: tuple[object, ...] = pickle.loads(job.arguments)
         with warnings.catch_warnings():
             _use_filters(pickle.loads(job.warning_filters))

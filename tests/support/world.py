@@ -14,6 +14,9 @@ world                  what it is                                 can show
         ...
 
     first, second = ranks(2).run(check, 8)
+
+A test that looks at nothing but what its ranks see runs there itself: see
+`tests.support.on_ranks`.
 """
 
 from __future__ import annotations
