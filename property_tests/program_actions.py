@@ -214,7 +214,9 @@ def scaled(side: Side, how: str) -> Seen:
     found = [(n, p) for n, p in sorted(named(side.model).items()) if has_grad(side, n)]
     if not found or not side.scaled:
         return None
-    if how == "infinite" and (grad := found[len(found) // 2][1].grad) is not None:
+    grad = found[len(found) // 2][1].grad
+    # A fused first step that is skipped leaves torch's momentum uninitialised.
+    if how == "infinite" and grad is not None and side.kind != "momentum_fused":
         grad.fill_(float("inf"))
     forget_hidden(side)
     if how == "unscale":

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from property_tests.program_recipes import Options, Part, Program
+from property_tests.program_strategies import possible
 from property_tests.programs import expanded
 
 
@@ -26,7 +27,7 @@ def shrink(
     while found:
         found = False
         for smaller in smaller_programs(program):
-            if repr(smaller) in tried:
+            if repr(smaller) in tried or possible(smaller) != smaller:
                 continue
             if len(tried) > attempts:
                 return program, failure

@@ -221,22 +221,23 @@ def programs() -> st.SearchStrategy[Program]:
     """Draw a program; shrinks to one step of a linear layer."""
     drawn = st.builds(
         Program,
-        root=roots().map(legal),
+        root=roots(),
         width=st.sampled_from([4, 2, 3, 5]),
         seed=st.integers(0, 3),
         options=options(),
         actions=actions().map(tuple),
     )
-    return drawn.map(_possible)
+    return drawn.map(possible)
 
 
-def _possible(program: Program) -> Program:
+def possible(program: Program) -> Program:
     """The nearest program that torch can run, and whose names are those of a plain one.
 
     ``p.data = ...`` under ``torch.func`` crashes the process. Parameters of a wrapper
     in a wrapper have names that ``functional_call`` does not find.
     """
     options = program.options
+    program = replace(program, root=legal(program.root))
     if FUNCTIONAL & program.words() and "core:quantized" in program.words():
         program = replace(program, root=_without(program.root, "quantized"))
     if options.door == "wrapper" and "call:functional" in program.words():

@@ -108,17 +108,15 @@ class Peers:
             return None
         return PeerMessage(*json.loads(store.get(key))).value
 
-    def arrive(self, place: str, expected: int | None = None) -> None:
-        """Count this rank at ``place``; the last expected rank opens the place.
+    def arrive(self, place: str) -> None:
+        """Count this rank at ``place``; the last rank of the group opens the place.
 
-        Waits for no rank. ``expected`` is the number of ranks that will come; default:
-        None, all ranks of the group.
+        Waits for no rank.
         """
         store, key = _store(), self._key(place)
         # The names of the ranks are only for ``missing``; the counter decides.
         store.append(f"{key}/here", f"{self._rank} ")
-        count = self._group.get().size() if expected is None else expected
-        if store.add(f"{key}/count", 1) == count:
+        if store.add(f"{key}/count", 1) == self._group.get().size():
             store.set(f"{key}/open", "1")
 
     def all_arrived(self, place: str, within: float) -> bool:
@@ -183,6 +181,11 @@ class Peers:
         """Return the number of seconds that ``missing`` waits."""
         asked = os.environ.get(TIMEOUT_VARIABLE)
         return float(asked) if asked else _SHARE * _group_timeout(self._group.get())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one of the group."""
+        return dist.get_group_rank(self._group.get(), self._rank) == 0
 
     def _key(self, place: str) -> str:
         """Return the key of ``place``; choose the prefix at the first call."""

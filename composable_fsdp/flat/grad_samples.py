@@ -55,10 +55,10 @@ GRAD_SAMPLES: weakref.WeakKeyDictionary[FlatParameter, GradSample] = (
     weakref.WeakKeyDictionary()
 )
 """The latest sample of each region."""
-_places: weakref.WeakKeyDictionary[FlatParameter, tuple[Tensor, tuple[int, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Positions chosen for each region, computed once."""
+_places: weakref.WeakKeyDictionary[
+    FlatParameter, tuple[Tensor | None, tuple[int, ...]]
+] = weakref.WeakKeyDictionary()
+"""Positions chosen for each region, computed once; None if there is no sample of it."""
 
 
 def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
@@ -94,29 +94,31 @@ def _sample_region(handle: FlatParamHandle, region: FlatParameter) -> None:
     gradient = region.grad_shard
     assert gradient is not None
     known = _places.get(region)
-    if known is None or known[0].device != gradient.device:
+    if known is None or (known[0] is not None and known[0].device != gradient.device):
         # The positions are a tensor on the gradient's device, chosen once per region.
         known = _places[region] = _choose(handle, region, gradient.device)
-    # A region without positions (no group, or a group without a store) is not sampled.
     places, leaves = known
-    if leaves:
-        GRAD_SAMPLES[region] = GradSample(
-            weakref.ref(handle),
-            weakref.ref(gradient),
-            gradient._version,
-            places,
-            leaves,
-            gradient.index_select(0, places),
-        )
+    if places is None:
+        return
+    # A region without elements here is noted, too: the ranks of a group must agree on
+    # which regions were sampled.
+    GRAD_SAMPLES[region] = GradSample(
+        weakref.ref(handle),
+        weakref.ref(gradient),
+        gradient._version,
+        places,
+        leaves,
+        gradient.index_select(0, places),
+    )
 
 
 def _choose(
     handle: FlatParamHandle, region: FlatParameter, device: torch.device
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Choose positions, evenly spread over each leaf; none if ranks cannot compare."""
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Choose positions, evenly spread over each leaf; None if ranks cannot compare."""
     group = handle.groups.shard
     if group is None or not can_compare(group):
-        return torch.empty(0, device=device), ()
+        return None, ()
     # At least 1, so that every leaf with elements is sampled.
     most = max(1, min(_PER_LEAF, _PER_REGION // len(region.grad_views)))
     chosen = [

@@ -8,7 +8,8 @@ shards for the norm of the model. The optimizer's pre-step hook detects this::
     before the step     another version? by which factor? the same on the other ranks?
 
 A write is accepted if it does not scale, or if it scales by the same factor on all
-ranks. Ranks that wrote exchange their factors through the key-value store.
+ranks. In each step that is checked, all ranks of a shard group meet in the key-value
+store, ranks without a gradient too, so that a refusal is raised on all of them.
 """
 
 from __future__ import annotations
@@ -37,30 +38,46 @@ _WINDOW = 2
 _TRUSTED = 3
 """Number of accepted writes after which an optimizer is checked in windows only."""
 _PATIENCE = 5.0
-"""Seconds to wait for ranks that hold elements but saw no write; spent at most once per
-optimizer."""
+"""Seconds to wait for ranks of a shard group that do not step; spent at most once per
+optimizer and group."""
 _ENOUGH = 4
 """Minimum number of elements of a leaf from which a factor is computed."""
 _TOLD = 64
 """Maximum number of parameters whose factors are sent, the largest parameters first."""
 
 
+class _GroupCheck:
+    """State of the check for an optimizer and a shard group; equal on its ranks."""
+
+    __slots__ = ("alone", "last", "peers", "trust", "writes")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        peers = _peers.get(group)
+        if peers is None:
+            peers = _peers[group] = Peers(group, "factors")
+        self.peers = peers
+        # ``writes``: a rank wrote to gradients before the last step. ``alone``: other
+        # ranks did not come, so that the check is off.
+        self.writes = self.alone = False
+        self.trust = 0
+        self.last = ""
+        """Place of the last exchange, whose keys are still in the store."""
+
+
 class _Watched:
     """State of the check for an optimizer that holds sharded parameters."""
 
-    __slots__ = ("__weakref__", "alone", "ordinal", "said", "steps", "trust", "writes")
+    __slots__ = ("__weakref__", "groups", "ordinal", "steps", "writes")
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         """Number of the optimizer in order of first use; equal on all ranks."""
-        self.steps = self.trust = 0
-        # ``writes``: gradients were written to before the last step. ``alone``: this
-        # rank wrote and other ranks did not, so that the check is off for this
-        # optimizer.
-        self.writes = self.alone = False
-        self.said: list[tuple[Peers, str]] = []
-        """Keys that this rank wrote first and must remove from the store, oldest first.
-        """
+        self.steps = 0
+        self.writes = False
+        """Whether one of ``groups`` is checked in every step."""
+        self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupCheck] = (
+            weakref.WeakKeyDictionary()
+        )
 
 
 _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched | None] = (
@@ -85,23 +102,22 @@ def expect_gradients() -> None:
 def require_common_factor(optim: torch.optim.Optimizer) -> None:
     """Refuse gradients that each rank scaled by another factor.
 
-    Collective: none. If this rank wrote to gradients, the ranks that hold elements
+    Collective: none. In the steps that are checked, the ranks of each shard group
     exchange keys in the store and wait for each other, at most ``_PATIENCE`` seconds.
-    Raises: CompositionError, on all ranks that wrote.
+    Raises: CompositionError, on all ranks of the shard group.
     """
     watched = _watched.get(optim, _UNKNOWN)
     if watched is _UNKNOWN:
         watched = _watched[optim] = _register_optimizer(optim)
-    if watched is None or watched.alone:
+    if watched is None:
         return
     watched.steps += 1
     if GRAD_SAMPLES:
         _compare(optim, watched)
-    steps = watched.steps
     # Without writes, request samples only in the first ``_WINDOW`` steps from each
     # power of two on; all other steps cost nothing. After a write, request samples for
     # every step until ``_TRUSTED`` writes were accepted.
-    if watched.writes or steps + 1 - (1 << (steps + 1).bit_length() - 1) < _WINDOW:
+    if watched.writes or _is_in_window(watched.steps + 1):
         _wishing.add(watched)
         SAMPLE_REQUEST.backwards = _BACKWARDS
     elif SAMPLE_REQUEST.backwards:
@@ -115,6 +131,11 @@ def require_common_factor(optim: torch.optim.Optimizer) -> None:
 
 _UNKNOWN = _Watched(-1)
 """Marks an optimizer that was never seen; None marks one that needs no check."""
+
+
+def _is_in_window(step: int) -> bool:
+    """Return whether ``step``, counted from 1, is checked also without writes."""
+    return step - (1 << step.bit_length() - 1) < _WINDOW
 
 
 def _register_optimizer(optim: torch.optim.Optimizer) -> _Watched | None:
@@ -139,82 +160,95 @@ class _Write(NamedTuple):
 def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
     """Find the written gradients of ``optim`` and compare them per shard group."""
     held = set(map(id, parameters_of(optim)))
+    # Shard groups with a sampled gradient are equal on all their ranks, also if this
+    # rank holds no element or saw no write.
     writes: dict[dist.ProcessGroup, list[_Write]] = {}
     for region, note in list(GRAD_SAMPLES.items()):
         handle, gradient = note.handle(), note.gradient()
-        if handle is None or gradient is None or gradient is not region.grad_shard:
-            continue
-        # In-place writes raise the version counter of the flat gradient. Assigning
-        # ``p.grad`` does not, so an assigned gradient is accepted.
-        if gradient._version == note.version:
-            continue
         mine = {id(region.flat)} | set(map(id, region.leaves))
-        if mine.isdisjoint(held):
+        if handle is None or mine.isdisjoint(held):
             continue
         # Read the group last: the group of a model that is no longer trained may be
         # destroyed.
         group = handle.groups.shard
-        if group is not None:
-            write = _Write(handle, region, note, gradient)
-            writes.setdefault(group, []).append(write)
-    watched.writes = bool(writes)
+        if group is None:
+            continue
+        found = writes.setdefault(group, [])
+        # In-place writes raise the version counter of the flat gradient. Assigning
+        # ``p.grad`` does not, so an assigned gradient is accepted.
+        if gradient is None or gradient is not region.grad_shard or not note.leaves:
+            continue
+        if gradient._version != note.version:
+            found.append(_Write(handle, region, note, gradient))
+    told = None
     for group, found in writes.items():
-        _exchange(optim, watched, group, found, held)
+        check = watched.groups.get(group)
+        if check is None:
+            check = watched.groups[group] = _GroupCheck(group)
+        if check.alone or not (check.writes or _is_in_window(watched.steps)):
+            continue
+        leaves = _leaves_of(found, held) if found else []
+        place = f"{watched.ordinal}/{watched.steps}"
+        # Raise after the last group, whose other ranks wait for this one.
+        told = _exchange(check, place, leaves, has_written=bool(found)) or told
+    watched.writes = any(check.writes for check in watched.groups.values())
+    if told is not None:
+        raise _refusal(optim, told)
 
 
 def _exchange(
-    optim: torch.optim.Optimizer,
-    watched: _Watched,
-    group: dist.ProcessGroup,
-    writes: Sequence[_Write],
-    held: set[int],
-) -> None:
-    """Exchange factors with the other ranks of ``group`` through the key-value store.
+    check: _GroupCheck, place: str, leaves: Sequence[_Leaf], *, has_written: bool
+) -> str | None:
+    """Exchange factors with the other ranks of the group through the key-value store.
 
-    Raises: CompositionError, if factors differ; on all ranks of the group that wrote.
+    Returns: how factors differ, the same text on all ranks; or None.
     """
-    leaves = _leaves_of(writes, held)
+    peers = check.peers
+    mixed = any(leaf.is_changed_otherwise for leaf in leaves)
+    changed = mixed or any(leaf.factor not in (None, 1.0) for leaf in leaves)
     said = _statement(leaves)
-    peers = _peers.get(group)
-    if peers is None:
-        peers = _peers[group] = Peers(group, "factors")
-    place = f"{watched.ordinal}/{watched.steps}"
     if said.leaves or said.factor is not None:
         # The first rank that writes the key sets the reference; every later rank
         # compares itself with the first, and writes the difference under a second key.
         other = peers.say(place, said)
-        if other is None:
-            watched.said.append((peers, place))
-        else:
+        if other is not None:
             wrong = _difference(said, _RankStatement(*other.value), other.rank)
             if wrong:
                 peers.say(f"{place}/wrong", wrong)
-    # Wait for all ranks before the second key is read, so that all of them raise.
-    peers.arrive(f"{place}/all", _ranks_with_elements(writes))
-    # After a write that is more than scaling, do not wait: the other ranks may have had
-    # no reason to write.
-    mixed = any(leaf.is_changed_otherwise for leaf in leaves)
-    if not mixed and not peers.all_arrived(f"{place}/all", _PATIENCE):
-        watched.alone = True
-    told = peers.heard(f"{place}/wrong")
-    if told is not None:
-        raise CompositionError(
-            f"{type(optim).__name__} got gradients that were scaled after they were "
-            f"averaged, {told}; expected one factor on all ranks. "
-            "torch.nn.utils.clip_grad_norm_ does that, because it sees this rank's "
-            "shards alone. Call composable_fsdp.clip_grad_norm_(model, max_norm) "
-            "instead, or the wrapper's method; where a trainer clips, turn that off "
-            "there. What is meant to differ by rank can be assigned: p.grad = ..."
-        )
-    if mixed or any(leaf.factor not in (None, 1.0) for leaf in leaves):
-        watched.trust += 1
-    if watched.trust >= _TRUSTED:
-        watched.trust, watched.writes = 0, False
-    # Keep the keys of the last two exchanges, because slower ranks may still read them.
-    for old_peers, old in watched.said[:-2]:
-        for suffix in ("", "/wrong", "/all"):
-            old_peers.remove(f"{old}{suffix}")
-    del watched.said[:-2]
+    if has_written:
+        peers.say(f"{place}/wrote", 1)
+    if changed:
+        peers.say(f"{place}/changed", 1)
+    # Wait for all ranks before the other keys are read, so that all ranks read the
+    # same values.
+    peers.arrive(f"{place}/all")
+    check.alone = not peers.all_arrived(f"{place}/all", _PATIENCE)
+    last, check.last = check.last, place
+    if last and peers.is_first and not check.alone:
+        # All ranks are here, so none reads the keys of the last exchange any more.
+        for suffix in ("", "/wrong", "/wrote", "/changed", "/all"):
+            peers.remove(f"{last}{suffix}")
+    check.writes = not check.alone and peers.heard(f"{place}/wrote") is not None
+    if not check.writes:
+        return None
+    if peers.heard(f"{place}/changed") is not None:
+        check.trust += 1
+    if check.trust >= _TRUSTED:
+        check.trust, check.writes = 0, False
+    told: str | None = peers.heard(f"{place}/wrong")
+    return told
+
+
+def _refusal(optim: torch.optim.Optimizer, told: str) -> CompositionError:
+    """Return the error of a step whose gradients were scaled as ``told`` says."""
+    return CompositionError(
+        f"{type(optim).__name__} got gradients that were scaled after they were "
+        f"averaged, {told}; expected one factor on all ranks. "
+        "torch.nn.utils.clip_grad_norm_ does that, because it sees this rank's "
+        "shards alone. Call composable_fsdp.clip_grad_norm_(model, max_norm) "
+        "instead, or the wrapper's method; where a trainer clips, turn that off "
+        "there. What is meant to differ by rank can be assigned: p.grad = ..."
+    )
 
 
 class _Leaf(NamedTuple):
@@ -380,15 +414,3 @@ def _difference_text(what: str, one: float, own: int, other: float, rank: int) -
     return f"{what} by " + " and by ".join(
         f"{factor:.4g} on rank {each}" for each, factor in pairs
     )
-
-
-def _ranks_with_elements(writes: Sequence[_Write]) -> int:
-    """Return how many ranks of the group hold elements of the written gradients."""
-    # Parameters fill the flat buffer from its start and padding is at its end, so the
-    # ranks with elements are the first ones of the group.
-    layouts = [write.region.layout for write in writes]
-    ends = [
-        (max(slot.offset + slot.numel for slot in layout.parameters), layout)
-        for layout in layouts
-    ]
-    return max(-(-end // layout.shard_numel) for end, layout in ends)

@@ -254,6 +254,60 @@ def test_notes_are_taken_in_a_few_steps_and_send_nothing(ranks: RankCount) -> No
         assert ops.count("all_reduce") == 40
 
 
+class Parts(nn.Module):
+    """A layer of which each rank holds rows, and parameters that few ranks hold."""
+
+    def __init__(self, used: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.used = used
+        for index, shape in enumerate(shapes):
+            value = torch.linspace(0.1, 1, torch.Size(shape).numel()).view(shape)
+            self.register_parameter("abcd"[index], nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for name in self.used:
+            total = total + (x.mean() * getattr(self, name)).square().sum()
+        return total
+
+
+def check_without_gradients(world: World) -> list[tuple[int, str]]:
+    """Models of which some ranks hold nothing, or nothing that has a gradient."""
+    models: list[tuple[tuple[str, ...], list[tuple[int, ...]]]] = [
+        # Of two rows, three ranks; a few ranks hold all.
+        (("a",), [(2, 8)]),
+        (("a", "b"), [(1, 8), (8,)]),
+        # The first rank holds what is not used, or the last one, or the middle one.
+        (("b",), [(8, 8), (16, 8)]),
+        (("a",), [(16, 8), (8, 8)]),
+        (("a", "c"), [(8, 8), (8, 8), (8, 8)]),
+    ]
+    found = []
+    for used, shapes in models:
+        for change in (clip, late, scaled):
+            model = fully_shard(Parts(used, *shapes))
+
+            def of(at: int, rank: int) -> Tensor:
+                return torch.full((2, 2), 1.0 + at + 10 * rank)
+
+            found.append(run(model, change, world, of=of))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_without_a_gradient_refuse_the_step_with_the_others(
+    ranks: RankCount, world_size: int
+) -> None:
+    """Whatever each rank holds: the same step ends with the same text."""
+    found = ranks(world_size).run(check_without_gradients)
+
+    first = found[0]
+    assert found == [first] * world_size
+    refused = [at for at, text in first if "scaled after they were averaged" in text]
+    assert len(refused) >= world_size
+    assert all(end == (6, NOTHING) for end in first[2::3])
+
+
 @on_ranks(2)
 def test_models_whose_group_is_gone_are_left_alone(world: World) -> None:
     """Notes of their gradients outlive it; the steps of other models pass them by."""
