@@ -12,7 +12,7 @@ from tests.import_graph import Module
 MAX_FIELDS = 20
 MORE_FIELDS = {
     "composable_fsdp.flat.handle.FlatParamHandle": 51,
-    "composable_fsdp.flat.region.FlatParameter": 31,
+    "composable_fsdp.flat.region.FlatParameter": 32,
     "composable_fsdp.tree.state._FSDPState": 29,
     "composable_fsdp.tree.state.RuntimeContext": 21,
 }

@@ -57,6 +57,7 @@ class Groups:
         "can_average",
         "rank",
         "replicas",
+        "shard_ref",
         "shard_world_size",
     )
 
@@ -69,6 +70,9 @@ class Groups:
         self.rank = shard.rank() if shard is not None else 0
         alone = shard is None or self.shard_world_size == 1
         self._shard = None if alone or shard is None else GroupRef(shard)
+        # For the collectives of every step, which so save two function calls.
+        self.shard_ref = None if alone or shard is None else weakref.ref(shard)
+        """Weak reference to ``shard``; dead after the group was destroyed."""
         alone = replicate is None or self.replicas == 1
         self._replicate = None if alone or replicate is None else GroupRef(replicate)
         self.can_average = all(

@@ -49,6 +49,7 @@ def build_region(
     region.layout, region.rank = layout, rank
     region.temporary = region.in_flight = region.partial = region.flat = None
     region.grad_places, region.owned = (), {}
+    region.cuts = layout.shard_cuts(rank, rows=rows)
     meta = any(p.is_meta for p in parameters)
     region.device = torch.device("meta") if meta else device
     region.offload = offload
@@ -58,8 +59,8 @@ def build_region(
     # No torch.no_grad is needed: the parameters are detached, so autograd records
     # nothing here.
     with memory.outside_inference():
-        _fill_shard(region, parameters, rows=rows, sharded=sharded)
-        _make_sharded_leaves(region, parameters, rows=rows, sharded=sharded)
+        _fill_shard(region, parameters, sharded=sharded)
+        _make_sharded_leaves(region, parameters, sharded=sharded)
         make_full(region, dtypes.compute)
         _make_gradients(region, dtypes.reduce)
     return region
@@ -69,14 +70,13 @@ def _fill_shard(
     region: FlatParameter,
     parameters: Sequence[nn.Parameter],
     *,
-    rows: bool,
     sharded: bool,
 ) -> None:
     """Copy this rank's elements of ``parameters`` into the shard; zero the padding."""
     shard = region.shard
     if shard.is_meta:
         return
-    parts, cuts, _ = region.layout.shard_cuts(region.rank, rows=rows)
+    parts, cuts, _ = region.cuts
     if cuts.gaps:
         # A norm over the whole shard must not see undefined padding.
         shard.zero_()
@@ -92,11 +92,10 @@ def _make_sharded_leaves(
     region: FlatParameter,
     parameters: Sequence[nn.Parameter],
     *,
-    rows: bool,
     sharded: bool,
 ) -> None:
     """Make ``parameters`` the sharded leaves: views of the shard."""
-    views, _ = shard_views(region, region.shard, rows=rows)
+    views, _ = shard_views(region, region.shard)
     for parameter, view in zip(parameters, views, strict=True):
         if not sharded:
             # Setting ``.data`` keeps a ``.grad`` of the old shape, which no optimizer

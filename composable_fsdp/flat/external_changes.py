@@ -141,7 +141,7 @@ def _require_fit(
     # Shape and dtype are compared with the sharded leaf, and dtypes within the region:
     # a region has a single dtype. The whole region may be cast.
     for region in handle.regions:
-        homes, _ = shard_views(region, region.shard, rows=handle.rows)
+        homes, _ = shard_views(region, region.shard)
         parameters = [current[slot.index] for slot in region.layout.parameters]
         for slot, home, found in zip(
             region.layout.parameters, homes, parameters, strict=True
@@ -189,7 +189,7 @@ def restore_shard_views(handle: FlatParamHandle) -> None:
     """Copy changed leaves into the shard and make all leaves views of the shard."""
     with torch.no_grad():
         for region in handle.regions:
-            homes, _ = shard_views(region, region.shard, rows=handle.rows)
+            homes, _ = shard_views(region, region.shard)
             for leaf, home in zip(region.leaves, homes, strict=True):
                 if leaf.numel() and leaf.data_ptr() != home.data_ptr():
                     home.copy_(leaf.detach())

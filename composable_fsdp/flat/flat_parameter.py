@@ -78,11 +78,11 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
             rebind_flat_parameter(handle, region, flat)
             if any(leaf.grad is not None for leaf in region.leaves):
                 settled = not handle.reduce_has_memory
-                ready_gradient(region, rows=handle.rows, settled=settled)
+                ready_gradient(region, settled=settled)
                 # Temporarily unset, so that ``own_gradients`` collects the gradients of
                 # the leaves.
                 region.flat = None
-                own_gradients(region, rows=handle.rows)
+                own_gradients(region)
                 for leaf in region.leaves:
                     leaf.grad = None
                 region.flat, flat.grad = flat, region.grad_shard
@@ -184,7 +184,7 @@ def leaf_gradients(
         return [None] * len(region.leaves)
     if gradient is region.grad_shard and views_are_intact(region):
         return list(region.grad_views)
-    views, _ = shard_views(region, gradient, rows=handle.rows)
+    views, _ = shard_views(region, gradient)
     return list(with_absent(region, views))
 
 
@@ -286,9 +286,9 @@ def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     # ``grad_shard`` may be replaced only if no reduction is writing into
     # ``grad_shard``.
     settled = not handle.reduce_has_memory
-    ready_gradient(region, rows=handle.rows, settled=settled)
+    ready_gradient(region, settled=settled)
     # Parts without a gradient become zeros.
-    own_gradients(region, rows=handle.rows)
+    own_gradients(region)
     region.flat.grad = region.grad_shard
     # A user can reach every part of ``grad_shard`` through ``flat.grad``.
     note_shown(region, bytes([1]) * len(region.leaves))

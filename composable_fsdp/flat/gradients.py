@@ -36,20 +36,19 @@ def new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
 
 
 def shard_views(
-    region: FlatParameter, base: Tensor, *, rows: bool
+    region: FlatParameter, base: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Return views of a buffer that is laid out like the shard.
 
     Args:
         region: the region whose layout is used.
         base: the buffer ``(shard_numel,)``.
-        rows: whether views keep whole rows of dim 0; else the views are 1-D.
 
     Returns: one view per parameter (empty if this rank has no elements), and the views
     of the padding.
     Collective: none.
     """
-    _, cuts, shapes = region.layout.shard_cuts(region.rank, rows=rows)
+    _, cuts, shapes = region.cuts
     # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
     parts = [
@@ -59,13 +58,13 @@ def shard_views(
     return parts, tuple([pieces[i] for i in cuts.gaps])
 
 
-def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
+def make_grad_shard(region: FlatParameter) -> None:
     """Create ``grad_shard`` ``(shard_numel,)`` (values undefined) and its views."""
     # Called by reductions and not at build: between build and backward the memory is
     # free for optimizer state and activations.
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            make_grad_shard(region, rows=rows)
+            make_grad_shard(region)
         return
     if region.offload:
         shard = new_shard(region, region.grad_dtype)
@@ -73,7 +72,7 @@ def make_grad_shard(region: FlatParameter, *, rows: bool) -> None:
         # Runs once per step and unit; inlined to save a function call.
         numel, device = region.layout.shard_numel, region.device
         shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
-    views, region.grad_gaps = shard_views(region, shard, rows=rows)
+    views, region.grad_gaps = shard_views(region, shard)
     region.shown = region.unshown
     region.grad_places = (*map(Tensor.data_ptr, (shard, *views)),)
     region.grad_shard = shard
@@ -91,14 +90,13 @@ def with_absent(
     return tuple(shown)
 
 
-def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -> None:
+def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     """Create the flat gradient, unless leaves show parts of the existing flat gradient.
 
     The values are undefined for leaves without ``.grad``.
 
     Args:
         region: a trainable region.
-        rows: whether views keep whole rows of dim 0.
         settled: no reduction is writing into the existing flat gradient, so the flat
             gradient may be replaced. Default: True.
 
@@ -112,7 +110,7 @@ def ready_gradient(region: FlatParameter, *, rows: bool, settled: bool = True) -
     if may_go and not (_is_shown(region) and views_are_intact(region)):
         _free_gradient(region)
     if region.grad_shard is None:
-        make_grad_shard(region, rows=rows)
+        make_grad_shard(region)
 
 
 def views_are_intact(region: FlatParameter) -> bool:
@@ -200,9 +198,7 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
 
 
 @torch.no_grad()
-def add_to_each(
-    region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
-) -> None:
+def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Add the parts of ``sums`` to the gradients of the leaves separately, in place.
 
     A leaf without ``.grad`` gets a copy of its part.
@@ -211,11 +207,10 @@ def add_to_each(
         region: the region of the leaves.
         sums: reduced gradients ``(shard_numel,)``.
         arrived: per parameter, 1 if the parameter gets a gradient.
-        rows: whether views keep whole rows of dim 0.
 
     Collective: none.
     """
-    views, _ = shard_views(region, sums, rows=rows)
+    views, _ = shard_views(region, sums)
     parts = with_absent(region, views)
     for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
         if not hit:
@@ -231,7 +226,7 @@ def add_to_each(
 
 
 @torch.no_grad()
-def own_gradients(region: FlatParameter, *, rows: bool) -> None:
+def own_gradients(region: FlatParameter) -> None:
     """Make ``grad_shard`` hold all existing gradients, and zeros elsewhere.
 
     Afterwards the leaves with a gradient, or the flat parameter, show ``grad_shard``.
@@ -244,7 +239,7 @@ def own_gradients(region: FlatParameter, *, rows: bool) -> None:
         if earlier is not region.grad_shard:
             # A user may hold a view, whose values must not change.
             if 1 in region.shown:
-                make_grad_shard(region, rows=rows)
+                make_grad_shard(region)
             assert region.grad_shard is not None
             if earlier is None:
                 region.grad_shard.zero_()
@@ -261,7 +256,7 @@ def own_gradients(region: FlatParameter, *, rows: bool) -> None:
         )
     ):
         # A view that was shown and is not ``.grad`` any more may be held by a user.
-        make_grad_shard(region, rows=rows)
+        make_grad_shard(region)
     stale = list(region.grad_gaps)
     for leaf, gradient, view in zip(
         region.leaves, gradients, region.grad_views, strict=True
@@ -289,16 +284,24 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
 def allocate_reduce(handle: FlatParamHandle) -> None:
     """Allocate the reduce buffers on the current stream."""
     for region in handle.trainable:
-        assert region.reduce_buffer is not None
-        memory.allocate(region.reduce_buffer)
+        buffer = region.reduce_buffer
+        assert buffer is not None
+        # ``memory.allocate``, inlined.
+        nbytes, storage = buffer.nbytes, buffer.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
     handle.reduce_has_memory = True
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
     """Free the reduce buffers, on the stream that allocated the buffers."""
     for region in handle.trainable:
-        assert region.reduce_buffer is not None
-        memory.free(region.reduce_buffer)
+        buffer = region.reduce_buffer
+        assert buffer is not None
+        try:  # ``memory.free``, inlined
+            buffer.untyped_storage().resize_(0)
+        except RuntimeError as error:
+            memory.require_unresizable(buffer, error)
     handle.reduce_has_memory = False
 
 

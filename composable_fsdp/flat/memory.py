@@ -35,14 +35,18 @@ def allocate(tensor: Tensor) -> None:
 
 def free(tensor: Tensor) -> None:
     """Free the memory of ``tensor``, which must not be read until ``allocate``."""
-    memory = tensor.untyped_storage()
     try:
-        memory.resize_(0)
-    except RuntimeError:
-        # CPU memory that numpy views is not resizable any more; torch never frees such
-        # memory, so the error is ignored.
-        if memory.resizable():
-            raise
+        tensor.untyped_storage().resize_(0)
+    except RuntimeError as error:
+        require_unresizable(tensor, error)
+
+
+def require_unresizable(tensor: Tensor, error: RuntimeError) -> None:
+    """Raise ``error``, unless the memory of ``tensor`` is not resizable any more."""
+    # CPU memory that numpy views is not resizable; torch never frees such memory, so
+    # the error of ``free`` is ignored.
+    if tensor.untyped_storage().resizable():
+        raise error
 
 
 def is_allocated(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat.reduce_rule import Division
-from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
+from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
 
 class FlatParameter:
@@ -31,6 +31,7 @@ class FlatParameter:
         "__weakref__",
         "absent",
         "arrived",
+        "cuts",
         "division",
         "device",
         "flat",
@@ -65,6 +66,8 @@ class FlatParameter:
     layout: RegionLayout
     rank: int
     """This rank's index in the shard group."""
+    cuts: ShardCuts
+    """How ``shard`` and ``grad_shard`` are cut into parts of parameters and padding."""
     is_cut: bool
     """Whether ``full`` is a buffer of its own. If not, ``full`` is ``shard``."""
     device: torch.device

@@ -54,7 +54,10 @@ def allocate_full(handle: FlatParamHandle) -> None:
     if GATHERING not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, GATHERING)
     for full in handle.form.gather_lists[0]:
-        memory.allocate(full)
+        # ``memory.allocate``, inlined.
+        nbytes, storage = full.nbytes, full.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
     handle.residency = GATHERING
 
 
@@ -141,7 +144,10 @@ def free_full(handle: FlatParamHandle) -> None:
         raise illegal_move(handle.name, handle.residency, SHARDED)
     # The views, and with them the full leaves, stay valid objects without memory.
     for full in handle.form.gather_lists[0]:
-        memory.free(full)
+        try:  # ``memory.free``, inlined
+            full.untyped_storage().resize_(0)
+        except RuntimeError as error:
+            memory.require_unresizable(full, error)
     handle.residency = SHARDED
 
 

@@ -50,7 +50,6 @@ from composable_fsdp.runtime.unshard import (
     wait_unsharded,
 )
 from composable_fsdp.runtime.unused_params import send_skipped_uses, will_run
-from composable_fsdp.tree.order_logs import enter_backward_use
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 _AccumulateGradFeeder: Any = torch._C._functions.DelayedError
@@ -204,7 +203,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         if log.expected[log.position] is handle:
             log.position += 1
         else:
-            enter_backward_use(context, log, handle, call.tape.mode)
+            context.enter_backward_use(log, handle, call.tape.mode)
     # The graph holds the full parameters of the form that the forward used, so backward
     # must use the same form.
     if handle.form.full_precision is not call.wide:

@@ -27,19 +27,16 @@ from torch import Tensor
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.flat_parameter import (
-    FLAT_PARAMS,
     find_flat,
     leaf_gradients,
     move_gradients_in,
 )
-from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.flat.residency import find_unreadable
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.runtime.graph_task import current_task
+from composable_fsdp.runtime.graph_task import current_task, run_backward
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import finish_reduction
-from composable_fsdp.runtime.requested_grads import requesting_other_tensors
 from composable_fsdp.runtime.second_order import capture, reduced
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
@@ -54,52 +51,8 @@ def install() -> None:
     # wraps.
     found = _AUTOGRAD._engine_run_backward
     if not (isinstance(found, partial) and found.func is run_backward):
-        ours = partial(run_backward, found)
+        ours = partial(run_backward, found, _for_parameters)
         _AUTOGRAD._engine_run_backward = _GRAPH._engine_run_backward = ours
-
-
-def run_backward(
-    run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Run the engine by ``run``; gradients of sharded parameters come from their unit.
-
-    Args:
-        run: the wrapped ``_engine_run_backward``.
-        outputs: the roots of the backward.
-        *args: further arguments of ``_engine_run_backward``; the fourth is ``inputs``.
-        **kwargs: keyword arguments of ``_engine_run_backward``.
-
-    Returns: the result of ``run``; for requested sharded parameters their reduced
-        gradients.
-    Raises: PhaseError, naming a parameter that the graph reads while the unit is
-        sharded, or whose gradient cannot be requested separately.
-    Collective: as the backward; the reductions of the units of requested parameters.
-    """
-    try:
-        # ``args``: grad_outputs, retain_graph, create_graph, inputs.
-        if len(args) > 3 and args[3]:
-            if _holds_ours(args[3]):
-                return _for_parameters(run, outputs, *args, **kwargs)
-            with requesting_other_tensors():
-                return run(outputs, *args, **kwargs)
-        return run(outputs, *args, **kwargs)
-    except RuntimeError as error:
-        name = find_unreadable(str(error))
-        if name is None:
-            raise
-        raise PhaseError(
-            f"Backward needs parameter {name} while it is sharded: it came to the "
-            "parameter's unit through a tensor that the unit's forward did not return, "
-            "or after the unit had given its weights up. Return the tensor from the "
-            "forward (an auxiliary loss as a second output), or keep it on an "
-            "attribute of the unit's module from the first forward on."
-        ) from error
-
-
-def _holds_ours(inputs: Sequence[Any]) -> bool:
-    """Return whether ``inputs`` include a sharded parameter or a flat parameter."""
-    ids = set(map(id, inputs))
-    return not (LEAVES.keys().isdisjoint(ids) and FLAT_PARAMS.keys().isdisjoint(ids))
 
 
 def _for_parameters(

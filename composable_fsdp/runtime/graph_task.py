@@ -1,5 +1,6 @@
 """Graph tasks: a graph task is one run of the autograd engine.
 
+``run_backward`` wraps the entry into the engine (``engine.install``).
 A unit joins the graph task whose backward reaches the unit. At the end of a graph task
 the engine calls ``TaskEnd``, which finishes these units. If backward raises, the engine
 drops ``TaskEnd`` without a call; ``TaskEnd.__del__`` then records the graph task as
@@ -11,17 +12,19 @@ used only here, checked on torch 2.13 and 2.11.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from composable_fsdp.comm.device import wait_for_step
+from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.flat_parameter import move_gradients_in
+from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
 from composable_fsdp.flat.grad_samples import SAMPLE_REQUEST, sample_gradients
 from composable_fsdp.flat.gradients import has_arrived
-from composable_fsdp.flat.handle import NO_BACKWARD, FlatParamHandle
-from composable_fsdp.flat.residency import SHARDED
+from composable_fsdp.flat.handle import LEAVES, NO_BACKWARD, FlatParamHandle
+from composable_fsdp.flat.residency import SHARDED, find_unreadable
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
@@ -30,6 +33,7 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
     reduce_gradients,
 )
+from composable_fsdp.runtime.requested_grads import requesting_other_tensors
 from composable_fsdp.runtime.unshard import (
     free_oldest,
     keep_full,
@@ -42,6 +46,55 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the graph task that runs on this thread; ``NO_TASK`` outside
 backward."""
 _engine = torch.autograd.Variable._execution_engine
+
+
+def run_backward(
+    run: Callable[..., Any],
+    of_parameters: Callable[..., Any],
+    outputs: Sequence[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run the engine by ``run``; gradients of sharded parameters come from their unit.
+
+    Args:
+        run: the wrapped ``_engine_run_backward``.
+        of_parameters: the same with respect to sharded parameters (``engine``).
+        outputs: the roots of the backward.
+        *args: further arguments of ``_engine_run_backward``; the fourth is ``inputs``.
+        **kwargs: keyword arguments of ``_engine_run_backward``.
+
+    Returns: the result of ``run``; for requested sharded parameters their reduced
+        gradients.
+    Raises: PhaseError, naming a parameter that the graph reads while the unit is
+        sharded, or whose gradient cannot be requested separately.
+    Collective: as the backward; the reductions of the units of requested parameters.
+    """
+    try:
+        # ``args``: grad_outputs, retain_graph, create_graph, inputs.
+        if len(args) > 3 and args[3]:
+            if _holds_ours(args[3]):
+                return of_parameters(run, outputs, *args, **kwargs)
+            with requesting_other_tensors():
+                return run(outputs, *args, **kwargs)
+        return run(outputs, *args, **kwargs)
+    except RuntimeError as error:
+        name = find_unreadable(str(error))
+        if name is None:
+            raise
+        raise PhaseError(
+            f"Backward needs parameter {name} while it is sharded: it came to the "
+            "parameter's unit through a tensor that the unit's forward did not return, "
+            "or after the unit had given its weights up. Return the tensor from the "
+            "forward (an auxiliary loss as a second output), or keep it on an "
+            "attribute of the unit's module from the first forward on."
+        ) from error
+
+
+def _holds_ours(inputs: Sequence[Any]) -> bool:
+    """Return whether ``inputs`` include a sharded parameter or a flat parameter."""
+    ids = set(map(id, inputs))
+    return not (LEAVES.keys().isdisjoint(ids) and FLAT_PARAMS.keys().isdisjoint(ids))
 
 
 def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> None:
@@ -194,8 +247,10 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     context.prefetched.clear()
     if root.is_last_backward:
         finish_reduction(context)
-        finish_d2h_grad_copies(context)
-        move_gradients_in(context.handles)
+        if context.offload:
+            finish_d2h_grad_copies(context)
+        if FLAT_PARAMS:
+            move_gradients_in(context.handles)
         if SAMPLE_REQUEST.backwards:
             sample_gradients(context.handles)
     free_oldest(context, keep=0)

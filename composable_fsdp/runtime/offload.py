@@ -30,9 +30,7 @@ from composable_fsdp.runtime.user_hooks import call_post_hooks, show_flat_gradie
 from composable_fsdp.tree.state import RuntimeContext
 
 
-def start_d2h_grad_copies(
-    region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
-) -> None:
+def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Copy ``sums`` to ``grad_shard`` on the host, added to earlier gradients.
 
     Runs on the reduce stream and does not wait. The parameters have no ``.grad`` until
@@ -42,13 +40,11 @@ def start_d2h_grad_copies(
         region: an offloaded region.
         sums: the averaged gradients ``(shard_numel,)`` on the device.
         arrived: per parameter, 1 if the parameter gets a gradient.
-        rows: True if sharded parameters keep whole rows ``(k, *trailing)``, False if
-            flat.
 
     Collective: none.
     """
     if region.in_flight is None:
-        region.in_flight = _take_gradients(region, rows=rows)
+        region.in_flight = _take_gradients(region)
     grad_shard = region.grad_shard
     assert grad_shard is not None
     if any(region.in_flight):
@@ -66,12 +62,12 @@ def start_d2h_grad_copies(
             region.in_flight[index] = 1
 
 
-def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
+def _take_gradients(region: FlatParameter) -> bytearray:
     """Move gradients into ``grad_shard``; return which parameters had a gradient."""
     if region.flat is not None:
         held = bytearray([region.flat.grad is not None]) * len(region.leaves)
         if any(held):
-            own_gradients(region, rows=rows)
+            own_gradients(region)
             region.flat.grad = None
         return held
     held = bytearray(leaf.grad is not None for leaf in region.leaves)
@@ -85,7 +81,7 @@ def _take_gradients(region: FlatParameter, *, rows: bool) -> bytearray:
             )
             if leaf.grad is not None and leaf.grad is not view is not None
         }
-        own_gradients(region, rows=rows)
+        own_gradients(region)
         for leaf in region.leaves:
             leaf.grad = None
     return held

@@ -46,7 +46,6 @@ from composable_fsdp.runtime.user_hooks import (
     show_flat_gradient,
     tensor_hooks_of,
 )
-from composable_fsdp.tree.order_logs import enter_backward_use
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 
@@ -118,7 +117,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
             if log.expected[log.position] == (handle, handle.epoch, arrived):
                 log.position += 1
             else:
-                enter_backward_use(context, log, (handle, handle.epoch, arrived))
+                context.enter_backward_use(log, (handle, handle.epoch, arrived))
     finally:
         # Clear only now: the order log tells other ranks which gradients have not
         # arrived.
@@ -126,7 +125,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.held = None
     handle.reduce_due = False
     for region in handle.trainable:
-        ready_gradient(region, rows=handle.rows)
+        ready_gradient(region)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction
     if context.streams is not None:
@@ -314,10 +313,12 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
         targets = [_target(r) for r in regions]
         if before != 1 and rule.hook is None:
             torch._foreach_div_(buffers, before)
-        if groups.shard is not None:
+        if groups.shard_ref is not None:
+            group = groups.shard_ref() or groups.shard  # raises if it was destroyed
+            assert group is not None
             works.append(
                 collectives.reduce_scatter_flat(
-                    targets, buffers, groups.shard, average=average, async_op=async_op
+                    targets, buffers, group, average=average, async_op=async_op
                 )
             )
             # On CPU the reduce-scatter is asynchronous; ``finish_reduction`` issues the
@@ -371,19 +372,19 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         if divisor != 1 and target.numel() and not by_hook:
             target.div_(divisor)
         if region.has_tensor_hooks:
-            call_tensor_hooks(region, target, arrived, rows=handle.rows)
+            call_tensor_hooks(region, target, arrived)
         if region.offload:
-            start_d2h_grad_copies(region, target, arrived, rows=handle.rows)
+            start_d2h_grad_copies(region, target, arrived)
             continue
         if region.temporary is not None:
             if region.flat is not None:
-                own_gradients(region, rows=handle.rows)
+                own_gradients(region)
                 assert region.grad_shard is not None
                 region.grad_shard.add_(region.temporary)
             # A single addition for the whole region, if that is correct for every
             # parameter.
             elif not add_to_all(region, region.temporary, arrived):
-                add_to_each(region, region.temporary, arrived, rows=handle.rows)
+                add_to_each(region, region.temporary, arrived)
                 hooked += hooked_leaves(region, arrived)
                 continue
         if region.flat is not None:

@@ -78,9 +78,11 @@ def _gather(
     full, shards = handle.form.gather_lists
     for own_slice, shard in handle.form.fills:
         copy_async(own_slice, shard)
-    group = handle.groups.shard
-    if group is None:
+    ref = handle.groups.shard_ref
+    if ref is None:
         return None
+    group = ref() or handle.groups.shard  # raises if the group was destroyed
+    assert group is not None
     return collectives.all_gather_flat(full, shards, group, async_op=async_op)
 
 

@@ -38,7 +38,6 @@ from composable_fsdp.runtime.unshard import (
     reshard,
     wait_unsharded,
 )
-from composable_fsdp.tree.order_logs import enter_backward_use
 from composable_fsdp.tree.state import (
     BackwardSchedule,
     ForwardRecord,
@@ -94,7 +93,7 @@ def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) 
             if log.expected[log.position] is handle:
                 log.position += 1
             else:
-                enter_backward_use(context, log, handle, tape.mode)
+                context.enter_backward_use(log, handle, tape.mode)
         if at > index:
             _gather_in_turn(context, tape, at)
 

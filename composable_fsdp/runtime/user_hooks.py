@@ -29,9 +29,7 @@ _post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 @torch.no_grad()
-def call_tensor_hooks(
-    region: FlatParameter, sums: Tensor, arrived: bytes, *, rows: bool
-) -> None:
+def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
     """Call the tensor hooks of parameters that get a gradient now.
 
     Args:
@@ -39,12 +37,10 @@ def call_tensor_hooks(
         sums: the averaged gradients ``(shard_numel,)``; results of hooks are written
             here.
         arrived: per parameter, 1 if the parameter gets a gradient.
-        rows: True if sharded parameters keep whole rows ``(k, *trailing)``, False if
-            flat.
 
     Collective: none, except the collectives of the hooks.
     """
-    views, _ = shard_views(region, sums, rows=rows)
+    views, _ = shard_views(region, sums)
     for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
         if not hit or not leaf._backward_hooks:
             continue

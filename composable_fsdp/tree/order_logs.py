@@ -26,10 +26,6 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import RuntimeContext
 
-Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
-"""A reduction in a log: the unit, the unit's ``epoch``, and, per trainable region,
-which parameters had a gradient."""
-
 
 def assign_order_logs(context: RuntimeContext) -> None:
     """Assign the order logs of each unit of a tree; collect all logs in ``context``.
@@ -80,37 +76,6 @@ def _log(
         mode = _forward_mode if is_forward else _backward_mode
         logs[key] = OrderLog(what, peers, use, mode, _words, note)
     return logs[key]
-
-
-def enter_backward_use(
-    context: RuntimeContext,
-    log: OrderLog,
-    use: FlatParamHandle | Reduced,
-    forward: Hashable = (),
-) -> None:
-    """Call ``log.depart`` for a use in backward.
-
-    Args:
-        context: the runtime context of the tree.
-        log: the backward log of the unit.
-        use: the unit, if the unit's backward begins; or the reduction.
-        forward: mode of the forward to which this backward belongs. Default: (),
-            unknown. Read only at the first use of a round.
-
-    Collective: none, as ``OrderLog.depart``.
-    Raises: DesyncError, as ``OrderLog.depart``.
-    """
-    if log.is_open:
-        # The mode belongs to the round. Computing the mode reads all units, so the mode
-        # is computed once per round and not once per use.
-        log.depart(use, ())
-        return
-    # The mode contains, per unit, whether reductions are on (rounds under ``no_sync``
-    # have an order of their own), and the ``epoch`` (freezing changes the regions).
-    root = context.root()
-    states = root._root_states if root is not None else ()
-    syncs = tuple([state.sync_gradients for state in states])
-    log.depart(use, (forward, syncs, tuple([s.handle.epoch for s in states])))
 
 
 def _forward_use(use: object) -> Fact:

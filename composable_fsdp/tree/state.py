@@ -28,6 +28,11 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.precision import Precision
 
 H = TypeVar("H")
+Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
+"""A reduction in a log: the unit, the unit's ``epoch``, and, per trainable region,
+which parameters had a gradient."""
+
+
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
@@ -212,6 +217,36 @@ class RuntimeContext:
         """Whether the block of ``summoned`` shows full parameters on rank 0 only."""
         self.is_new = True
         """Whether no forward has begun yet. The first forward makes extra checks."""
+
+    def enter_backward_use(
+        self,
+        log: OrderLog,
+        use: FlatParamHandle | Reduced,
+        forward: Hashable = (),
+    ) -> None:
+        """Call ``log.depart`` for a use in backward.
+
+        Args:
+            log: the backward log of the unit.
+            use: the unit, if the unit's backward begins; or the reduction.
+            forward: mode of the forward to which this backward belongs. Default: (),
+                unknown. Read only at the first use of a round.
+
+        Collective: none, as ``OrderLog.depart``.
+        Raises: DesyncError, as ``OrderLog.depart``.
+        """
+        if log.is_open:
+            # The mode belongs to the round. Computing the mode reads all units, so the
+            # mode is computed once per round and not once per use.
+            log.depart(use, ())
+            return
+        # The mode contains, per unit, whether reductions are on (rounds under
+        # ``no_sync`` have an order of their own), and the ``epoch`` (freezing changes
+        # the regions).
+        root = self.root()
+        states = root._root_states if root is not None else ()
+        syncs = tuple([state.sync_gradients for state in states])
+        log.depart(use, (forward, syncs, tuple([s.handle.epoch for s in states])))
 
 
 class Reduction:
