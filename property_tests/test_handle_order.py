@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 
 from composable_fsdp import CustomPolicy, plan
 from property_tests.live import batches, examples
@@ -89,19 +90,19 @@ def test_replicate_subtrees_are_left_out_on_live_ranks(
 
 @pytest.mark.req("S1-16", "S1-17", "S1-18", "S1-19", "S1-23", "S0-09")
 @examples(200)
-@given(recipe=TREES)
-@example(recipe=SUB1_SUB2)
-@example(recipe=UNIT_IN_TWO_PLACES)
+@given(recipe=TREES, world_size=st.sampled_from(WORLD_SIZES))
+@example(recipe=SUB1_SUB2, world_size=1)
+@example(recipe=SUB1_SUB2, world_size=4)
+@example(recipe=UNIT_IN_TWO_PLACES, world_size=3)
 def test_handle_order_is_that_of_modules_in_every_fake_world(
-    recipe: ModelRecipe,
+    recipe: ModelRecipe, world_size: int
 ) -> None:
-    """The same law without ranks, on larger trees, with ``replicate`` marks."""
-    orders = []
-    for world_size in WORLD_SIZES:
-        with fake_world(world_size, rank=world_size - 1):
-            orders.append(check_orders(recipe))
+    """The same law without ranks, on larger trees, with ``replicate`` marks.
 
-    assert all([n for n, _ in o] == [n for n, _ in orders[0]] for o in orders)
+    The plain twin has no world size, so equal orders in all worlds need no test.
+    """
+    with fake_world(world_size, rank=world_size - 1):
+        check_orders(recipe)
 
 
 @pytest.mark.req("S1-17", "S1-18")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from composable_fsdp import verify
+from tests.support.scripts import run_script
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -22,21 +21,10 @@ def test_the_example_in_twenty_lines_runs_on_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "twenty_lines.py"
     script.write_text(example)
 
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(script)),
-        ],
-        cwd=tmp_path,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=100,
-        check=False,
-    )
+    status, output = run_script(str(script), ranks=2, folder=tmp_path)
 
-    assert done.returncode == 0, done.stdout
+    assert status == 0, output
     assert len([line for line in example.splitlines() if line.strip()]) == 20
-    assert "torch.Size([33, 64])" in done.stdout
-    assert "torch.Size([31, 64])" in done.stdout
+    assert "torch.Size([33, 64])" in output
+    assert "torch.Size([31, 64])" in output
     assert verify(tmp_path / "runs")

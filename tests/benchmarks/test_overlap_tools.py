@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from benchmarks.schedule import Event, Schedule, hidden, seconds
 from benchmarks.trace import StreamUse, hidden_part, stream_uses
 from composable_fsdp.comm import collectives
 from tests.support import seam
+from tests.support.scripts import run_script
 
 CPU = torch.device("cpu")
 
@@ -172,19 +171,15 @@ def test_the_gpu_benchmark_runs_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_the_overlap_benchmark_prints_its_tables() -> None:
+def test_the_overlap_benchmark_prints_its_tables(tmp_path: Path) -> None:
     """At a small size. It forks, and a CUDA build of torch refuses autograd in forks of
     a process that ran a backward, as this one has."""
     options = ["--rounds", "1", "--units", "2", "--batch", "2", "--layers", "1"]
 
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.overlap", *options],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
+    status, output = run_script(
+        "benchmarks.overlap", *options, ranks=1, folder=tmp_path
     )
 
-    assert done.returncode == 0, done.stderr
+    assert status == 0, output
     for what in ("waiting for the link", "on one row", "is hidden", "PRE over none"):
-        assert what in done.stdout
+        assert what in output

@@ -1,7 +1,8 @@
 """The example of elastic training, as its reader runs it: torchrun and kill -9.
 
-To start Python and torch takes most of such a run, so further numbers of ranks run the
-same example on the rank pools.
+To start Python and torch takes most of such a run, so torchrun itself runs the example
+once, to its death. One further number of ranks has the environment of torchrun, others
+are rank pools.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import verify
+from tests.support.scripts import run_script
 from tests.support.sharded import RankCount
 from tests.support.world import World
 
@@ -94,7 +96,9 @@ def test_training_goes_on_where_a_killed_save_left_it_on_any_number_of_ranks(
         shutil.copytree(broken, copy)
 
         if size == 3:
-            status, text = torchrun(size, copy)
+            status, text = run_script(
+                str(EXAMPLE), *asked(copy), ranks=size, folder=tmp_path
+            )
             assert status == 0, text
         else:
             text = ranks(size).run(run_example, copy)[0]

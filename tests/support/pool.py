@@ -128,7 +128,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        context = _context(self.backend)
+        context = context_of(self.backend)
         for rank in range(self.world_size):
             place = Place(rank, self.world_size, self.backend, self._folder)
             here, there = context.Pipe()
@@ -196,7 +196,8 @@ def shutdown_pools() -> None:
 atexit.register(shutdown_pools)
 
 
-def _context(backend: str) -> BaseContext:
+def context_of(backend: str) -> BaseContext:
+    """How processes of this backend are started."""
     if backend == "nccl":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

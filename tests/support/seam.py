@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "fake_store",
     "file_store",
     "hash_store",
+    "tcp_store",
 ]
 
 
@@ -37,6 +38,11 @@ def file_store(path: Path, world_size: int) -> Store:
 def hash_store() -> Store:
     """A rendezvous of one process with itself."""
     return HashStore()
+
+
+def tcp_store() -> TCPStore:
+    """Host a rendezvous of other processes, at a free port of this machine."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def fake_store() -> Store:
