@@ -125,6 +125,15 @@ def test_torchs_own_fsdp_and_ddp_and_the_tests_are_not_used(
     assert source_rules.forbidden_uses(package) == []
 
 
+def test_local_variables_of_other_functions_are_not_read(
+    package: dict[str, Module],
+) -> None:
+    """No module names ``f_locals``: torch may rename its local variables."""
+    assert [
+        name for name, each in package.items() if "f_locals" in each.path.read_text()
+    ] == []
+
+
 def test_collectives_are_called_from_one_module(package: dict[str, Module]) -> None:
     """Only ``comm/collectives.py`` names a collective, so it can record them all."""
     assert source_rules.collective_uses(package) == []

@@ -11,6 +11,7 @@ The unit's settings (``settings.py``) may select shards, host memory, or a singl
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from itertools import count
 from typing import Any
@@ -34,6 +35,7 @@ from composable_fsdp.state_dict.local import (
     plans_of,
     require_plan,
 )
+from composable_fsdp.state_dict.open_calls import begin_call, end_call
 from composable_fsdp.state_dict.sharded import sharded_values
 from composable_fsdp.state_dict.unit_keys import (
     HookScope,
@@ -63,11 +65,17 @@ def install_state_dict_hooks(state: _FSDPState) -> None:
             # build time here.
             at._state_dict_hooks[key] = partial(_save, state, reach)
             at._load_state_dict_pre_hooks[key] = _Load(state, reach, at)
+            at._state_dict_pre_hooks[key] = partial(_begin, state)
     # The barrier runs before torch walks the subtree: once per call, and before the
     # first gather.
     state.module._state_dict_pre_hooks[next(_keys)] = partial(
         barrier_before_gather, state
     )
+
+
+def _begin(state: _FSDPState, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Record the call, for the hooks of modules inside the unit (``parts``)."""
+    begin_call(state, prefix, sys._getframe(1))
 
 
 def _save(
@@ -86,6 +94,7 @@ def _save(
     Raises: PhaseError, inside forward or backward; CompositionError, if units below
         have another type.
     """
+    end_call(sys._getframe(1))
     slots = keys_of(state, module, reach, state_dict, prefix)
     keys = {key: slot.index for key, slot in slots.items()}
     write_unit_values(state, reach, module, keys, state_dict, prefix, local_metadata)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from composable_fsdp.runtime.recover import free_all_full_params, require_betwee
 from composable_fsdp.state_dict.barrier import barrier_before_gather
 from composable_fsdp.state_dict.hooks import write_unit_values
 from composable_fsdp.state_dict.loading import is_loadable, require_values, take_values
+from composable_fsdp.state_dict.open_calls import begin_call, end_call, is_inside_call
 from composable_fsdp.state_dict.unit_keys import HookScope, hook_scopes
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
@@ -49,13 +49,21 @@ def install_part_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
         # A module without children that owns no parameter of the unit has no entry to
         # replace.
         if module._modules or id(module) in owners:
-            # A direct entry, as in ``install_state_dict_hooks``.
+            # Direct entries, as in ``install_state_dict_hooks``.
             hooks: Any = module._state_dict_hooks
             hooks[_PART] = _save_part
+            module._state_dict_pre_hooks[_PART] = _begin_part
         # torch calls load hooks module by module, so only modules with own parameters
         # need a hook.
         if id(module) in owners:
             module._load_state_dict_pre_hooks[_PART] = _LoadPart(module)
+
+
+def _begin_part(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Record the call, for the hooks of the parts below."""
+    state = OWNERS.get(module)
+    if state is not None:  # None: a deep copy of a part without its unit
+        begin_call(state, prefix, sys._getframe(1))
 
 
 def _save_part(
@@ -70,8 +78,9 @@ def _save_part(
 
     Collective, Raises: as the unit's hook.
     """
+    end_call(sys._getframe(1))
     state = OWNERS.get(module)
-    if state is None or _is_called_by(state, sys._getframe(1), state_dict):
+    if state is None or is_inside_call(state, prefix, state_dict):
         return  # no state: a deep copy of a part without its unit
     places, keys = _places(state), {}
     for name, owner in module.named_modules(remove_duplicate=False):
@@ -103,36 +112,6 @@ def _start(state: _FSDPState, module: nn.Module) -> str:
         except KeyError:
             continue  # in another module of the unit, or moved to another place
     return ""
-
-
-def _is_called_by(
-    state: _FSDPState, frame: FrameType | None, state_dict: dict[str, Any]
-) -> bool:
-    """Return whether a module of the unit above fills the same ``state_dict``.
-
-    Args:
-        state: The unit.
-        frame: The call of ``nn.Module.state_dict`` that runs the part's hook.
-        state_dict: The dict that the call fills.
-
-    Returns: whether a frame further out belongs to a module of the unit.
-    Collective: none.
-    """
-    assert frame is not None
-    frame = frame.f_back
-    # Local names ``destination`` and ``self`` checked on torch 2.13 and 2.11. The names
-    # in the dict cannot tell: a module may hold the part without belonging to the unit,
-    # and then has no hook.
-    while frame is not None:
-        if frame.f_code is nn.Module.state_dict.__code__:
-            # Another dict belongs to a separate call, made inside a hook or inside an
-            # overridden ``state_dict``.
-            if frame.f_locals.get("destination") is not state_dict:
-                return False
-            if OWNERS.get(frame.f_locals["self"]) is state:
-                return True
-        frame = frame.f_back
-    return False
 
 
 class _LoadPart:

@@ -26,6 +26,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.state_dict import open_calls
 from property_tests.live import batches, examples
 from tests.support.models import TinyGPT, build, legal_units, module_at
 from tests.support.on_ranks import on_ranks
@@ -93,6 +94,48 @@ def test_the_state_dict_of_a_part_has_whole_values(world: World, path: str) -> N
         with record() as calls:
             module.state_dict()
         assert len(calls) == gathers, calls
+
+
+class Interrupted(Exception):
+    """Raised by a hook in the middle of a state dict."""
+
+
+@pytest.mark.req("P-17")
+@both_paths
+@on_ranks(2)
+def test_calls_inside_a_call_and_after_an_interrupted_call_have_whole_values(
+    world: World, path: str
+) -> None:
+    """A part's state dict is whole, whichever other state dicts run or have failed."""
+    model: Any = net(path)
+    plain: Any = Net()
+    core, inner = core_of(model), []
+
+    def save_apart(*_: Any) -> None:
+        inner.append(core.net.norm.state_dict(prefix="x."))
+        inner.append(core.net.norm.state_dict())
+
+    # The hook runs between the unit's pre-hook and the unit's hook, and fills dicts of
+    # its own.
+    handle = core.net.tokens.register_state_dict_pre_hook(save_apart)
+    same(core.net.state_dict(), plain.net.state_dict())
+    handle.remove()
+    same(inner[0], plain.net.norm.state_dict(prefix="x."))
+    same(inner[1], plain.net.norm.state_dict())
+
+    def fail(*_: Any) -> None:
+        raise Interrupted
+
+    handle = core.net.head.register_state_dict_pre_hook(fail)
+    with pytest.raises(Interrupted):
+        core.net.state_dict()
+    handle.remove()
+    # Without the unit's module above the part, and with names that the failed call had.
+    holder = nn.ModuleDict({"norm": core.net.norm})
+    same(holder.state_dict(), nn.ModuleDict({"norm": plain.net.norm}).state_dict())
+    same(core.net.norm.state_dict(), plain.net.norm.state_dict())
+    same(core.net.state_dict(), plain.net.state_dict())
+    assert not open_calls._calls
 
 
 @pytest.mark.req("P-17")
