@@ -7,6 +7,7 @@ world size: weights and the whole state of AdamW.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,22 +113,38 @@ def load(world: World, kind: str, folder: Path) -> None:
         assert _same(plain(ours), plain(theirs))
 
 
-def load_each(world: World, folder: Path) -> None:
-    for kind in KINDS:
-        load(world, kind, folder)
+@pytest.fixture(scope="module")
+def saved(
+    ranks: RankCount, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], Path]:
+    """The checkpoint that a model of some kind saved on so many ranks."""
+
+    @cache
+    def folder_of(kind: str, world_size: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"{kind}-{world_size}")
+        ranks(world_size).run(save, kind, folder)
+        return folder
+
+    return folder_of
 
 
 @pytest.mark.req("S1-32", "S1-15", "D-19", "U-07")
+@pytest.mark.parametrize("after", [1, 2, 4])
+@pytest.mark.parametrize("loading", KINDS)
 @pytest.mark.parametrize("before", [2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("saving", KINDS)
 def test_what_one_saved_each_loads_at_any_world_size(
-    ranks: RankCount, kind: str, before: int, tmp_path: Path
+    ranks: RankCount,
+    saved: Callable[[str, int], Path],
+    saving: str,
+    before: int,
+    loading: str,
+    after: int,
 ) -> None:
     """Equal weights, AdamW state and options, through torch's own functions."""
-    ranks(before).run(save, kind, tmp_path)
+    folder = saved(saving, before)
 
-    for after in (1, 2, 4):
-        ranks(after).run(load_each, tmp_path)
+    ranks(after).run(load, loading, folder)
 
 
 def save_ours(world: World, folder: Path) -> None:
