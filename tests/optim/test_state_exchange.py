@@ -39,7 +39,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.optim.names import is_absent
 from tests.optim.models import by_name
-from tests.runtime.test_absent import INPUT, Narrow, narrow, once
+from tests.runtime.test_empty_shard_grads import INPUT, Narrow, narrow, once
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.reference import (
