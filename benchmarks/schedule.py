@@ -80,7 +80,7 @@ class Schedule:
     def name_buffers(self, handles: Iterable[FlatParamHandle]) -> None:
         """Call the collectives of our units by the units' names."""
         for handle in handles:
-            for region in handle.regions:
+            for region in handle.layout.regions:
                 buffers = (region.full, getattr(region, "reduce_buffer", None))
                 for buffer in buffers:
                     if buffer is not None:

@@ -85,7 +85,7 @@ class Pair:
         self.owner = {
             names[id(leaf)]: Owned(state, region, slot, leaf)
             for state in states_of(self.model)
-            for region in state.handle.regions
+            for region in state.handle.layout.regions
             for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
         }
         assert self.owner.keys() == named(self.plain).keys()

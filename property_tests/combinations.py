@@ -103,9 +103,9 @@ def check_idle(state: _FSDPState) -> None:
     assert handle.phase in (Phase.IDLE, Phase.BACKWARD_PRE), handle
     assert not handle.is_full, state.name
     assert handle.residency is Residency.SHARDED, state.name
-    assert not handle.reduce_due, state.name
-    assert handle.held is None
-    for region in handle.regions:
+    assert not handle.reduction.due, state.name
+    assert handle.reduction.held is None
+    for region in handle.layout.regions:
         assert region.temporary is None
         assert region.partial is None
         if region.is_cut:

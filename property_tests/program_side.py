@@ -221,7 +221,7 @@ def own_parts(
         handle = state.handle
         # Of a unit that is full by hand the modules show the full leaves.
         shown = {id(leaf): id(other) for _, _, leaf, other in handle.swaps}
-        for region in handle.regions:
+        for region in handle.layout.regions:
             for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True):
                 name = names.get(id(leaf)) or names[shown[id(leaf)]]
                 found[name] = leaf, part_of(region, slot, full[name], like=leaf)
@@ -233,7 +233,7 @@ def equal_parts(model: nn.Module) -> list[tuple[str, str]]:
     names = {id(p): name for name, p in named(model).items()}
     parts: dict[Any, list[str]] = {}
     for state in _get_fsdp_states(model):
-        for region in state.handle.regions:
+        for region in state.handle.layout.regions:
             slots = zip(region.layout.parameters, region.leaves, strict=True)
             for slot, leaf in slots:
                 spans = [

@@ -76,10 +76,10 @@ def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
     if part.is_meta:
         return part.new_empty(slot.shape)
     if group is None:
-        return part.to(handle.device, copy=True).view(slot.shape)
+        return part.to(handle.layout.device, copy=True).view(slot.shape)
     ranks = range(group.size())
     intervals = [ref.region.layout.interval(slot, rank) for rank in ranks]
-    return gather_part(part, slot.shape, intervals, group, handle.device)
+    return gather_part(part, slot.shape, intervals, group, handle.layout.device)
 
 
 @torch.no_grad()
@@ -145,9 +145,9 @@ def spread_flat_values(
             continue
         # The backend sends from the compute device; shards and full buffers may be in
         # host memory.
-        here = shard.to(handle.device)
+        here = shard.to(handle.layout.device)
         if from_first and groups.shard is not None:
-            whole = None if full is None else full.to(handle.device)
+            whole = None if full is None else full.to(handle.layout.device)
             collectives.scatter_flat(here, whole, groups.shard)
         elif full is not shard:
             # Shards of all ranks have equal length: padding fills up the last shard.

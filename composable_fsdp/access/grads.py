@@ -121,12 +121,12 @@ def clip_grad_norm_(
     for handle in handles:
         # The all-reduce runs on the compute device, also if the gradients are in host
         # memory.
-        device = handle.device
+        device = handle.layout.device
         group = handle.groups.shard
         # Without a shard group every rank holds all elements, as of plain parameters: a
         # sum over ranks would count them repeatedly.
         where = plain if group is None else sharded.setdefault(group, [])
-        for region in handle.regions:
+        for region in handle.layout.regions:
             dtypes.add(region.shard.dtype)
             if region.layout.trainable:
                 found = _gradients(handle, region, chosen)

@@ -94,12 +94,12 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             # The optimizer wrote the shards on the caller's stream, so the gather
             # stream waits for that stream. Inside a forward the wait has happened
             # already; another wait would end the overlap with compute.
-            current = torch.cuda.current_stream(handle.device)
+            current = torch.cuda.current_stream(handle.layout.device)
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)
-    if not handle.gathered_at:
+    if not handle.writes.gathered_at:
         # Gathered before the record began, for the forward or backward that is running.
-        handle.gathered_at = verbs.shard_versions(handle)
+        handle.writes.gathered_at = verbs.shard_versions(handle)
     handle.kept_full = True
     pending = UnshardHandle(handle)
     if async_op:
@@ -123,11 +123,11 @@ def reshard(module: nn.Module) -> None:
     handle = state.handle
     # ``calls``: forwards that are running; ``task``: the graph task of a running
     # backward.
-    if handle.calls or handle.backward.task != NO_TASK:
+    if handle.running.calls or handle.backward.task != NO_TASK:
         raise PhaseError(
             f"reshard was called on {state.name} while its "
-            f"{'forward' if handle.calls else 'backward'} is running, which needs the "
-            "full parameters. Call it before or after."
+            f"{'forward' if handle.running.calls else 'backward'} is running, which "
+            "needs the full parameters. Call it before or after."
         )
     verbs.reshard(context, handle)
     # On CUDA reshard defers the release of the memory; release all deferred memory now.

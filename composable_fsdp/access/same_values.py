@@ -23,14 +23,14 @@ def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> Non
     Raises: DesyncError with the parameter's name, on all ranks alike.
     """
     names, prints = [], []
-    for region, full in zip(handle.regions, fulls, strict=True):
+    for region, full in zip(handle.layout.regions, fulls, strict=True):
         pieces, _ = full_views(region.layout, full)
         for slot, piece in zip(region.layout.parameters, pieces, strict=True):
             names.append(join_name(handle.full_fqn, slot.fqn))
             prints.append(_fingerprint(piece))
     if not prints:
         return
-    mine = torch.stack(prints).to(handle.device)
+    mine = torch.stack(prints).to(handle.layout.device)
     # A single maximum gives the maximum and, negated, the minimum; equal ends mean
     # equal values on all ranks.
     ends = torch.cat([mine, -mine])

@@ -88,7 +88,7 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     part = leaf_gradients(found.region, handle)[found.index]
     # A rank without elements of the parameter has no gradient, but must take part in
     # the broadcasts: agree first whether any rank has a gradient.
-    has = torch.tensor([part is not None], device=handle.device).to(torch.uint8)
+    has = torch.tensor([part is not None], device=handle.layout.device).to(torch.uint8)
     if group is not None:
         collectives.all_reduce(has, group, maximum=True)
     if not has.item():
@@ -127,7 +127,7 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
 
 def unit_of(found: ParamRef) -> _FSDPState:
     """Return the unit that holds the parameter."""
-    state = _get_module_fsdp_state(found.handle.owners[0])
+    state = _get_module_fsdp_state(found.handle.layout.owners[0])
     assert state is not None
     return state
 

@@ -126,7 +126,7 @@ def _units_around(module: nn.Module) -> list[_FSDPState]:
         state = _get_module_fsdp_state(each)
         if state is not None and not any(id(m) in inside for m in state.modules):
             # A module may belong to a unit without holding any parameter of the unit.
-            owners = state.handle.owners
+            owners = state.handle.layout.owners
             if id(state) not in found and any(id(m) in inside for m in owners):
                 found[id(state)] = state
     return list(found.values())
@@ -262,7 +262,7 @@ def _routes(states: Sequence[_FSDPState]) -> dict[Route, torch.device]:
     """Return each route once, in the order of the units, with a device to send on."""
     found: dict[Route, torch.device] = {}
     for state in states:
-        found.setdefault(state.handle.groups.present, state.handle.device)
+        found.setdefault(state.handle.groups.present, state.handle.layout.device)
     return found
 
 

@@ -94,7 +94,7 @@ def unshard_grads(
         region.
     """
     group = handle.groups.shard
-    own = [g for r in handle.regions for g in leaf_gradients(r, handle)]
+    own = [g for r in handle.layout.regions for g in leaf_gradients(r, handle)]
     # A rank may hold no element of a parameter, and so no gradient, but must send the
     # same as the other ranks: agree first which parameters have a gradient.
     has = _flags(handle, own)
@@ -138,7 +138,7 @@ def _by_region(
 ) -> list[tuple[FlatParameter, list[T]]]:
     """Split ``values``, an entry per parameter of the unit, by region."""
     result, start = [], 0
-    for region in handle.regions:
+    for region in handle.layout.regions:
         stop = start + len(region.leaves)
         result.append((region, values[start:stop]))
         start = stop
@@ -151,7 +151,7 @@ def _flags(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> Tenso
     Without ``gradients`` (a rank that shows no full parameters) all bytes are 0.
     """
     held = [each is not None for each in gradients] or [False] * len(handle.leaves)
-    return torch.tensor(held, dtype=torch.uint8, device=handle.device)
+    return torch.tensor(held, dtype=torch.uint8, device=handle.layout.device)
 
 
 def _new_shard(
@@ -159,7 +159,7 @@ def _new_shard(
 ) -> Tensor:
     """Return zeros ``(shard_numel,)``; empty if no parameter has a gradient."""
     numel = region.layout.shard_numel if any(flags) else 0
-    return memory.new_buffer(numel, region.layout.dtype, handle.device).zero_()
+    return memory.new_buffer(numel, region.layout.dtype, handle.layout.device).zero_()
 
 
 def _full_gradient(
@@ -167,9 +167,9 @@ def _full_gradient(
 ) -> Tensor:
     """Return the gradients of the full ``leaves`` as ``(padded_numel,)``, or empty."""
     if all(leaf.grad is None for leaf in leaves):
-        return memory.new_buffer(0, region.layout.dtype, handle.device)
+        return memory.new_buffer(0, region.layout.dtype, handle.layout.device)
     numel = region.layout.padded_numel
-    full = memory.new_buffer(numel, region.layout.dtype, handle.device).zero_()
+    full = memory.new_buffer(numel, region.layout.dtype, handle.layout.device).zero_()
     views, _ = full_views(region.layout, full)
     for leaf, view in zip(leaves, views, strict=True):
         if leaf.grad is not None:

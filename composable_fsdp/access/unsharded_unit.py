@@ -22,10 +22,9 @@ from composable_fsdp.access.unsharded_grads import UnshardedGrads, unshard_grads
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
-from composable_fsdp.flat.build import written
 from composable_fsdp.flat.build_region import full_leaf, full_views
 from composable_fsdp.flat.external_changes import is_at, restore_full_views
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, written
 from composable_fsdp.flat.residency import version_of
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.phases import Phase, illegal_move
@@ -72,7 +71,7 @@ class UnshardedUnit:
         """
         now = tuple(map(version_of, self.leaves))
         if now != self.versions and self.versions:
-            handle, before = self.handle, written(self.handle)
+            handle, before = self.handle, written(self.handle.layout)
             # A backward of a forward from before the block then raises, as in plain
             # torch.
             torch.autograd.graph.increment_version(
@@ -84,11 +83,11 @@ class UnshardedUnit:
                     if version != earlier
                 ]
             )
-            # ``written_at_build`` detects initialization of bare shards (torch's init
-            # functions on sharded parameters). The block wrote full values, which is
-            # legal: move the mark along.
-            if handle.written_at_build == before:
-                handle.written_at_build = written(handle)
+            # ``ShardWrites.at_build`` detects initialization of bare shards (torch's
+            # init functions on sharded parameters). The block wrote full values, which
+            # is legal: move the mark along.
+            if handle.writes.at_build == before:
+                handle.writes.at_build = written(handle.layout)
 
     @torch.no_grad()
     def take_assigned(self) -> None:
@@ -140,7 +139,9 @@ class UnshardedUnit:
         """Return the views of the full buffers that ``leaves`` must use as data."""
         return [
             view
-            for region, full in zip(self.handle.regions, self.fulls, strict=False)
+            for region, full in zip(
+                self.handle.layout.regions, self.fulls, strict=False
+            )
             for view in full_views(region.layout, full)[0]
         ]
 
@@ -176,7 +177,7 @@ def _unshard_state(
     apart = offload_to_cpu or any(_casts(handle))
     # A region that is not sharded shows ``shard`` itself as ``full``: keep a copy,
     # which is restored if the writes must not be kept.
-    uncut = [] if apart else [r.shard for r in handle.regions if not r.is_cut]
+    uncut = [] if apart else [r.shard for r in handle.layout.regions if not r.is_cut]
     kept = [(shard, shard.clone()) for shard in uncut]
     unit, written = UnshardedUnit(handle), False
     try:
@@ -194,7 +195,7 @@ def _unshard_state(
         if writeback and unit.is_agreed:
             # For callers that use this context manager without ``_unshard_states``.
             unit.take_assigned()
-            shards = [region.shard for region in handle.regions]
+            shards = [region.shard for region in handle.layout.regions]
             spread_flat_values(handle, shards, unit.fulls, from_first=rank0_only)
             unit.count_writes()
             written = True
@@ -220,7 +221,7 @@ def _unshard_state(
 
 def _casts(handle: FlatParamHandle) -> Iterator[bool]:
     """Yield per region whether the compute dtype differs from the parameter dtype."""
-    return (region.full.dtype != region.shard.dtype for region in handle.regions)
+    return (region.full.dtype != region.shard.dtype for region in handle.layout.regions)
 
 
 def _show_unit_buffer(
@@ -235,8 +236,10 @@ def _show_unit_buffer(
     else:
         unshard(context, handle)
     wait_unsharded(handle)
-    unit.fulls = [region.full for region in handle.regions]
-    unit.leaves = [leaf for region in handle.regions for leaf in region.full_leaves]
+    unit.fulls = [region.full for region in handle.layout.regions]
+    unit.leaves = [
+        leaf for region in handle.layout.regions for leaf in region.full_leaves
+    ]
 
 
 def _gather_to_first(handle: FlatParamHandle) -> None:
@@ -246,19 +249,19 @@ def _gather_to_first(handle: FlatParamHandle) -> None:
     first = handle.groups.rank == 0
     if first:
         residency.allocate_full(handle)
-    for region in handle.regions:
+    for region in handle.layout.regions:
         if region.is_cut and region.layout.padded_numel:
             full = region.full if first else None
-            collectives.gather_flat(full, region.shard.to(handle.device), group)
+            collectives.gather_flat(full, region.shard.to(handle.layout.device), group)
 
 
 def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None:
     """Gather into new buffers of the parameter dtype; show new leaves over them."""
     handle = unit.handle
-    home = torch.device("cpu") if to_cpu else handle.device
-    shards = [region.shard.to(handle.device) for region in handle.regions]
+    home = torch.device("cpu") if to_cpu else handle.layout.device
+    shards = [region.shard.to(handle.layout.device) for region in handle.layout.regions]
     fulls = gather_flat_values(handle, shards, first_only=rank0_only)
-    if handle.regions and not fulls:
+    if handle.layout.regions and not fulls:
         return
     # Tensors made in inference mode could not be written to outside of that mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -266,7 +269,7 @@ def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None
         # Without a shard group ``gather_flat_values`` returns the shard itself, to
         # which the block must not write before its end: copy.
         unit.fulls = [full.to(home, copy=alone) for full in fulls]
-        for region, full in zip(handle.regions, unit.fulls, strict=True):
+        for region, full in zip(handle.layout.regions, unit.fulls, strict=True):
             pieces, _ = full_views(region.layout, full)
             unit.leaves.extend(
                 full_leaf(piece, leaf, trainable=leaf.requires_grad)

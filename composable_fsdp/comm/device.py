@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
@@ -58,6 +58,44 @@ class StreamEvent:
     def wait(self) -> None:
         """Make the device's current stream wait for the mark; the CPU does not wait."""
         torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class _NoEvent(StreamEvent):
+    """The event of a CPU: nothing is ever recorded."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def record(self, stream: object) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class UnitEvents:
+    """The events and streams of a unit. Each event is recorded again in every step."""
+
+    __slots__ = ("free", "gather", "leaf_stream", "reduce", "reduce_owner")
+
+    def __init__(self, new_event: Callable[[], StreamEvent]) -> None:
+        self.gather = new_event()
+        """End of the unit's all-gather on the gather stream."""
+        self.free = new_event()
+        """Last use of ``full`` by compute, when the unit was resharded."""
+        self.reduce = new_event()
+        """End of the unit's reduction on the reduce stream."""
+        self.reduce_owner: torch.cuda.Stream | None = None
+        """The stream on which the reduce buffers were allocated."""
+        self.leaf_stream: torch.cuda.Stream | None = None
+        """The stream on which AccumulateGrad nodes and hooks of full leaves run: the
+        current stream when the hooks were installed."""
+
+
+NO_EVENTS = UnitEvents(_NoEvent)
+"""The events of every unit on CPU. Never changed."""
 
 
 class Streams:
@@ -189,6 +227,13 @@ def synchronize(streams: Streams | None) -> None:
     if streams is not None:
         streams.gather.synchronize()
         streams.reduce.synchronize()
+
+
+def make_events(device: torch.device) -> UnitEvents:
+    """Return events for a unit on a CUDA device, ``NO_EVENTS`` on any other device."""
+    if device.type != "cuda":
+        return NO_EVENTS
+    return UnitEvents(partial(StreamEvent, device))
 
 
 def make_streams(device: torch.device) -> Streams | None:

@@ -264,8 +264,8 @@ def _owner_of(parameter: nn.Parameter) -> str | None:
     if found is None:
         return None
     handle, index = found
-    fqn = join_name(handle.fqn, handle._fqns[index])
-    kind = handle.plan.class_name
+    fqn = join_name(handle.layout.plan.fqn, handle._fqns[index])
+    kind = handle.layout.plan.class_name
     return f"{quoted(fqn)} of an earlier fully sharded {kind}"
 
 

@@ -113,11 +113,13 @@ def replicate(
         handle.groups = Groups(handle.groups.shard, group)
         # A unit held by a single rank had no guards; calls of the unit's parts would
         # now bypass the average.
-        handle.guards = part_guards.find_guards(handle, each.modules)
+        handle.guards = part_guards.find_guards(
+            handle.groups, handle.layout.owners, each.modules
+        )
         part_guards.refuse_part_calls(handle)
         # The divisor of the average depends on the number of ranks.
         set_divisions(handle)
-        for region in handle.regions:
+        for region in handle.layout.regions:
             # An empty shard has no elements on any rank of the replicate group.
             if init_sync and region.shard.numel():
                 collectives.broadcast(region.shard, group)
@@ -142,8 +144,9 @@ def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:
     if groups.replicate is not None or len(covered & ranks) > 1:
         raise CompositionError(
             f"replicate over ranks {sorted(ranks)} meets fully sharded module "
-            f"{quoted(handle.fqn)} over ranks {sorted(covered)}: the two share some "
-            "ranks and not all, so no average over both is right. Shard within groups "
-            "that meet each replicate group in one rank, or over all its ranks."
+            f"{quoted(handle.layout.plan.fqn)} over ranks {sorted(covered)}: the two "
+            "share some ranks and not all, so no average over both is right. Shard "
+            "within groups that meet each replicate group in one rank, or over all its "
+            "ranks."
         )
     return True

@@ -151,13 +151,13 @@ def _show_whole(
         )
         # ``origin`` is the layout as planned; rebuilt regions may be grouped
         # differently.
-        for layout in handle.origin
+        for layout in handle.layout.origin
         for slot in layout.parameters
     }
     for ref in param_refs(handle):
         stand_ins[id(ref.leaf)] = whole[ref.slot.index]
     for place, table, key in zip(
-        handle.places, handle.tables, handle.keys, strict=True
+        handle.layout.places, handle.layout.tables, handle.layout.keys, strict=True
     ):
         undo.append((table.__setitem__, key, table[key]))
         table[key] = whole[place.slot_index]
@@ -181,7 +181,7 @@ def _unit_difference(
         device = resolve_device(application.device_id, application.ranks, ())
         if device != state.device:
             return f"computes on {state.device}, this call asks for {device}"
-    return _parameter_difference(state.handle.origin, target.plan.regions)
+    return _parameter_difference(state.handle.layout.origin, target.plan.regions)
 
 
 def _parameter_difference(

@@ -16,7 +16,7 @@ from torch import nn
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.build import note_memory
+from composable_fsdp.flat.build import leaf_memory
 from composable_fsdp.flat.build_region import full_views, own_memory
 from composable_fsdp.flat.gradients import shard_views
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -35,7 +35,7 @@ def leaves_view_shards(handle: FlatParamHandle) -> bool:
     # the storage. The difference matters for a unit that is kept unsharded: a changed
     # leaf leads to an all-gather, so all ranks must detect the change. Ranks without
     # elements detect the change by the storage.
-    for region in handle.regions:
+    for region in handle.layout.regions:
         memory = region.shard.untyped_storage()
         for leaf in region.leaves:
             if leaf.numel() and leaf.untyped_storage() is not memory:
@@ -84,14 +84,14 @@ def require_leaves(handle: FlatParamHandle) -> bool:
     if not _is_replaced(handle, current):
         restore_shard_views(handle)
         return False
-    if handle.reduce_due or handle.held is not None:
+    if handle.reduction.due or handle.reduction.held is not None:
         raise PlanError(
             f"Parameters of unit {handle.name} were replaced, cast or moved while "
             "gradients of no_sync wait to be reduced. Change them between steps."
         )
     leaves = [
         tuple(current[slot.index] for slot in region.layout.parameters)
-        for region in handle.regions
+        for region in handle.layout.regions
     ]
     record_replaced(handle, leaves)
     rebuild_handle(handle, leaves, device=_device(handle, current))
@@ -140,7 +140,7 @@ def _require_fit(
         )
     # Shape and dtype are compared with the sharded leaf, and dtypes within the region:
     # a region has a single dtype. The whole region may be cast.
-    for region in handle.regions:
+    for region in handle.layout.regions:
         homes, _ = shard_views(region, region.shard)
         parameters = [current[slot.index] for slot in region.layout.parameters]
         for slot, home, found in zip(
@@ -149,26 +149,26 @@ def _require_fit(
             fqn = names[slot.index]
             if found.shape != home.shape or found.dtype != parameters[0].dtype:
                 raise _misfit(fqn, home, found)
-            if handle.offload and found.device.type != "cpu":
+            if handle.layout.offload and found.device.type != "cpu":
                 raise PlanError(
                     f"Parameter {quoted(fqn)} was moved to {found.device} after "
                     "fully_shard with cpu_offload, which keeps it on the host. Move "
                     "the model before fully_shard, or not at all: the compute device "
-                    f"is {handle.device}."
+                    f"is {handle.layout.device}."
                 )
 
 
 def _is_replaced(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> bool:
     """Return whether an object, a dtype or a device changed, and not only memory."""
     return (
-        handle.on_meta
+        handle.layout.on_meta
         or any(
             parameters.get(name) is not leaf
             for parameters, name, leaf, _ in handle.swaps
         )
         or any(
             leaf.dtype != region.shard.dtype or leaf.device != region.shard.device
-            for region in handle.regions
+            for region in handle.layout.regions
             for leaf in region.leaves
         )
     )
@@ -179,22 +179,26 @@ def _device(handle: FlatParamHandle, current: dict[int, nn.Parameter]) -> torch.
     devices = {parameter.device for parameter in current.values()}
     # A CPU is the compute device only because the parameters were on the CPU, so the
     # unit follows parameters that moved. A GPU was chosen and stays.
-    if handle.device.type == "cpu" and len(devices) == 1 and not handle.offload:
+    if (
+        handle.layout.device.type == "cpu"
+        and len(devices) == 1
+        and not handle.layout.offload
+    ):
         return devices.pop()
-    return handle.device
+    return handle.layout.device
 
 
 @outside_transforms
 def restore_shard_views(handle: FlatParamHandle) -> None:
     """Copy changed leaves into the shard and make all leaves views of the shard."""
     with torch.no_grad():
-        for region in handle.regions:
+        for region in handle.layout.regions:
             homes, _ = shard_views(region, region.shard)
             for leaf, home in zip(region.leaves, homes, strict=True):
                 if leaf.numel() and leaf.data_ptr() != home.data_ptr():
                     home.copy_(leaf.detach())
                 leaf.data = own_memory(home)
-    note_memory(handle)
+    handle.memory = leaf_memory(handle.layout)
 
 
 def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
@@ -215,7 +219,7 @@ def full_locations(handle: FlatParamHandle) -> list[tuple[nn.Parameter, torch.Te
     """
     return [
         pair
-        for region in handle.regions
+        for region in handle.layout.regions
         for pair in zip(
             region.full_leaves, full_views(region.layout, region.full)[0], strict=True
         )

@@ -77,7 +77,7 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
             flat = nn.Parameter(region.shard)
             rebind_flat_parameter(handle, region, flat)
             if any(leaf.grad is not None for leaf in region.leaves):
-                settled = not handle.reduce_has_memory
+                settled = not handle.reduction.has_memory
                 ready_gradient(region, settled=settled)
                 # Temporarily unset, so that ``own_gradients`` collects the gradients of
                 # the leaves.
@@ -115,7 +115,9 @@ def rebind_flat_parameter(
     if gradient is not None and not gradient.is_meta:
         flat.grad = gradient.to(region.shard.device, region.grad_dtype)
     region.flat = flat
-    handle.handed_out = tuple([r.flat for r in handle.regions if r.flat is not None])
+    handle.writes.flat_parameters = tuple(
+        [r.flat for r in handle.layout.regions if r.flat is not None]
+    )
     known = FlatParamRecord(handle, _forget)
     known.key, known.parameter, known.region = id(flat), flat, region
     known.layout, known.rank = region.layout, region.rank
@@ -142,7 +144,7 @@ def rebind_flat_parameters(
     Returns: whether any flat parameter was retired.
     Collective: none.
     """
-    regions = {_identity(region): region for region in handle.regions}
+    regions = {_identity(region): region for region in handle.layout.regions}
     retired = False
     for old in before:
         flat = old.flat
@@ -275,7 +277,7 @@ def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
     """Call ``add_own_gradients`` for each region of the units, when a backward ends."""
     if FLAT_PARAMS:
         for handle in handles:
-            for region in handle.trainable:
+            for region in handle.layout.trainable:
                 if region.flat is not None:
                     add_own_gradients(handle, region)
 
@@ -285,7 +287,7 @@ def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
     assert region.flat is not None
     # ``grad_shard`` may be replaced only if no reduction is writing into
     # ``grad_shard``.
-    settled = not handle.reduce_has_memory
+    settled = not handle.reduction.has_memory
     ready_gradient(region, settled=settled)
     # Parts without a gradient become zeros.
     own_gradients(region)
@@ -296,7 +298,7 @@ def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
 
 def clear_flat_gradients(handle: FlatParamHandle, *, set_to_none: bool) -> None:
     """Clear the gradients of the unit's flat parameters, as ``zero_grad`` does."""
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         if region.flat is not None and region.flat.grad is not None:
             if set_to_none:
                 region.flat.grad = None

@@ -48,7 +48,7 @@ def copy_writes_to_shards(handle: FlatParamHandle) -> None:
     }
     # Autograd saved the versions after the write, so those versions stay readable.
     handle.form.readable = tuple(map(version_of, handle.form.placed))
-    for region in handle.regions:
+    for region in handle.layout.regions:
         for index, leaf in enumerate(region.full_leaves):
             if id(leaf) in written:
                 _copy_write_to_shard(handle, region, index)
@@ -76,7 +76,7 @@ def _copy_write_to_shard(
         sharded.copy_(part_of(region, slot, full, like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``versions.make_readable``).
-    versions = full._version - sum(map(version_of, handle.handed_out))
+    versions = full._version - sum(map(version_of, handle.writes.flat_parameters))
     set_versions((sharded,), (versions,))
 
 
@@ -87,9 +87,9 @@ def checksums(handle: FlatParamHandle) -> list[Tensor] | None:
 
     Collective: none.
     """
-    if any(type(region.full) is not Tensor for region in handle.regions):
+    if any(type(region.full) is not Tensor for region in handle.layout.regions):
         return None
-    return [_checksum(region.full) for region in handle.regions]
+    return [_checksum(region.full) for region in handle.layout.regions]
 
 
 def _checksum(full: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def copy_all_to_shards(handle: FlatParamHandle) -> None:
     dtype.
     """
     # All checks have passed, so either every region is copied or none.
-    for region in handle.regions:
+    for region in handle.layout.regions:
         if region.full.dtype != region.shard.dtype:
             raise PhaseError(
                 f"The forward of unit {handle.name} wrote to its weights through "
@@ -122,7 +122,7 @@ def copy_all_to_shards(handle: FlatParamHandle) -> None:
                 "rounded. Write between steps, inside unshard_params(module), or give "
                 "the unit no param_dtype."
             )
-    for region in handle.regions:
+    for region in handle.layout.regions:
         if region.is_cut:
             start = region.rank * region.layout.shard_numel
             region.shard.copy_(region.full[start : start + region.layout.shard_numel])

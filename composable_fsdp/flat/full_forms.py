@@ -19,9 +19,10 @@ from composable_fsdp.phases import Residency
 
 def has_two_forms(handle: FlatParamHandle) -> bool:
     """Return whether the compute dtype differs from the dtype of the parameters."""
-    options = handle.plan.options
+    options = handle.layout.plan.options
     return any(
-        options.dtypes(r.layout.dtype).compute != r.layout.dtype for r in handle.regions
+        options.dtypes(r.layout.dtype).compute != r.layout.dtype
+        for r in handle.layout.regions
     )
 
 
@@ -40,12 +41,12 @@ def switch_form(handle: FlatParamHandle) -> bool:
         # The buffers outlive the caller's inference mode, so they must not be inference
         # tensors.
         with torch.inference_mode(False), torch.no_grad():
-            for region in handle.regions:
+            for region in handle.layout.regions:
                 make_full(region, region.layout.dtype)
-        other = make_form(handle, form.unreadable, full_precision=True)
+        other = make_form(handle.layout, form.unreadable, full_precision=True)
         other.regions = _buffers(handle)
     else:
-        for region, buffers in zip(handle.regions, other.regions, strict=True):
+        for region, buffers in zip(handle.layout.regions, other.regions, strict=True):
             region.full, region.own_slice, region.is_cut, region.full_leaves = buffers
     handle.form, handle.other_form = other, form
     return made
@@ -55,4 +56,6 @@ def _buffers(
     handle: FlatParamHandle,
 ) -> tuple[tuple[Tensor, Tensor | None, bool, tuple[nn.Parameter, ...]], ...]:
     """Return what a region has of the current form, per region."""
-    return tuple((r.full, r.own_slice, r.is_cut, r.full_leaves) for r in handle.regions)
+    return tuple(
+        (r.full, r.own_slice, r.is_cut, r.full_leaves) for r in handle.layout.regions
+    )

@@ -18,7 +18,7 @@ from composable_fsdp.naming import join_name, quoted
 def save_functional_params(handle: FlatParamHandle) -> None:
     """Show full leaves at all places, except where a foreign tensor is registered.
 
-    Records the foreign tensors in ``handle.foreign``.
+    Records the foreign tensors in ``RunningForwards.foreign``.
 
     Raises: CompositionError, if a foreign tensor does not have the shape of the full
     parameter. The modules are then unchanged.
@@ -29,7 +29,7 @@ def save_functional_params(handle: FlatParamHandle) -> None:
         if found is sharded or found is full:
             continue
         if isinstance(found, Tensor) and found.shape != full.shape:
-            name = quoted(join_name(handle.full_fqn, handle.places[at].fqn))
+            name = quoted(join_name(handle.full_fqn, handle.layout.places[at].fqn))
             # ``use_full`` may have registered full leaves before it found the foreign
             # tensor.
             _put_back(handle)
@@ -44,7 +44,7 @@ def save_functional_params(handle: FlatParamHandle) -> None:
     for at, (table, key, _, full) in enumerate(handle.swaps):
         if at not in foreign:
             table[key] = full
-    handle.foreign = foreign
+    handle.running.foreign = foreign
 
 
 def _put_back(handle: FlatParamHandle) -> None:
@@ -58,6 +58,6 @@ def restore_functional_params(handle: FlatParamHandle) -> None:
     """Register the foreign tensors again, which ``use_sharded`` has overwritten."""
     # When ``functional_call`` ends, torch copies the tensors that the modules show into
     # the caller's dict, so the modules must not show this rank's shards.
-    for at, found in handle.foreign.items():
-        handle.tables[at][handle.keys[at]] = found
-    handle.foreign = {}
+    for at, found in handle.running.foreign.items():
+        handle.layout.tables[at][handle.layout.keys[at]] = found
+    handle.running.foreign = {}

@@ -68,7 +68,7 @@ def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
         (handle, region)
         for handle in handles
         if handle.groups.shard is not None
-        for region in handle.trainable
+        for region in handle.layout.trainable
         if region.grad_shard is not None
     ]
     for handle, region in found:

@@ -126,9 +126,9 @@ def views_are_intact(region: FlatParameter) -> bool:
 def free_cleared(handle: FlatParamHandle) -> None:
     """Release the flat gradients that no leaf shows. Collective: none."""
     # A reduction may be writing into the flat gradients.
-    if handle.reduce_has_memory:
+    if handle.reduction.has_memory:
         return
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         # A flat gradient in host memory takes no memory from activations.
         if region.grad_shard is None or region.offload or _is_shown(region):
             continue
@@ -283,33 +283,33 @@ def note_shown(region: FlatParameter, parts: bytes) -> None:
 
 def allocate_reduce(handle: FlatParamHandle) -> None:
     """Allocate the reduce buffers on the current stream."""
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         buffer = region.reduce_buffer
         assert buffer is not None
         # ``memory.allocate``, inlined.
         nbytes, storage = buffer.nbytes, buffer.untyped_storage()
         if storage.nbytes() != nbytes:
             storage.resize_(nbytes)
-    handle.reduce_has_memory = True
+    handle.reduction.has_memory = True
 
 
 def free_reduce(handle: FlatParamHandle) -> None:
     """Free the reduce buffers, on the stream that allocated the buffers."""
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         buffer = region.reduce_buffer
         assert buffer is not None
         try:  # ``memory.free``, inlined
             buffer.untyped_storage().resize_(0)
         except RuntimeError as error:
             memory.require_unresizable(buffer, error)
-    handle.reduce_has_memory = False
+    handle.reduction.has_memory = False
 
 
 def zero_missing(handle: FlatParamHandle) -> None:
     """Zero the padding, and the parts of gradients that did not arrive."""
     # All views are collected first, so that a single call zeroes all of them.
     missing: list[torch.Tensor] = []
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         missing.extend(region.gaps)
         if 0 in region.arrived:
             missing.extend(
@@ -329,20 +329,20 @@ def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
     if handle.rule.fill:
         # With ``set_reduce_scatter_unused_params`` every parameter counts as arrived,
         # so that all ranks reduce the same parameters.
-        arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.trainable)
+        arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.layout.trainable)
     else:
-        arrived = tuple([bytes(region.arrived) for region in handle.trainable])
-    if handle.held is not None:
+        arrived = tuple([bytes(region.arrived) for region in handle.layout.trainable])
+    if handle.reduction.held is not None:
         arrived = tuple(
             bytes(map(or_, now, earlier))
-            for now, earlier in zip(arrived, handle.held, strict=True)
+            for now, earlier in zip(arrived, handle.reduction.held, strict=True)
         )
     return arrived
 
 
 def clear_arrived(handle: FlatParamHandle) -> None:
     """Record that no gradient waits for a reduction."""
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         region.arrived[:] = bytes(len(region.arrived))
 
 
@@ -351,7 +351,7 @@ def add_waiting_to_reduce_buffers(handle: FlatParamHandle) -> None:
 
     Does not write to the reduce buffers: the copies wait in ``FlatParameter.waiting``.
     """
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         # A custom ``autograd.Function`` may return a saved weight as a gradient.
         begin = region.full.data_ptr()
         end = begin + region.full.nbytes
@@ -368,4 +368,4 @@ def add_waiting_to_reduce_buffers(handle: FlatParamHandle) -> None:
 
 def has_arrived(handle: FlatParamHandle) -> bool:
     """Return whether the unit has a gradient that waits to be reduced."""
-    return handle.reduce_due and any(1 in r.arrived for r in handle.trainable)
+    return handle.reduction.due and any(1 in r.arrived for r in handle.layout.trainable)

@@ -10,12 +10,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.comm.device import StreamEvent, Waitable
+from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.flat.reduce_rule import ReduceRule
@@ -95,63 +96,9 @@ NO_BACKWARD = BackwardProgress(NO_TASK)
 """The progress of every unit outside backward. Never changed."""
 
 
-class FlatParamHandle:
-    """The flat buffers of a unit. Created by ``build_handle``."""
-
-    __slots__ = (
-        "__weakref__",
-        "absent",
-        "absent_in",
-        "backward",
-        "backward_log",
-        "calls",
-        "device",
-        "epoch",
-        "foreign",
-        "form",
-        "forward_log",
-        "fqn",
-        "free_event",
-        "full_fqn",
-        "gather_event",
-        "gathered_at",
-        "groups",
-        "guards",
-        "handed_out",
-        "held",
-        "here",
-        "here_at",
-        "kept",
-        "keys",
-        "kept_full",
-        "leaf_stream",
-        "lent",
-        "offload",
-        "on_meta",
-        "origin",
-        "other_form",
-        "owners",
-        "parts_open",
-        "phase",
-        "places",
-        "plan",
-        "ready",
-        "reduce_event",
-        "reduce_due",
-        "reduce_groups",
-        "reduce_has_memory",
-        "reduce_log",
-        "reduce_owner",
-        "regions",
-        "residency",
-        "rows",
-        "rule",
-        "sharded_placed",
-        "steps",
-        "tables",
-        "trainable",
-        "written_at_build",
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitLayout:
+    """The regions of a unit and the places of its parameters. Replaced as a whole."""
 
     plan: UnitPlan
     origin: tuple[RegionLayout, ...]
@@ -159,28 +106,24 @@ class FlatParamHandle:
     current layouts, which differ after parameters were frozen or unfrozen."""
     epoch: int
     """Number of times the regions were rebuilt since ``fully_shard``."""
-    fqn: str
-    """FQN of the unit's module, from the module that ``fully_shard`` was called on."""
-    full_fqn: str
-    """FQN of the unit's module from the root. Equals ``fqn`` until lazy
-    initialization."""
-    regions: tuple[FlatParameter, ...]
-    """The flat buffers. The parameters of a region have the same dtype, are all
-    trainable or all frozen, and belong to the same ``group_by`` group."""
-    groups: Groups
-    """The process groups over which the unit is sharded and replicated."""
     device: torch.device
     """The compute device, which holds the full parameters."""
+    rows: bool
+    """Whether sharded leaves keep whole rows of dim 0; else sharded leaves are 1-D."""
     offload: bool
     """Whether the shards and the sharded gradients are in host memory."""
     on_meta: bool
     """Whether the shards are on the meta device and have no values yet."""
-    rows: bool
-    """Whether sharded leaves keep whole rows of dim 0; else sharded leaves are 1-D."""
-    # The fields from ``places`` to ``sharded_placed``, and ``FullForm.placed``, are
-    # aligned: index *i* is the same place in all of them. Parallel tuples, and not a
-    # tuple of records, keep the number of objects small that the garbage collector
-    # tracks per unit.
+    regions: tuple[FlatParameter, ...]
+    """The flat buffers. The parameters of a region have the same dtype, are all
+    trainable or all frozen, and belong to the same ``group_by`` group."""
+    trainable: tuple[FlatParameter, ...]
+    """Regions whose parameters have gradients."""
+    reduce_groups: tuple[tuple[FlatParameter, ...], ...]
+    """Trainable regions with elements, grouped by reduce dtype."""
+    # The fields from here on, and ``FullForm.placed``, are aligned: index *i* is the
+    # same place in all of them. Parallel tuples, and not a tuple of records, keep the
+    # number of objects small that the garbage collector tracks per unit.
     places: tuple[Place, ...]
     """Every place (module and key) at which a parameter is registered. A tied parameter
     has several places."""
@@ -192,95 +135,171 @@ class FlatParamHandle:
     """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     """The sharded leaf of each place."""
-    parts_open: bool
-    """Whether calls of the unit's parts are allowed, as inside the unit's forward."""
-    guards: tuple[OrderedDict[int, Any], ...]
-    """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
-    refusal while the unit is sharded."""
-    phase: Phase
-    """The state of the unit in the step (``phases``)."""
-    residency: Residency
-    """Where the full parameters are. Only ``flat.residency`` writes the field."""
-    foreign: dict[int, Any]
-    """By index of the place: tensors from ``torch.func.functional_call`` that the
-    modules show instead of full leaves while the unit is full."""
-    handed_out: tuple[nn.Parameter, ...]
-    """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
-    ready: Waitable | None
-    """The pending all-gather, or ``None`` if no all-gather is pending."""
-    trainable: tuple[FlatParameter, ...]
-    """Regions whose parameters have gradients."""
-    reduce_groups: tuple[tuple[FlatParameter, ...], ...]
-    """Trainable regions with elements, grouped by reduce dtype."""
-    # ``Any`` here and in ``lent``: the classes are in higher layers.
-    calls: list[Any]
-    """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None`` if
-    the forward runs without gradients."""
-    lent: list[Any]
-    """``ContainerCopies`` of those running forwards that received copies of
-    containers."""
-    # The data location of each sharded leaf, to detect changes from outside
-    # (``flat.external_changes``).
-    here: tuple[nn.Parameter, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeafMemory:
+    """Where the data of a unit's leaves is expected (``flat.external_changes``)."""
+
+    leaves: tuple[nn.Parameter, ...]
     """Sharded leaves with elements on this rank."""
-    here_at: tuple[int, ...]
-    """The expected ``data_ptr()`` of each leaf in ``here``."""
-    absent: tuple[nn.Parameter, ...]
+    addresses: tuple[int, ...]
+    """The expected ``data_ptr()`` of each leaf in ``leaves``."""
+    empty: tuple[nn.Parameter, ...]
     """Sharded leaves without elements on this rank."""
-    absent_in: tuple[torch.UntypedStorage, ...]
-    """The expected storage of each leaf in ``absent``. Each of these leaves has an
-    empty storage of its own, so that a replaced ``.data`` can be detected."""
-    form: FullForm
-    """The current full form: buffers and leaves of the precision in use."""
-    other_form: FullForm | None
-    """The full form that is not current, or ``None`` until its first use."""
-    written_at_build: int
+    storages: tuple[torch.UntypedStorage, ...]
+    """The expected storage of each leaf in ``empty``. Each of these leaves has an empty
+    storage of its own, so that a replaced ``.data`` can be detected."""
+
+
+class UnitLogs(NamedTuple):
+    """The order logs of a unit; ``None`` if the unit sends no such collective."""
+
+    forward: OrderLog | None = None
+    """Order log of the unit's all-gathers in forward."""
+    backward: OrderLog | None = None
+    """Order log of the unit's all-gathers in backward."""
+    reduce: OrderLog | None = None
+    """Order log of the unit's reductions."""
+
+
+NO_LOGS = UnitLogs()
+
+
+@dataclass(slots=True)
+class ShardWrites:
+    """What counts writes to the shards of a unit."""
+
+    at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
-    backward: BackwardProgress
-    """Progress of the backward that has reached the unit, else ``NO_BACKWARD``."""
-    kept: bool
-    """Whether ``full`` stays allocated until the end of the next backward
-    (``create_graph=True``)."""
-    kept_full: bool
-    """Whether ``full`` was kept for the next forward, after backward or by ``unshard``.
-    The next forward compares ``gathered_at`` with the versions of then."""
-    gathered_at: tuple[int, ...] | None
-    """``runtime.unshard.shard_versions`` when the last all-gather read the shards. If
+    gathered_at: tuple[int, ...] | None = None
+    """``flat.residency.shard_versions`` when the last all-gather read the shards. If
     the versions differ later, the shards were written to (for example by an optimizer
     step). Empty before the first all-gather; ``None`` as long as the unit is never kept
     unsharded, so that other units pay nothing."""
-    steps: int
+    steps: int = 0
     """Number of optimizer steps over the unit's leaves since step counting started
     (``step_counts``)."""
-    # A log is ``None`` if the unit sends no collective of that kind.
-    forward_log: OrderLog | None
-    """Order log of the unit's all-gathers in forward."""
-    backward_log: OrderLog | None
-    """Order log of the unit's all-gathers in backward."""
-    reduce_log: OrderLog | None
-    """Order log of the unit's reductions."""
-    # Progress of the gradient reduction.
-    reduce_due: bool
+    flat_parameters: tuple[nn.Parameter, ...] = ()
+    """Flat parameters of the regions for which ``flat_of`` created a flat parameter."""
+
+
+class RunningForwards:
+    """The forwards of a unit that are running."""
+
+    __slots__ = ("calls", "foreign", "lent")
+
+    def __init__(self) -> None:
+        # ``Any``: the classes are in higher layers.
+        self.calls: list[Any] = []
+        """Running forwards of the unit, outermost first: a ``UnitForward``, or ``None``
+        if the forward runs without gradients."""
+        self.lent: list[Any] = []
+        """``ContainerCopies`` of those running forwards that received copies of
+        containers."""
+        self.foreign: dict[int, Any] = {}
+        """By index of the place: tensors from ``torch.func.functional_call`` that the
+        modules show instead of full leaves while the unit is full."""
+
+
+@dataclass(slots=True)
+class ReductionProgress:
+    """Which gradients of a unit wait for a reduction."""
+
+    due: bool = False
     """Whether gradients are expected, or have arrived, that no reduction has taken."""
-    reduce_has_memory: bool
+    has_memory: bool = False
     """Whether the reduce buffers are allocated; also during a reduction."""
-    rule: ReduceRule
-    """Settings of the unit's gradient reduction."""
-    held: tuple[bytes, ...] | None
+    held: tuple[bytes, ...] | None = None
     """Arrival flags per trainable region of the sums that wait in
     ``FlatParameter.partial`` for the all-reduce; ``None`` if no sums wait."""
-    # CUDA only. Each event is created once and recorded again in every step.
-    gather_event: StreamEvent | None
-    """End of the unit's all-gather on the gather stream."""
-    free_event: StreamEvent | None
-    """Last use of ``full`` by compute, when the unit was resharded."""
-    reduce_event: StreamEvent | None
-    """End of the unit's reduction on the reduce stream."""
-    reduce_owner: torch.cuda.Stream | None
-    """The stream on which the reduce buffers were allocated."""
-    leaf_stream: torch.cuda.Stream | None
-    """The stream on which AccumulateGrad nodes and hooks of full leaves run: the
-    current stream when the hooks were installed."""
+
+
+class FlatParamHandle:
+    """The flat buffers of a unit, and the unit's state."""
+
+    __slots__ = (
+        "__weakref__",
+        "backward",
+        "events",
+        "form",
+        "full_fqn",
+        "groups",
+        "guards",
+        "kept",
+        "kept_full",
+        "layout",
+        "logs",
+        "memory",
+        "other_form",
+        "parts_open",
+        "phase",
+        "ready",
+        "reduction",
+        "residency",
+        "rule",
+        "running",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        form: FullForm,
+        memory: LeafMemory,
+        *,
+        groups: Groups,
+        rule: ReduceRule,
+        guards: tuple[OrderedDict[int, Any], ...],
+    ) -> None:
+        self.groups = groups
+        """The process groups over which the unit is sharded and replicated."""
+        self.rule = rule
+        """Settings of the unit's gradient reduction."""
+        self.full_fqn = layout.plan.fqn
+        """FQN of the unit's module from the root; until lazy initialization, from the
+        module that ``fully_shard`` was called on."""
+        self.logs = NO_LOGS
+        """The order logs; assigned by lazy initialization."""
+        self.guards = guards
+        """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
+        refusal while the unit is sharded."""
+        self.parts_open = True
+        """Whether calls of the unit's parts are allowed, as inside the unit's
+        forward."""
+        self.running = RunningForwards()
+        self.writes = ShardWrites(written(layout))
+        self.begin_layout(layout, form, memory)
+
+    def begin_layout(
+        self, layout: UnitLayout, form: FullForm, memory: LeafMemory
+    ) -> None:
+        """Make ``layout`` the unit's layout; the unit is sharded and between steps."""
+        self.layout = layout
+        self.memory = memory
+        """The expected data location of each sharded leaf."""
+        self.form = form
+        """The current full form: buffers and leaves of the precision in use."""
+        self.other_form: FullForm | None = None
+        """The full form that is not current, or ``None`` until its first use."""
+        self.phase = Phase.IDLE
+        """The state of the unit in the step (``phases``)."""
+        self.residency = Residency.SHARDED
+        """Where the full parameters are. Only ``flat.residency`` writes the field."""
+        self.ready: Waitable | None = None
+        """The pending all-gather, or ``None`` if no all-gather is pending."""
+        self.backward = NO_BACKWARD
+        """Progress of the backward that has reached the unit, else ``NO_BACKWARD``."""
+        self.kept = False
+        """Whether ``full`` stays allocated until the end of the next backward
+        (``create_graph=True``)."""
+        self.kept_full = False
+        """Whether ``full`` was kept for the next forward, after backward or by
+        ``unshard``. The next forward compares ``ShardWrites.gathered_at`` with the
+        versions of then."""
+        self.reduction = ReductionProgress()
+        self.events = make_events(layout.device)
+        self.writes.steps, self.writes.flat_parameters = 0, ()
 
     @property
     def is_full(self) -> bool:
@@ -293,27 +312,31 @@ class FlatParamHandle:
     @property
     def leaves(self) -> tuple[nn.Parameter, ...]:
         """The sharded leaves, which are the original parameters, in region order."""
-        return tuple(leaf for region in self.regions for leaf in region.leaves)
+        return tuple(leaf for region in self.layout.regions for leaf in region.leaves)
 
     @property
     def infos(self) -> tuple[ParamInfo, ...]:
         """The places of all parameters, with modules, in region order."""
         return tuple(
             ParamInfo(place.fqn, owner, *place[1:])
-            for place, owner in zip(self.places, self.owners, strict=True)
+            for place, owner in zip(self.layout.places, self.layout.owners, strict=True)
         )
 
     @property
     def swaps(self) -> Iterator[Swap]:
         """Iterate over all places: table, key, sharded leaf and full leaf."""
         return zip(
-            self.tables, self.keys, self.sharded_placed, self.form.placed, strict=True
+            self.layout.tables,
+            self.layout.keys,
+            self.layout.sharded_placed,
+            self.form.placed,
+            strict=True,
         )
 
     @property
     def _fqns(self) -> tuple[str, ...]:
         """FQNs of the parameters from the unit's module, in region order."""
-        return tuple(s.fqn for r in self.plan.regions for s in r.parameters)
+        return tuple(s.fqn for r in self.layout.plan.regions for s in r.parameters)
 
     @property
     def _param_infos(self) -> tuple[ParamInfo, ...]:
@@ -336,7 +359,7 @@ class FlatParamHandle:
         # The interval is empty if this rank holds no element of the parameter.
         spans = [
             r.layout.interval(slot, r.rank)
-            for r in self.regions
+            for r in self.layout.regions
             for slot in r.layout.parameters
         ]
         return tuple(i for i, (start, stop) in enumerate(spans) if stop > start)
@@ -349,9 +372,17 @@ class FlatParamHandle:
     def __repr__(self) -> str:
         return (
             f"FlatParamHandle(fully sharded module {self.name}, {len(self._fqns)} "
-            f"parameters, {len(self.regions)} regions, {self.phase.value}, "
+            f"parameters, {len(self.layout.regions)} regions, {self.phase.value}, "
             f"{self.residency.value})"
         )
+
+
+_version = attrgetter("_version")
+
+
+def written(layout: UnitLayout) -> int:
+    """Return a number that grows with every write to a sharded leaf; -1 if on meta."""
+    return -1 if layout.on_meta else sum(map(_version, layout.sharded_placed))
 
 
 # ``LEAVES`` maps a sharded leaf to its unit, so that functions which receive bare

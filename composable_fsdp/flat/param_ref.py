@@ -38,14 +38,14 @@ class ParamRef:
 
 def param_refs(handle: FlatParamHandle) -> Iterator[ParamRef]:
     """Yield the parameters of a unit, in region order."""
-    for region in handle.regions:
+    for region in handle.layout.regions:
         for index in range(len(region.leaves)):
             yield ParamRef(handle, region, index)
 
 
 def param_ref(handle: FlatParamHandle, index: int) -> ParamRef:
     """Return the parameter of ``handle`` that ``find_leaf`` gives the ``index``."""
-    for region in handle.regions:
+    for region in handle.layout.regions:
         if index < len(region.leaves):
             return ParamRef(handle, region, index)
         index -= len(region.leaves)

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
@@ -39,19 +40,24 @@ REFUSE = -2
 
 
 def find_guards(
-    handle: FlatParamHandle, modules: Sequence[nn.Module]
+    groups: Groups, owners: Sequence[nn.Module], modules: Sequence[nn.Module]
 ) -> tuple[OrderedDict[int, Any], ...]:
-    """Return the tables of pre-hooks of the unit's parts.
+    """Return the tables of pre-hooks of a unit's parts.
 
-    ``modules`` are the modules with the unit's hooks, which are no parts. The result is
-    empty if the unit has a single rank: the shard is then the full parameter, and the
-    gradient is the mean.
+    Args:
+        groups: the process groups of the unit. If the unit has a single rank, the shard
+            is the full parameter and the gradient is the mean, so the unit has no
+            guards.
+        owners: the modules that hold the unit's parameters.
+        modules: the modules with the unit's hooks, which are no parts.
+
+    Returns: the tables. Collective: none.
     """
-    if handle.groups.world_size == 1:
+    if groups.world_size == 1:
         return ()
     # A module that owns parameters and has a forward is a part.
-    parts = {id(owner): owner for owner in handle.owners if has_forward(owner)}
-    without = {id(owner) for owner in handle.owners} - parts.keys()
+    parts = {id(owner): owner for owner in owners if has_forward(owner)}
+    without = {id(owner) for owner in owners} - parts.keys()
     # For containers without a forward, the modules around them are the parts.
     if without:
         for module in modules:
@@ -199,12 +205,12 @@ refuse_part.__module__, refuse_part.__qualname__ = __name__, "refuse_part"
 
 def _class_of(handle: FlatParamHandle) -> str:
     """Return the class name of the unit's module in parentheses."""
-    return f"({handle.plan.class_name})"
+    return f"({handle.layout.plan.class_name})"
 
 
 def _name(handle: FlatParamHandle, module: nn.Module) -> str:
     """Return the FQN of ``module``, by the first of its places in the unit."""
-    for place, owner in zip(handle.places, handle.owners, strict=True):
+    for place, owner in zip(handle.layout.places, handle.layout.owners, strict=True):
         if owner is module:
             return join_name(handle.full_fqn, place.fqn.rpartition(".")[0])
     return ""

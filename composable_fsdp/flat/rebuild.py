@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from composable_fsdp.flat.build import make_tables, reset_handle, set_divisions
-from composable_fsdp.flat.build_region import build_region
+from composable_fsdp.flat.build import replace_layout
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
-from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves, remember_leaves
+from composable_fsdp.flat.handle import FlatParamHandle, forget_leaves
 
 
 def rebuild_handle(
@@ -37,44 +36,33 @@ def rebuild_handle(
     forget_leaves(handle)
     # The layout stays, even if a narrower dtype makes shard boundaries less than
     # 16-byte aligned: another layout would move elements between ranks.
-    layouts, regions = [], []
-    for old, parameters in zip(handle.regions, leaves, strict=True):
+    before = handle.layout
+    layouts = []
+    for old, parameters in zip(before.regions, leaves, strict=True):
         dtype = parameters[0].dtype if parameters else old.layout.dtype
         layouts.append(replace(old.layout, dtype=dtype))
-        regions.append(
-            build_region(
-                layouts[-1],
-                parameters,
-                rank=old.rank,
-                rows=handle.rows,
-                device=device,
-                dtypes=handle.plan.options.dtypes(dtype),
-                offload=handle.offload,
-                sharded=True,
-            )
-        )
-        for leaf in parameters:
-            if leaf.grad is not None and leaf.grad.device != leaf.device:
-                # Torch requires ``.grad`` and the parameter to be on the same device.
-                leaf.grad = None
-    handle.plan = replace(handle.plan, regions=tuple(layouts))
     # ``origin`` may divide the parameters into other regions than ``plan`` does, so the
     # new dtypes are found by slot.
     dtypes = {slot.index: each.dtype for each in layouts for slot in each.parameters}
-    handle.origin = tuple(
-        replace(each, dtype=dtypes[each.parameters[0].index])
-        if each.parameters
-        else each
-        for each in handle.origin
+    replace_layout(
+        handle,
+        replace(before.plan, regions=tuple(layouts)),
+        leaves,
+        before.places,
+        before.owners,
+        origin=tuple(
+            replace(each, dtype=dtypes[each.parameters[0].index])
+            if each.parameters
+            else each
+            for each in before.origin
+        ),
+        device=device,
     )
-    # Graphs of earlier forwards refer to the old buffers; backward compares ``epoch``.
-    handle.epoch += 1
-    before, handle.regions, handle.device = handle.regions, tuple(regions), device
-    make_tables(handle)
-    set_divisions(handle)
-    reset_handle(handle)
-    remember_leaves(handle)
-    rebind_flat_parameters(handle, before)
+    for leaf in handle.leaves:
+        if leaf.grad is not None and leaf.grad.device != leaf.device:
+            # Torch requires ``.grad`` and the parameter to be on the same device.
+            leaf.grad = None
+    rebind_flat_parameters(handle, before.regions)
     # Tied places that still show another parameter get the adopted parameter.
     for parameters_of, name, leaf, _ in handle.swaps:
         parameters_of[name] = leaf

@@ -37,7 +37,7 @@ def record_replaced(
 ) -> None:
     """Record the leaves of ``handle`` that ``leaves`` will replace."""
     global _times
-    for region, parameters in zip(handle.regions, leaves, strict=True):
+    for region, parameters in zip(handle.layout.regions, leaves, strict=True):
         for slot, old, new in zip(
             region.layout.parameters, region.leaves, parameters, strict=True
         ):

@@ -87,10 +87,11 @@ def use_full(handle: FlatParamHandle) -> None:
     """
     if UNSHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, UNSHARDED)
+    layout = handle.layout
     for table, key, sharded, full in zip(
-        handle.tables,
-        handle.keys,
-        handle.sharded_placed,
+        layout.tables,
+        layout.keys,
+        layout.sharded_placed,
         handle.form.placed,
         strict=True,
     ):
@@ -111,12 +112,16 @@ def show_copies(handle: FlatParamHandle) -> None:
 
 def use_sharded(handle: FlatParamHandle) -> None:
     """Register the sharded leaves, the original parameters. Collective: none."""
+    layout = handle.layout
     for table, key, sharded in zip(
-        handle.tables, handle.keys, handle.sharded_placed, strict=True
+        layout.tables,
+        layout.keys,
+        layout.sharded_placed,
+        strict=True,
     ):
         table[key] = sharded
     # After the loop, which has overwritten the foreign tensors.
-    if handle.foreign:
+    if handle.running.foreign:
         restore_functional_params(handle)
     # As ``refuse_part_calls``, inlined to save a function call per step.
     if handle.parts_open:
@@ -187,11 +192,11 @@ def make_readable(handle: FlatParamHandle) -> None:
     # error as in plain torch. If the version differs afterwards, the full leaf was
     # written to (``forward_writes``). Read at every wait: a parent's forward may write
     # to its children's shards.
-    now = tuple(map(version_of, handle.sharded_placed))
-    if handle.handed_out:
+    now = tuple(map(version_of, handle.layout.sharded_placed))
+    if handle.writes.flat_parameters:
         # An optimizer that steps on a flat parameter increments only the version of the
         # flat parameter, which stands for all leaves.
-        steps = sum(map(version_of, handle.handed_out))
+        steps = sum(map(version_of, handle.writes.flat_parameters))
         now = tuple([version + steps for version in now])
     if now != handle.form.readable:
         set_versions(handle.form.placed, now)
@@ -221,7 +226,7 @@ def find_unreadable(text: str) -> str | None:
     handles = {link() for link in LEAVES.values()}
     for handle in handles:
         if handle is not None and int(number) in handle.form.unreadable:
-            place = handle.places[handle.form.unreadable.index(int(number))]
+            place = handle.layout.places[handle.form.unreadable.index(int(number))]
             return quoted(join_name(handle.full_fqn, place.fqn))
     return None
 
@@ -233,9 +238,9 @@ def shards_are_unchanged(handle: FlatParamHandle) -> bool:
     """
     # As ``handle.swaps``, inlined to save the property call.
     for parameters, name, leaf, full in zip(
-        handle.tables,
-        handle.keys,
-        handle.sharded_placed,
+        handle.layout.tables,
+        handle.layout.keys,
+        handle.layout.sharded_placed,
         handle.form.placed,
         strict=True,
     ):
@@ -244,13 +249,15 @@ def shards_are_unchanged(handle: FlatParamHandle) -> bool:
             or leaf.requires_grad is not full.requires_grad
         ):
             return False
-    for leaf, pointer in zip(handle.here, handle.here_at, strict=True):
+    for leaf, pointer in zip(
+        handle.memory.leaves, handle.memory.addresses, strict=True
+    ):
         if leaf.data_ptr() != pointer:
             return False
     # Empty leaves have no data address, so their storage is compared. A program changes
     # the parameters on all ranks, and in this way all ranks notice the change, whatever
     # elements each rank holds.
-    for leaf, storage in zip(handle.absent, handle.absent_in, strict=True):
+    for leaf, storage in zip(handle.memory.empty, handle.memory.storages, strict=True):
         if leaf.untyped_storage() is not storage:
             return False
-    return not handle.on_meta
+    return not handle.layout.on_meta

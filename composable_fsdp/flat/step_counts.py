@@ -33,4 +33,4 @@ def count_step(handles: Iterable[weakref.ref[FlatParamHandle]]) -> None:
     for link in handles:
         handle = link()
         if handle is not None:
-            handle.steps += 1
+            handle.writes.steps += 1

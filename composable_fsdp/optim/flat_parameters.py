@@ -90,7 +90,7 @@ def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
     flats = [
         flat_of(handle, region)
         for handle in _get_fsdp_handles(module)
-        for region in handle.trainable
+        for region in handle.layout.trainable
     ]
     # Optimizers that were checked before may hold the originals, so check them again.
     install_step_hooks()

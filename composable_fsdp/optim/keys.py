@@ -181,7 +181,7 @@ def _may_be_cut(named: Named) -> bool:
     # accepted or refused at every world size.
     if named.handle is None:
         return False
-    return named.handle.plan.options.strategy is not ShardingStrategy.NO_SHARD
+    return named.handle.layout.plan.options.strategy is not ShardingStrategy.NO_SHARD
 
 
 def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -303,4 +303,6 @@ def _part(
 
 def _device(named: Named) -> torch.device:
     """Return the device on which this rank receives a tensor of the first rank."""
-    return named.parameter.device if named.handle is None else named.handle.device
+    return (
+        named.parameter.device if named.handle is None else named.handle.layout.device
+    )

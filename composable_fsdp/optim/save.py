@@ -262,7 +262,7 @@ def _gather(
         # region, so that a single collective gathers all of them.
         shards = [
             _empty_shard(handle, r, members, states, indices, name)
-            for r in range(len(handle.regions))
+            for r in range(len(handle.layout.regions))
         ]
         for i in indices:
             value: Any = states[i].get(name)
@@ -271,7 +271,7 @@ def _gather(
                 continue
             region = ref.region
             at = region.layout.shard_offset(ref.slot, region.rank)
-            shard = shards[handle.regions.index(region)]
+            shard = shards[handle.layout.regions.index(region)]
             shard[at : at + value.numel()].copy_(value.reshape(-1))
         fulls = gather_flat_values(handle, shards, first_only=first_only)
         # With ``first_only`` the other ranks have sent their shards and need no result.
@@ -281,7 +281,7 @@ def _gather(
             ref = members[i].ref
             if name not in states[i] or ref is None:
                 continue
-            slot, full = ref.slot, fulls[handle.regions.index(ref.region)]
+            slot, full = ref.slot, fulls[handle.layout.regions.index(ref.region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
             # Copy the part: a view would keep the whole buffer alive.
             result[members[i].fqn][name] = _copy(part, to_cpu)
@@ -299,15 +299,15 @@ def _empty_shard(
 
     If no parameter of the region has this state, the buffer has no elements.
     """
-    region = handle.regions[index]
+    region = handle.layout.regions[index]
     for i in indices:
         value: Any = states[i].get(name)
         ref = members[i].ref
         if ref and ref.region is region and not members[i].is_scalar(name, value):
             # The dtype of the state may differ from the dtype of the parameters.
             buffer = memory.new_buffer(
-                region.layout.shard_numel, value.dtype, handle.device
+                region.layout.shard_numel, value.dtype, handle.layout.device
             )
             return buffer.zero_()
     # ``gather_flat_values`` skips buffers without elements.
-    return memory.new_buffer(0, region.layout.dtype, handle.device)
+    return memory.new_buffer(0, region.layout.dtype, handle.layout.device)

@@ -133,7 +133,8 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             _unwritten[optim] = [
                 handle
                 for handle in handles_of(optim)
-                if handle.gathered_at and handle.gathered_at == shard_versions(handle)
+                if handle.writes.gathered_at
+                and handle.writes.gathered_at == shard_versions(handle)
             ]
     prepare_flats(optim)
     require_outside_unshard_params(optim)
@@ -182,7 +183,7 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if optim in _unwritten:
                 # The values are unchanged, so accept the new versions as current.
                 for handle in _unwritten.pop(optim):
-                    handle.gathered_at = shard_versions(handle)
+                    handle.writes.gathered_at = shard_versions(handle)
             else:
                 count_step(met.handles)
         if met.absent:
@@ -232,9 +233,9 @@ def _empty_leaves(optim: torch.optim.Optimizer) -> tuple[_EmptyLeaves, ...]:
         if place is not None and not group.get("fused"):
             handle = place.handle
             each = found.setdefault(
-                id(handle), _EmptyLeaves(weakref.ref(handle), handle.epoch, [])
+                id(handle), _EmptyLeaves(weakref.ref(handle), handle.layout.epoch, [])
             )
-            number = handle.regions.index(place.region)
+            number = handle.layout.regions.index(place.region)
             each.leaves.append((leaf, number, place.index))
     return tuple(found.values())
 
@@ -254,7 +255,7 @@ def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -
     for link, epoch, leaves in met.absent:
         handle = link()
         if handle is not None:
-            if handle.epoch != epoch:
+            if handle.layout.epoch != epoch:
                 met.absent = _empty_leaves(optim)
                 return _count_writes_of_empty(optim, met)
             # ``shown`` is as the last reduction set it: ``zero_grad`` on this rank does
@@ -262,7 +263,7 @@ def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -
             passed += [
                 leaf
                 for leaf, region, index in leaves
-                if leaf.grad is None and handle.regions[region].shown[index]
+                if leaf.grad is None and handle.layout.regions[region].shown[index]
             ]
     if not passed:
         return

@@ -72,7 +72,7 @@ def _cuts(parameters: list[torch.nn.Parameter]) -> dict[Cut, str]:
         if leaf is not None:
             is_matrix = len(param_ref(*leaf).slot.shape) > 1
             # A vector is cut at any element; that is a cut between rows of length 1.
-            cut = Cut(is_matrix, rows=leaf[0].rows or not is_matrix)
+            cut = Cut(is_matrix, rows=leaf[0].layout.rows or not is_matrix)
             # The name only serves as an example in the message.
             if cut not in found:
                 found[cut] = leaf_name(*leaf)

@@ -54,7 +54,6 @@ class Target(NamedTuple):
     """The parameters, by region and then by slot of the region."""
     places: tuple[Place, ...]
     """Every place of every parameter, in the order of ``parameters``."""
-    keys: tuple[str, ...]
     """Per entry of ``places``, the parameter's key in ``module._parameters``."""
     owners: tuple[nn.Module, ...]
     """Per entry of ``places``, the module that holds the parameter there."""
@@ -92,7 +91,6 @@ class _Build(NamedTuple):
     order: tuple[tuple[int, ...], ...]
     """Per region, the indices of its parameters in the unit's walking order."""
     places: tuple[Place, ...]
-    keys: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -147,7 +145,6 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
         tuple([tuple([unit.parameters[i][0] for i in r]) for r in build.order]),
         # Equal units share these tuples of names; only the objects differ per unit.
         build.places,
-        build.keys,
         tuple([owner for r in build.order for i in r for owner in found[i][2]]),
         unit.parent,
         tuple(unit.units_below),
@@ -191,8 +188,7 @@ def _build(
         for i in region
         for name, key in parameters[i][1]
     ]
-    keys = tuple(place.name for place in places)
-    return _Build(plan, order, tuple(places), keys, tuple(padding_notes(plan)))
+    return _Build(plan, order, tuple(places), tuple(padding_notes(plan)))
 
 
 def _places(

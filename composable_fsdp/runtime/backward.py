@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.comm.device import NO_EVENTS
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.full_forms import switch_form
@@ -102,7 +103,10 @@ class UnitForward:
         """The graph task whose pre-backward has run for this call."""
         self.waiting = 0
         """Aliases whose ``input_done`` has not run yet in this graph task."""
-        self.wide, self.epoch = state.handle.form.full_precision, state.handle.epoch
+        self.wide, self.epoch = (
+            state.handle.form.full_precision,
+            state.handle.layout.epoch,
+        )
         """Full form and layout number of the unit at the time of the forward."""
 
     def forget_inputs(self) -> None:
@@ -136,7 +140,10 @@ class UnitForward:
         if through:
             reshard_after_backward(state, handle)
         progress.expected_calls -= 1
-        post = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        post = (
+            handle.layout.plan.options.backward_prefetch
+            is BackwardPrefetch.BACKWARD_POST
+        )
         if post:
             # ``reached`` and not ``self.index``: units inside this unit have run since,
             # so the next unit is the one before the earliest use that backward has
@@ -149,7 +156,7 @@ class UnitForward:
         # this reduction until the next reduction is due.
         if (
             through
-            and handle.reduce_due
+            and handle.reduction.due
             and state.sync_gradients
             and tape.schedule is None
         ):
@@ -184,7 +191,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     _require_same_layout(call)
     if handle.backward.task != task:
         _begin_unit_backward(context, state, task)
-    mode = handle.plan.options.backward_prefetch
+    mode = handle.layout.plan.options.backward_prefetch
     # A call with an alias ends by ``input_done``, which then reshards and reduces; a
     # call without an alias ends with the graph task.
     if call.aliased:
@@ -196,7 +203,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
         # the whole record.
         handle.backward.tapes = (*handle.backward.tapes, call.tape)
         handle.backward.open_calls += call.tape.open_calls.get(handle, 0)
-    log = handle.backward_log
+    log = handle.logs.backward
     # With a schedule, backward follows the order of the forward, which has been
     # compared.
     if log is not None and call.tape.schedule is None:
@@ -261,7 +268,7 @@ def _require_same_layout(call: UnitForward) -> None:
 
     Raises: PhaseError.
     """
-    if call.epoch != call.state.handle.epoch:
+    if call.epoch != call.state.handle.layout.epoch:
         raise PhaseError(
             f"Backward reached unit {call.state.name} through a forward that ran "
             "before its parameters changed (requires_grad, a cast, a move, an "
@@ -284,23 +291,23 @@ def _begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) 
     retained = RETAINED if torch.is_grad_enabled() else 0
     handle.backward = BackwardProgress(task, pending, retained)
     if pending:
-        handle.reduce_due = True
+        handle.reduction.due = True
 
 
 def install_grad_hooks(state: _FSDPState) -> None:
     """Register the hooks on the full parameters of the current form, once per form."""
     handle = state.handle
     nodes: tuple[Any, ...] = ()
-    if handle.gather_event is not None and handle.leaf_stream is None:
-        handle.leaf_stream = torch.cuda.current_stream(handle.device)
+    if handle.events is not NO_EVENTS and handle.events.leaf_stream is None:
+        handle.events.leaf_stream = torch.cuda.current_stream(handle.layout.device)
     # An AccumulateGrad node exists only with gradients enabled; leaving inference mode
     # enables gradients. The engine runs a node, and the hook with the node, on the
     # stream that was current when the node was made.
-    stream = handle.leaf_stream
+    stream = handle.events.leaf_stream
     on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
     grads = torch.is_grad_enabled()
     with nullcontext() if grads else torch.inference_mode(False), on_stream:
-        for region in handle.trainable:
+        for region in handle.layout.trainable:
             # Weak references: the garbage collector does not look into the hooks of a
             # tensor (torch 2.13), so a strong reference would keep the model and the
             # shards alive for ever.
@@ -378,7 +385,7 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
             leaf.grad = None
             if gradient.requires_grad:  # with create_graph
                 gradient = gradient.detach()
-            if not handle.reduce_due:
+            if not handle.reduction.due:
                 _on_unexpected_grad(unit, handle)
             if region.arrived[index]:
                 assert unit.context is not None
@@ -414,7 +421,7 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
             "tensor from the forward, or keep it on an attribute of the unit's module "
             "from the first forward on."
         )
-    handle.reduce_due = True
+    handle.reduction.due = True
     if handle.backward.task == NO_TASK:
         task = current_task()
         register_task_end(context, state, task)
@@ -438,7 +445,7 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
         # parameters.
         reshard_after_backward(state, handle)
     if state.sync_gradients and not scheduled:
-        for region in handle.trainable:
+        for region in handle.layout.trainable:
             if progress.open_calls and 0 in region.arrived:
                 # Missing gradients may still arrive without a pre-backward, from a
                 # reentrant checkpoint inside the unit. The last ``input_done`` comes
@@ -455,7 +462,7 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     """
     context = state.context
     assert context is not None
-    if handle.calls:
+    if handle.running.calls:
         return
     if BACKWARD_POST not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, BACKWARD_POST)

@@ -120,7 +120,9 @@ def record_copies(
         if tensor is not alias and isinstance(tensor, Tensor)
     }
     # ``depth`` tells which call of a recursive forward gives back the copies.
-    handle.lent.append(ContainerCopies(len(handle.calls), copies, aliases))
+    handle.running.lent.append(
+        ContainerCopies(len(handle.running.calls), copies, aliases)
+    )
     return new
 
 

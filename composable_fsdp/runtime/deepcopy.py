@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.flat import residency
-from composable_fsdp.flat.build import build_handle, set_divisions
+from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameter
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.planning import walk
@@ -100,24 +100,24 @@ def _copy_handle(
 ) -> FlatParamHandle:
     """Build a handle over copies of the sharded parameters."""
     target = Target(
-        plan=handle.plan,
+        plan=handle.layout.plan,
         modules=modules,
         members=(),
         parameters=tuple(
             tuple(copy.deepcopy(leaf, memo) for leaf in region.leaves)
-            for region in handle.regions
+            for region in handle.layout.regions
         ),
-        places=handle.places,
-        keys=handle.keys,
-        owners=tuple(_copy_module(owner, memo) for owner in handle.owners),
+        places=handle.layout.places,
+        owners=tuple(_copy_module(owner, memo) for owner in handle.layout.owners),
         parent=0,
         units_below=(),
     )
     made = build_handle(
         target,
         groups=handle.groups,
-        device=handle.device,
+        device=handle.layout.device,
         sharded=True,
+        rule=copy.copy(handle.rule),
         # Modules below may be partly copied and have no children yet.
         guarded=tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards),
     )
@@ -125,9 +125,7 @@ def _copy_handle(
         # The user has unsharded the unit, so the copied modules show copies of full
         # parameters.
         residency.use_sharded(made)
-    made.rule = copy.copy(handle.rule)
-    set_divisions(made)
-    for old, new in zip(handle.regions, made.regions, strict=True):
+    for old, new in zip(handle.layout.regions, made.layout.regions, strict=True):
         if old.flat is not None:
             # An optimizer that is copied together with the model, before or after,
             # refers to the same copy through ``memo``.

@@ -131,7 +131,7 @@ def _with_graph(
             "torch.autograd.grad(create_graph=True) was asked for the gradient of "
             f"{_name(flat)}. Ask for those of module.parameters()."
         )
-    handles = [handle for handle in _units(inputs) if handle.trainable]
+    handles = [handle for handle in _units(inputs) if handle.layout.trainable]
     captured = iter(capture(handles, partial(engine, accumulate_grad=False)))
     found: list[Tensor | None] = []
     by_unit: dict[FlatParamHandle, dict[int, Tensor]] = {each: {} for each in handles}
@@ -181,7 +181,7 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     if found is None or not given.requires_grad:
         return (given,)  # for a frozen parameter torch raises the usual error
     handle, index = found
-    forms = [[r.full_leaves for r in handle.regions]]
+    forms = [[r.full_leaves for r in handle.layout.regions]]
     if handle.other_form is not None:
         forms.append([each[3] for each in handle.other_form.regions])
     return (given, *(list(chain.from_iterable(form))[index] for form in forms))
@@ -200,7 +200,7 @@ def _require_no_fill(inputs: Sequence[Any]) -> None:
     Raises: PhaseError, on all ranks alike.
     """
     for handle in _units(inputs):
-        owner = handle.trainable[0].owner() if handle.trainable else None
+        owner = handle.layout.trainable[0].owner() if handle.layout.trainable else None
         context = None if owner is None else owner.context
         if context is not None and any(each.rule.fill for each in context.handles):
             name = _first_name(inputs)
@@ -242,13 +242,13 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
                 f"{name} while replicas do not reduce "
                 "(set_requires_all_reduce(module, False)). Set it to True before."
             )
-        if handle.reduce_due or handle.held is not None:
+        if handle.reduction.due or handle.reduction.held is not None:
             raise PhaseError(
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
                 f"{name} while gradients of no_sync wait to be reduced in unit "
                 f"{handle.name}. Run a backward outside no_sync before."
             )
-        owner = handle.trainable[0].owner() if handle.trainable else None
+        owner = handle.layout.trainable[0].owner() if handle.layout.trainable else None
         if owner is not None and not owner.sync_gradients:
             raise PhaseError(
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
@@ -283,7 +283,7 @@ class _Finishing:
     """Finish reductions with this backward; ``set_is_last_backward`` has no effect."""
 
     def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
-        owners = [h.trainable[0].owner() for h in handles if h.trainable]
+        owners = [h.layout.trainable[0].owner() for h in handles if h.layout.trainable]
         contexts = [owner.context for owner in owners if owner is not None]
         self.contexts: list[RuntimeContext] = [
             *dict.fromkeys(each for each in contexts if each is not None)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.flat.build import written
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, written
 from composable_fsdp.naming import join_name, quoted
 
 _LENGTH = 16
@@ -37,7 +36,11 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
         is_cut = group is not None and can_compare(group)
         # Only units whose shards were written to since construction can have been
         # initialized in place.
-        if group is not None and is_cut and written(handle) != handle.written_at_build:
+        if (
+            group is not None
+            and is_cut
+            and written(handle.layout) != handle.writes.at_build
+        ):
             by_group.setdefault(group.group_name, []).append(handle)
     for chosen in by_group.values():
         group = chosen[0].groups.shard

@@ -40,14 +40,14 @@ def adopt_external_changes(state: _FSDPState) -> None:
         _finish_reduction(context, handle)
         free_oldest(context, keep=0)
         synchronize_copy_stream(context)
-    device, was_on_meta = handle.device, handle.on_meta
+    device, was_on_meta = handle.layout.device, handle.layout.on_meta
     if not require_leaves(handle):
         return
     # The rebuilt regions have new full parameters, which have no hooks yet.
     install_grad_hooks(state)
     if was_on_meta:
         _place_buffers(state)
-    if handle.device != device:
+    if handle.layout.device != device:
         _move_unit(state, context)
 
 
@@ -57,7 +57,7 @@ def _finish_reduction(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Raises: PlanError, if parameters of the reduction were cast since.
     """
     if context.reducing is not None and context.reducing.handle is handle:
-        for region in handle.trainable:
+        for region in handle.layout.trainable:
             if any(leaf.dtype != region.layout.dtype for leaf in region.leaves):
                 raise PlanError(
                     f"Parameters of unit {handle.name} were cast while its gradients "
@@ -72,7 +72,9 @@ def adopt_external_changes_unless_meta(state: _FSDPState) -> None:
     shown_now = [parameters.get(name) for parameters, name, _, _ in state.handle.swaps]
     # Values are required only when the unit is used; until then all parameters may be
     # on meta.
-    if not state.handle.on_meta or any(p is None or not p.is_meta for p in shown_now):
+    if not state.handle.layout.on_meta or any(
+        p is None or not p.is_meta for p in shown_now
+    ):
         adopt_external_changes(state)
 
 
@@ -86,8 +88,8 @@ def _place_buffers(state: _FSDPState) -> None:
         if buffer.is_meta:
             meta.append(quoted(join_name(state.fqn, name)))
         # Buffers move in place, so that modules that share a buffer keep sharing.
-        elif buffer.device != state.handle.device:
-            buffer.data = buffer.to(state.handle.device)
+        elif buffer.device != state.handle.layout.device:
+            buffer.data = buffer.to(state.handle.layout.device)
     if meta:
         raise PlanError(
             f"Parameters of unit {state.name} got values, and buffers "
@@ -98,14 +100,14 @@ def _place_buffers(state: _FSDPState) -> None:
 
 def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
     """Set the compute device of the unit, and of a root without regions."""
-    device: torch.device = state.handle.device
+    device: torch.device = state.handle.layout.device
     state.device = device
     if context is None:
         return
     root = root_of(context)
     # A root without parameters has no device of its own and follows the first moved
     # unit.
-    if root.device != device and not root.handle.regions:
+    if root.device != device and not root.handle.layout.regions:
         root.device = device
     # Streams exist only on CUDA: a tree that moved there from the CPU has none yet.
     if root.device == device and context.streams is None:

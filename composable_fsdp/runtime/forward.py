@@ -112,10 +112,11 @@ def pre_forward(
         )
     recomputing = current_task() != NO_TASK
     handle, replaced = state.handle, None
+    calls = handle.running.calls
     copies: list[ContainerCopy] = []
     if not recomputing and (
         context.outermost is None
-        or (context.outermost is state and handle.calls and not is_live(context))
+        or (context.outermost is state and calls and not is_live(context))
     ):
         # A forward that a KeyboardInterrupt ended has run no hook, so ``outermost`` may
         # be stale: ``is_live`` asks the call stack.
@@ -124,7 +125,7 @@ def pre_forward(
             replaced = to_device(args, kwargs, state.device, copies)
             if replaced is not None:
                 args, kwargs = replaced
-    log = handle.forward_log
+    log = handle.logs.forward
     if log is not None and not recomputing:
         # Compare before any collective is issued, so that ranks that disagree can
         # raise.
@@ -148,7 +149,7 @@ def pre_forward(
         prefetch_forward(context, state)
     if handle.residency is not UNSHARDED:
         wait_unsharded(handle)
-    elif not recomputing and not handle.calls:
+    elif not recomputing and not calls:
         # Unsharded by the user, or for another module of this unit, so ``use_full``
         # does not run. Tensors of ``functional_call`` must be recorded here.
         save_functional_params(handle)
@@ -160,7 +161,7 @@ def pre_forward(
     if not recomputing:
         # Checksums find writes through ``.data`` in the first two forwards; see
         # ``_copy_writes_to_shards``.
-        if state.looks and not handle.calls:
+        if state.looks and not calls:
             state.looks -= 1
             state.sums = checksums(handle) if handle.form.needs_gather else None
         if FORWARD not in handle.phase.followers:
@@ -168,17 +169,10 @@ def pre_forward(
         handle.phase = FORWARD
         if len(state.modules) > 1 and not state.remaining:
             state.remaining = frozenset(map(id, state.modules))
-    elif handle.backward.task != NO_TASK:
-        # The pre-backward of the unit has run; the hooks of the first forward also
-        # serve the recomputed forward.
-        handle.calls.append(None)
-        return (
-            record_copies(handle, copies, (args, kwargs), replaced)
-            if copies
-            else replaced
-        )
-    if not torch.is_grad_enabled():
-        handle.calls.append(None)
+    if not torch.is_grad_enabled() or (recomputing and handle.backward.task != NO_TASK):
+        # In a forward that is recomputed after the pre-backward of the unit, the hooks
+        # of the first forward also serve the recomputed forward.
+        calls.append(None)
         return (
             record_copies(handle, copies, (args, kwargs), replaced)
             if copies
@@ -190,7 +184,7 @@ def pre_forward(
         call.begin = len(call.tape.order.uses)
     if state.scans or state.kept_at:
         call.since = sequence_number()
-    handle.calls.append(call)
+    calls.append(call)
     replaced = _alias_inputs(call, args, kwargs, copies) or replaced
     return (
         record_copies(handle, copies, (args, kwargs), replaced) if copies else replaced
@@ -299,21 +293,22 @@ def post_forward(
         except PhaseError:
             _after_raise(state)
             raise
-    call = handle.calls.pop() if handle.calls else None
-    if handle.foreign and not handle.calls:
+    running, calls = handle.running, handle.running.calls
+    call = calls.pop() if calls else None
+    if running.foreign and not calls:
         # ``functional_call`` removes its tensors after the call, so put them back into
         # the modules first.
         residency.use_sharded(handle)
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
-    if handle.lent and handle.lent[-1].depth > len(handle.calls):
+    if running.lent and running.lent[-1].depth > len(calls):
         # After ``_hook_outputs``, which needs the aliases of inputs that the output may
         # contain.
-        replaced = apply_changes(handle.lent.pop(), output)
+        replaced = apply_changes(running.lent.pop(), output)
     if recomputing:
         return replaced
     if state.remaining:
         state.remaining -= {id(module)}
-    ended = context.outermost is state and not handle.calls
+    ended = context.outermost is state and not calls
     if ended:
         context.outermost = context.frame = None
         if context.prefetched:
@@ -329,7 +324,7 @@ def post_forward(
                 _reshard_late_modules(context, unit)
     # An outer call of the unit, or another module of the unit, still needs the
     # parameters.
-    if handle.calls or state.remaining:
+    if calls or state.remaining:
         return replaced
     phase = BACKWARD_PRE if awaited else IDLE
     if phase not in handle.phase.followers:
@@ -449,25 +444,26 @@ def _copy_writes_to_shards(state: _FSDPState) -> None:
     assert context is not None
     # Writes through ``.data`` leave the version counter unchanged. Two forwards compare
     # checksums; if either finds a write, every later forward copies all parameters.
-    if state.sums is not None and len(handle.calls) == 1:
-        before, state.sums = state.sums, None
-        if not all(map(torch.equal, before, checksums(handle) or before)):
+    if state.sums is not None and len(handle.running.calls) == 1:
+        sums, state.sums = state.sums, None
+        if not all(map(torch.equal, sums, checksums(handle) or sums)):
             state.writes_data = True
     in_place = was_written(handle)
     if not in_place and not state.writes_data:
         return
-    was_current = handle.gathered_at and handle.gathered_at == shard_versions(handle)
+    before = handle.writes.gathered_at
+    was_current = before and before == shard_versions(handle)
     if in_place:
         copy_writes_to_shards(handle)
     if state.writes_data:
         copy_all_to_shards(handle)
     if was_current:
         # The shards changed to what the full parameters are.
-        handle.gathered_at = shard_versions(handle)
+        handle.writes.gathered_at = shard_versions(handle)
     if context.streams is not None:
         # The gather stream may gather this unit again in the same forward, and must
         # read the shard after the copy.
-        current = torch.cuda.current_stream(handle.device)
+        current = torch.cuda.current_stream(handle.layout.device)
         context.streams.gather.wait_stream(current)
 
 
@@ -481,15 +477,16 @@ def _after_raise(state: _FSDPState) -> None:
         with suppress(PhaseError):
             _copy_writes_to_shards(state)
     state.sums = None
-    if handle.calls:
-        call = handle.calls.pop()
+    running, calls = handle.running, handle.running.calls
+    if calls:
+        call = calls.pop()
         if call is not None:
             call.forget_inputs()
-        if handle.lent and handle.lent[-1].depth > len(handle.calls):
-            apply_changes(handle.lent.pop(), None)
-    if context.outermost is state and not handle.calls:
+        if running.lent and running.lent[-1].depth > len(calls):
+            apply_changes(running.lent.pop(), None)
+    if context.outermost is state and not calls:
         recover(context, drop_gradients=False)
-    elif not handle.calls:
+    elif not calls:
         # A caller inside the outermost forward may catch the error. An earlier call of
         # the unit may still wait for its backward.
         awaited = handle in context.tape.open_calls

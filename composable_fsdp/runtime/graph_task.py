@@ -156,13 +156,13 @@ def _show_sharded(context: RuntimeContext, task: int) -> None:
     # another graph task has taken up since are therefore skipped.
     for state in context.tasks[task]:
         handle = state.handle
-        if handle.backward.task == task and handle.is_full and not handle.calls:
+        if handle.backward.task == task and handle.is_full and not handle.running.calls:
             residency.use_sharded(handle)
     if context.outermost is None and context.tasks.keys() <= context.dead:
         for handle in context.handles:
             # The dead backward has not reached this unit, which was prefetched or
             # unsharded by the user.
-            if handle.is_full and not handle.calls:
+            if handle.is_full and not handle.running.calls:
                 residency.use_sharded(handle)
 
 
@@ -216,7 +216,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         reset_backward(handle)
         if state.sync_gradients and has_arrived(handle):
             reduce_gradients(context, handle)
-        if handle.calls:
+        if handle.running.calls:
             # This backward ran inside a forward of the unit, which still reads the
             # parameters.
             handle.phase = Phase.FORWARD
@@ -233,8 +233,8 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     root = root_of(context)
     for state in root._all_fsdp_states:
         handle = state.handle
-        waits = handle.held is not None and handle.rule.all_reduce
-        if (handle.reduce_due or waits) and state.sync_gradients:
+        waits = handle.reduction.held is not None and handle.rule.all_reduce
+        if (handle.reduction.due or waits) and state.sync_gradients:
             # The gradients arrived under ``no_sync``, or wait for the all-reduce over
             # the replicate group, and this backward has not reached the unit.
             reduce_gradients(context, handle)

@@ -101,7 +101,7 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
     synchronize(context.streams)
     hooked: list[nn.Parameter] = []
     for handle in context.handles:
-        for region in handle.trainable:
+        for region in handle.layout.trainable:
             if region.in_flight is not None:
                 landed, region.in_flight = region.in_flight, None
                 if region.flat is not None:
@@ -136,7 +136,7 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
         return
     synchronize(context.streams)
     for handle in context.handles:
-        for region in handle.trainable:
+        for region in handle.layout.trainable:
             region.in_flight, region.owned = None, {}
 
 
@@ -148,4 +148,4 @@ def synchronize_copy_stream(context: RuntimeContext) -> None:
 
 def on_device(handle: FlatParamHandle, shard: Tensor) -> Tensor:
     """Return ``shard`` on the device: the same tensor, or a copy if offloaded."""
-    return shard.to(handle.device) if handle.offload else shard
+    return shard.to(handle.layout.device) if handle.layout.offload else shard

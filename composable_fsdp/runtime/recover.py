@@ -137,7 +137,7 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
     # ``shards_are_unchanged`` requires that the modules show the sharded parameters.
     if shown:
         residency.use_sharded(handle)
-    if handle.gathered_at != shard_versions(handle):
+    if handle.writes.gathered_at != shard_versions(handle):
         raise PhaseError(
             f"The shards of fully sharded module {handle.name} were written to while "
             "its full parameters were kept (an optimizer step, most likely), so the "
@@ -195,11 +195,11 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         # ``zero_grad`` since backward raised.
         drop_reduction(context)
     for handle in context.handles:
-        for call in handle.calls:
+        for call in handle.running.calls:
             if call is not None:
                 call.forget_inputs()
-        handle.calls.clear()
-        handle.lent.clear()
+        handle.running.calls.clear()
+        handle.running.lent.clear()
         reset_backward(handle)
         handle.kept = False
         reshard(context, handle)

@@ -69,10 +69,10 @@ def copy_grads_to_reduce_buffers(
     users = [] if context.streams is None else _users(context.streams, handle)
     for stream in users[1:]:
         users[0].wait_stream(stream)
-    if not handle.reduce_has_memory:
+    if not handle.reduction.has_memory:
         allocate_reduce(handle)
-        handle.reduce_owner = users[0] if users else None
-    for region in handle.trainable:
+        handle.events.reduce_owner = users[0] if users else None
+    for region in handle.layout.trainable:
         gradients = [gradient for gradient in region.waiting if gradient is not None]
         if gradients:
             into = region.reduce_views
@@ -85,7 +85,7 @@ def copy_grads_to_reduce_buffers(
     # Drop the gradients only now. Memory of a gradient that was made on another stream
     # is returned behind the hooks' stream, which the engine recorded as a user of the
     # memory. The hooks' stream is behind the copy only after the wait above.
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         region.waiting[:] = [None] * len(region.waiting)
 
 
@@ -111,20 +111,20 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     zero_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
     arrived = arrived_flags(handle)
-    log = handle.reduce_log
+    log = handle.logs.reduce
     try:
         if log is not None:
-            if log.expected[log.position] == (handle, handle.epoch, arrived):
+            if log.expected[log.position] == (handle, handle.layout.epoch, arrived):
                 log.position += 1
             else:
-                context.enter_backward_use(log, (handle, handle.epoch, arrived))
+                context.enter_backward_use(log, (handle, handle.layout.epoch, arrived))
     finally:
         # Clear only now: the order log tells other ranks which gradients have not
         # arrived.
         clear_arrived(handle)
-        handle.held = None
-    handle.reduce_due = False
-    for region in handle.trainable:
+        handle.reduction.held = None
+    handle.reduction.due = False
+    for region in handle.layout.trainable:
         ready_gradient(region)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction
@@ -148,16 +148,16 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
         # the other streams (as above) before the next allocation.
         _choose_targets(handle, final=reduction.final)
         _issue(handle, final=reduction.final, async_op=False)
-        assert handle.reduce_event is not None
+        assert handle.events.reduce is not None
         # The wait before the buffers are freed need not include the copies to the host.
         # The result of a communication hook, however, may be a reduce buffer, which the
         # copies read.
         if handle.rule.hook is None:
-            handle.reduce_event.record(streams.reduce)
-        if handle.offload:
+            handle.events.reduce.record(streams.reduce)
+        if handle.layout.offload:
             _apply_reduced_gradients(reduction)
         if handle.rule.hook is not None:
-            handle.reduce_event.record(streams.reduce)
+            handle.events.reduce.record(streams.reduce)
 
 
 def _users(streams: Streams, handle: FlatParamHandle) -> list[torch.cuda.Stream]:
@@ -167,8 +167,12 @@ def _users(streams: Streams, handle: FlatParamHandle) -> list[torch.cuda.Stream]
     the stream that was current at construction, other backward hooks on the stream of
     the matching forward, and the final callback on the caller's stream.
     """
-    found = [torch.cuda.current_stream(handle.device)]
-    for stream in (streams.compute, handle.leaf_stream, handle.reduce_owner):
+    found = [torch.cuda.current_stream(handle.layout.device)]
+    for stream in (
+        streams.compute,
+        handle.events.leaf_stream,
+        handle.events.reduce_owner,
+    ):
         if stream is not None and stream not in found:
             found.append(stream)
     return found
@@ -207,13 +211,13 @@ def finish_reduction(context: RuntimeContext) -> None:
         current, *others = _users(streams, handle)
         for stream in others:
             current.wait_stream(stream)
-        assert handle.reduce_event is not None
-        handle.reduce_event.wait()
-        if not handle.offload:
+        assert handle.events.reduce is not None
+        handle.events.reduce.wait()
+        if not handle.layout.offload:
             _apply_reduced_gradients(reduction)
         for stream in others:
             stream.wait_stream(current)
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         region.temporary = None
     free_reduce(handle)
 
@@ -236,7 +240,7 @@ def drop_reduction(context: RuntimeContext) -> None:
         # been recorded for this reduction.
         for stream in _users(context.streams, handle):
             stream.wait_stream(context.streams.reduce)
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         region.temporary = None
     free_reduce(handle)
 
@@ -247,16 +251,19 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
     Collective: none.
     """
     clear_arrived(handle)
-    handle.held = None
-    for region in handle.trainable:
+    handle.reduction.held = None
+    for region in handle.layout.trainable:
         region.partial = None
         region.waiting[:] = [None] * len(region.waiting)
-    handle.reduce_due = False
-    if handle.reduce_has_memory:
-        if handle.reduce_owner is not None and handle.leaf_stream is not None:
+    handle.reduction.due = False
+    if handle.reduction.has_memory:
+        if (
+            handle.events.reduce_owner is not None
+            and handle.events.leaf_stream is not None
+        ):
             # Kernels on the hooks' stream may still copy gradients into the reduce
             # buffers.
-            handle.reduce_owner.wait_stream(handle.leaf_stream)
+            handle.events.reduce_owner.wait_stream(handle.events.leaf_stream)
         free_reduce(handle)
 
 
@@ -268,7 +275,7 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
     follows.
     """
     whole = final and handle.rule.hook is None
-    for region in handle.trainable:
+    for region in handle.layout.trainable:
         assert region.reduce_buffer is not None
         dtype = region.reduce_buffer.dtype
         direct = whole and dtype == region.grad_dtype and not region.offload
@@ -303,7 +310,7 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
     """
     groups, rule = handle.groups, handle.rule
     works: list[torch.distributed.Work | None] = []
-    for regions in handle.reduce_groups:
+    for regions in handle.layout.reduce_groups:
         if rule.hook is not None and final:
             call_comm_hook(rule, regions)
             continue
@@ -351,7 +358,7 @@ def _replicate(
     """All-reduce each region over the replicate group, after the reduce-scatter."""
     group = handle.groups.replicate
     assert group is not None
-    chosen = regions or [r for group_ in handle.reduce_groups for r in group_]
+    chosen = regions or [r for group_ in handle.layout.reduce_groups for r in group_]
     for region in chosen:
         _add_partial(region)
         average = region.division.by_backend
@@ -366,7 +373,7 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         return
     by_hook = handle.rule.hook is not None
     hooked: list[nn.Parameter] = []
-    for region, arrived in zip(handle.trainable, reduction.arrived, strict=True):
+    for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
         target = _target(region)
         divisor = region.division.after
         if divisor != 1 and target.numel() and not by_hook:
@@ -415,8 +422,8 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
 def _hold_partial_sums(reduction: Reduction) -> None:
     """Keep sums over the shard group until the all-reduce over the replicas is due."""
     handle = reduction.handle
-    handle.held = reduction.arrived
-    for region in handle.trainable:
+    handle.reduction.held = reduction.arrived
+    for region in handle.layout.trainable:
         sums, region.temporary = region.temporary, None
         if region.partial is not None and sums is not None:
             region.partial.add_(sums)
@@ -434,6 +441,9 @@ def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> Non
     # Without prefetch, finish the reduction in flight first, so that the reduce buffer
     # is free while gradients arrive. This wait costs nothing: a backend runs
     # collectives in order, so the all-gather runs after the reduction in any case.
-    if handle.plan.options.backward_prefetch is None and context.reducing is not None:
+    if (
+        handle.layout.plan.options.backward_prefetch is None
+        and context.reducing is not None
+    ):
         finish_reduction(context)
     unshard(context, handle)

@@ -22,7 +22,7 @@ def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> No
     Collective: none, except as ``finish_reduction``.
     """
     finish_reduction(context)
-    if handle.reduce_due or handle.held is not None:
+    if handle.reduction.due or handle.reduction.held is not None:
         raise PhaseError(
             f"requires_grad of parameters of unit {handle.name} was changed while its "
             "gradients wait to be reduced (no_sync, set_requires_gradient_sync or "

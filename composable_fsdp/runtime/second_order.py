@@ -52,7 +52,7 @@ def capture(handles: Sequence[FlatParamHandle], run: Callable[[], Any]) -> Any:
 
 def _state(handle: FlatParamHandle) -> _FSDPState:
     """Return the state of the unit."""
-    state: _FSDPState = handle.trainable[0].owner()
+    state: _FSDPState = handle.layout.trainable[0].owner()
     return state
 
 
@@ -74,7 +74,7 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
     hook = partial(pre_next_backward, call)
     found: dict[int, Tensor] = {}
     first = 0
-    for region in handle.regions:
+    for region in handle.layout.regions:
         indices = range(first, first + len(region.leaves))
         first = indices.stop
         own = [captured.get(index) for index in indices]

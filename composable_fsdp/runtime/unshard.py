@@ -60,8 +60,8 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         # A unit that was kept for a second backward is still readable, and the
         # all-gather overwrites the memory that saved tensors refer to.
         make_unreadable(handle)
-    if handle.gathered_at is not None:
-        handle.gathered_at = shard_versions(handle)
+    if handle.writes.gathered_at is not None:
+        handle.writes.gathered_at = shard_versions(handle)
     if not handle.form.needs_gather:
         residency.hold_full(handle)
     elif context.streams is None:
@@ -97,19 +97,19 @@ def _unshard_on_stream(
             # reader.
             context.retiring.remove(handle)
             residency.gather_again(handle)
-            assert handle.free_event is not None
-            handle.free_event.wait()
+            assert handle.events.free is not None
+            handle.events.free.wait()
         else:
             residency.allocate_full(handle)
         _gather(handle, async_op=False)
-        assert handle.gather_event is not None
-        handle.gather_event.record(streams.gather)
-    handle.ready = handle.gather_event
+        assert handle.events.gather is not None
+        handle.events.gather.record(streams.gather)
+    handle.ready = handle.events.gather
 
 
 def _limit(handle: FlatParamHandle) -> int:
     """Return how many resharded units may keep their memory."""
-    limited = handle.plan.options.limit_all_gathers
+    limited = handle.layout.plan.options.limit_all_gathers
     return RETIRING_LIMIT if limited else RETIRING_UNLIMITED
 
 
@@ -137,8 +137,8 @@ def free_oldest(context: RuntimeContext, *, keep: int) -> None:
     with torch.cuda.stream(streams.gather):
         while len(context.retiring) > keep:
             handle = context.retiring.popleft()
-            assert handle.free_event is not None
-            handle.free_event.wait()
+            assert handle.events.free is not None
+            handle.events.free.wait()
             residency.free_full(handle)
 
 
@@ -172,7 +172,7 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency in NOT_GATHERED or handle.kept:
         return
-    if handle.reduce_due and handle.form.needs_gather:
+    if handle.reduction.due and handle.form.needs_gather:
         # A custom ``autograd.Function`` may return a saved parameter as a gradient;
         # copy such a gradient before the memory is freed.
         add_waiting_to_reduce_buffers(handle)
@@ -185,14 +185,14 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if context.streams is None:
         residency.free_full(handle)
     else:
-        assert handle.free_event is not None
-        current = torch.cuda.current_stream(handle.device)
+        assert handle.events.free is not None
+        current = torch.cuda.current_stream(handle.layout.device)
         # AccumulateGrad hooks run on the stream that was current at construction; the
         # last reader of the parameters may be on the forward's stream. ``wait_stream``
         # records an event, so skip the call if both streams are the same.
         if current != context.streams.compute:
             current.wait_stream(context.streams.compute)
-        handle.free_event.record(current)
+        handle.events.free.record(current)
         # The memory of the unit is not freed here. The gather stream waits for the free
         # event of an older unit and frees that unit, so memory is reused only behind
         # the last reader and the CPU never waits. Beside the unit in use,
@@ -219,7 +219,7 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
         residency.use_sharded(handle)
     if handle.residency is SHARDED or handle.kept_full:
         return
-    if handle.gathered_at:
+    if handle.writes.gathered_at:
         # The versions are those of the all-gather, because a write or a step between
         # forward and backward makes the full parameters old already.
         handle.kept_full = True
@@ -232,8 +232,8 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
 
 def record_gathers(handle: FlatParamHandle) -> None:
     """Record the versions of the shards at every all-gather from now on."""
-    if handle.gathered_at is None:
-        handle.gathered_at = ()
+    if handle.writes.gathered_at is None:
+        handle.writes.gathered_at = ()
 
 
 def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
@@ -244,8 +244,8 @@ def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
     # Optimizer steps are counted separately: fused kernels do not change the versions,
     # and a rank without elements of the unit sees no write.
     step_counts.start_counting_steps()
-    flats = [r.flat for r in handle.regions if r.flat is not None]
-    return (handle.steps, *(x._version for x in (*handle.leaves, *flats)))
+    flats = [r.flat for r in handle.layout.regions if r.flat is not None]
+    return (handle.writes.steps, *(x._version for x in (*handle.leaves, *flats)))
 
 
 def discard_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -270,10 +270,10 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
     reshard(context, handle)
     if handle.residency is FREE_PENDING:
         assert context.streams is not None
-        assert handle.free_event is not None
+        assert handle.events.free is not None
         context.retiring.remove(handle)
         with torch.cuda.stream(context.streams.gather):
-            handle.free_event.wait()
+            handle.events.free.wait()
             residency.free_full(handle)
 
 
@@ -304,7 +304,7 @@ def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:
     if state.ahead_in_forward:
         prefetch_listed(context, state, state.ahead_in_forward)
         return
-    log = state.handle.forward_log
+    log = state.handle.logs.forward
     following = log.expected[log.position] if log is not None else None
     if isinstance(following, FlatParamHandle):
         _gather_ahead(context, following)

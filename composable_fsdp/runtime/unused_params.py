@@ -88,7 +88,7 @@ def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) 
             del schedule.waiting[state]
             _reduce_in_turn(context, schedule, state)
         handle = schedule.uses[at].handle
-        log = handle.backward_log
+        log = handle.logs.backward
         if log is not None:
             if log.expected[log.position] is handle:
                 log.position += 1
@@ -130,7 +130,7 @@ def _gather_in_turn(context: RuntimeContext, tape: ForwardRecord, at: int) -> No
         unshard_in_backward(context, handle)
     # BACKWARD_POST has no point in time that is the same on all ranks, so only
     # BACKWARD_PRE and listed units are prefetched.
-    pre = handle.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    pre = handle.layout.plan.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     if state.ahead_in_backward:
         prefetch_listed(context, state, state.ahead_in_backward)
     elif pre and at > 0:
@@ -142,7 +142,7 @@ def _reduce_in_turn(
 ) -> None:
     """Reduce the unit in turn, with zeros for parameters without a gradient."""
     handle = state.handle
-    expected = handle.rule.fill and handle.trainable and schedule.accumulates
+    expected = handle.rule.fill and handle.layout.trainable and schedule.accumulates
     if state.sync_gradients and (expected or has_arrived(handle)):
         reduce_gradients(context, handle)
     if handle.backward.task == NO_TASK:
@@ -153,7 +153,7 @@ def _reduce_in_turn(
 def _free_unused(context: RuntimeContext, state: _FSDPState) -> None:
     """Reshard the unit, or keep the unit full for the next forward if so configured."""
     handle = state.handle
-    if handle.calls:
+    if handle.running.calls:
         # This backward runs inside a forward of the unit (``torch.func.vjp``), which
         # still reads the parameters.
         return

@@ -30,19 +30,19 @@ def gather_unit(
         replica; none if the unit is on meta.
     """
     # As in plain torch, the state dict of a model on meta has keys, shapes and dtypes.
-    if handle.on_meta:
+    if handle.layout.on_meta:
         return {
             slot.index: torch.empty(
                 slot.shape, dtype=region.layout.dtype, device="meta"
             )
-            for region in handle.regions
+            for region in handle.layout.regions
             for slot in region.layout.parameters
         }
     # All replicas hold equal values, so a single replica gathers.
     if first_only and not handle.groups.in_first_replica:
         return {}
     # Offloaded shards are copied to the compute device, from which the backend sends.
-    shards = [on_device(handle, region.shard) for region in handle.regions]
+    shards = [on_device(handle, region.shard) for region in handle.layout.regions]
     fulls = gather_flat_values(handle, shards, first_only=first_only)
     if not fulls:
         return {}
@@ -51,7 +51,7 @@ def gather_unit(
         slot.index: _copy(
             full[slot.offset : slot.offset + slot.numel].view(slot.shape), to_cpu
         )
-        for region, full in zip(handle.regions, fulls, strict=True)
+        for region, full in zip(handle.layout.regions, fulls, strict=True)
         for slot in region.layout.parameters
     }
 

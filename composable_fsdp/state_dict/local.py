@@ -35,14 +35,14 @@ def plan_of(handle: FlatParamHandle) -> Plan:
     return {
         "rank": handle.groups.rank,
         "world_size": handle.groups.shard_world_size,
-        "rows": handle.rows,
+        "rows": handle.layout.rows,
         "regions": [
             [
                 str(region.layout.dtype),
                 region.layout.padded_numel,
                 [[slot.fqn, *slot.shape] for slot in region.layout.parameters],
             ]
-            for region in handle.regions
+            for region in handle.layout.regions
         ],
     }
 

@@ -42,7 +42,7 @@ def install_part_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
     if handle.groups.shard is None:
         return
     others = {id(at) for top in state.modules for at, _ in hook_scopes(state, top)}
-    owners = set(map(id, handle.owners))
+    owners = set(map(id, handle.layout.owners))
     for module in members:
         if OWNERS.get(module) is not state or id(module) in others:
             continue
@@ -165,7 +165,7 @@ class _LoadPart:
             return
         # While the unit is on meta, some parts may have values already and others not
         # yet.
-        if not handle.on_meta:
+        if not handle.layout.on_meta:
             require_between_steps(state, "load_state_dict")
             free_all_full_params(state)
         places = _places(state)

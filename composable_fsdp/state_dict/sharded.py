@@ -396,7 +396,7 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
         region.layout.shard_numel,
         region.rank,
         region.layout.world_size,
-        GroupAndDevice(handle.groups.shard, handle.device),
+        GroupAndDevice(handle.groups.shard, handle.layout.device),
     )
 
 

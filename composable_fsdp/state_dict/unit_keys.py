@@ -120,7 +120,7 @@ def keys_of(
 
 def _slots(state: _FSDPState, module: nn.Module) -> list[ParameterSlot]:
     """Return the slots of the unit's parameters below ``module``."""
-    slots = [slot for r in state.handle.plan.regions for slot in r.parameters]
+    slots = [slot for r in state.handle.layout.plan.regions for slot in r.parameters]
     if len(state.modules) == 1:
         return slots
     inside = set(map(id, module.modules()))

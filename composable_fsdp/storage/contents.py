@@ -130,7 +130,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
             _names(module, region, in_units[id(state)], what),
         )
         for path, state in states.items()
-        for i, region in enumerate(state.handle.regions)
+        for i, region in enumerate(state.handle.layout.regions)
     )
     original = _original_dtypes(states)
     # A buffer that mixed precision has cast is saved in its original dtype, so the

@@ -107,7 +107,9 @@ def _unmanaged_below(
         # ``flat.external_changes``.
         if not any(
             each is table and key == name
-            for each, key in zip(state.handle.tables, state.handle.keys, strict=True)
+            for each, key in zip(
+                state.handle.layout.tables, state.handle.layout.keys, strict=True
+            )
         ):
             yield from _own(name, table[name])
         return

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.order_log import REDUCE, Fact, Note, OrderLog
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
 from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import RuntimeContext
 
@@ -35,11 +35,11 @@ def assign_order_logs(context: RuntimeContext) -> None:
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = _WaitingNote(context)
-    known: dict[Groups, tuple[OrderLog | None, ...]] = {}
+    known: dict[Groups, UnitLogs] = {}
     for handle in context.handles:
         # A unit without elements sends no collective.
-        if not any(region.layout.padded_numel for region in handle.regions):
-            handle.forward_log = handle.backward_log = handle.reduce_log = None
+        if not any(region.layout.padded_numel for region in handle.layout.regions):
+            handle.logs = NO_LOGS
             continue
         # Units with the same ``Groups`` object share the logs without another lookup.
         if handle.groups not in known:
@@ -50,10 +50,8 @@ def assign_order_logs(context: RuntimeContext) -> None:
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
             gathered = in_backward if gathers else None
-            known[handle.groups] = in_forward, gathered, in_backward
-        handle.forward_log, handle.backward_log, handle.reduce_log = known[
-            handle.groups
-        ]
+            known[handle.groups] = UnitLogs(in_forward, gathered, in_backward)
+        handle.logs = known[handle.groups]
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
 
@@ -83,12 +81,12 @@ def _forward_use(use: object) -> Fact:
     if not isinstance(use, FlatParamHandle):
         return Fact("end forward")
     # The size lets ranks with models of different shapes raise before a collective.
-    numel = sum(region.layout.padded_numel for region in use.regions)
-    if len(use.regions) < 2:
+    numel = sum(region.layout.padded_numel for region in use.layout.regions)
+    if len(use.layout.regions) < 2:
         return Fact("run", use.name, (numel,))
     # ``group_by`` may return different groups on different ranks (for example ``hash``
     # of a string); the sizes may be equal in spite of that.
-    members = [[s.fqns for s in r.layout.parameters] for r in use.regions]
+    members = [[s.fqns for s in r.layout.parameters] for r in use.layout.regions]
     digest = zlib.crc32(repr(members).encode())
     return Fact("run regions", use.name, (numel, len(members), digest))
 
@@ -101,7 +99,7 @@ def _backward_use(use: object) -> Fact:
         return Fact("end backward")
     handle, epoch, arrived = use
     # The unit was rebuilt since, so the flags no longer match its regions.
-    if epoch != handle.epoch:
+    if epoch != handle.layout.epoch:
         return Fact("reduce old regions", handle.name)
     missing = without_gradient(handle, arrived)
     return Fact(REDUCE, handle.name, missing=tuple(missing))
@@ -198,9 +196,11 @@ class _WaitingNote:
 
 def _missing(handle: FlatParamHandle) -> list[str]:
     """Return the parameters whose gradients the unit waits for."""
-    if not handle.reduce_due:
+    if not handle.reduction.due:
         return []
-    return without_gradient(handle, [region.arrived for region in handle.trainable])
+    return without_gradient(
+        handle, [region.arrived for region in handle.layout.trainable]
+    )
 
 
 def without_gradient(
@@ -210,7 +210,7 @@ def without_gradient(
     prefix = f"{handle.full_fqn}." if handle.full_fqn else ""
     return [
         prefix + slot.fqns[0]
-        for region, hits in zip(handle.trainable, arrived, strict=True)
+        for region, hits in zip(handle.layout.trainable, arrived, strict=True)
         # Usually every gradient has arrived; then the parameters are not visited.
         if 0 in hits
         for slot, hit in zip(region.layout.parameters, hits, strict=True)

@@ -52,7 +52,7 @@ class Precision:
 
 def make_precision(handle: FlatParamHandle) -> Precision | None:
     """Return the casts that the unit's options ask for; ``None`` without casts."""
-    mixed = handle.plan.options.mixed_precision
+    mixed = handle.layout.plan.options.mixed_precision
     if mixed is None:
         return None
     precision = Precision()

@@ -74,7 +74,7 @@ def _initialise(top: _FSDPState) -> None:
     context.handles = root._root_handles
     # Subsets of the units that need rare work, so that a step does not visit all units.
     context.lists = tuple(s for s in root._root_states if len(s.modules) > 1)
-    context.offload = any(handle.offload for handle in context.handles)
+    context.offload = any(handle.layout.offload for handle in context.handles)
     context.precisions = tuple(
         s for s in root._root_states if s.precision and s.precision.buffer_dtype
     )

@@ -246,7 +246,9 @@ class RuntimeContext:
         root = self.root()
         states = root._root_states if root is not None else ()
         syncs = tuple([state.sync_gradients for state in states])
-        log.depart(use, (forward, syncs, tuple([s.handle.epoch for s in states])))
+        log.depart(
+            use, (forward, syncs, tuple([s.handle.layout.epoch for s in states]))
+        )
 
 
 class Reduction:

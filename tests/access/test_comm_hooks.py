@@ -108,7 +108,7 @@ def test_a_hook_is_called_once_per_region_and_its_result_is_the_gradient(
     register_comm_hook(model, mine, hook)
     backward(model, 0, world.rank)
 
-    regions = [r for s in _get_fsdp_states(model) for r in s.handle.trainable]
+    regions = [r for s in _get_fsdp_states(model) for r in s.handle.layout.trainable]
     sizes = [
         (r.layout.padded_numel, r.layout.shard_numel)[: r.layout.world_size]
         for r in regions
@@ -176,7 +176,7 @@ def test_compression_halves_what_is_sent(world: World) -> None:
         backward(model, 0, world.rank)
 
     reduced = [c for c in calls if c.op == "reduce_scatter"]
-    plan = [r for s in _get_fsdp_states(model) for r in s.handle.plan.regions]
+    plan = [r for s in _get_fsdp_states(model) for r in s.handle.layout.plan.regions]
     assert sum(c.nbytes for c in reduced) == sum(2 * r.padded_numel for r in plan)
 
 

@@ -100,7 +100,9 @@ def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(world: World) -> N
         backward(model, 0, world.rank)
         backward(model, 1, world.rank)
     between = [p.grad for p in model.parameters()]
-    held = [r.partial for s in _get_fsdp_states(model) for r in s.handle.trainable]
+    held = [
+        r.partial for s in _get_fsdp_states(model) for r in s.handle.layout.trainable
+    ]
     set_requires_all_reduce(model, True)
     with record() as calls:
         backward(model, 2, world.rank)
@@ -126,7 +128,7 @@ def test_sums_that_wait_are_shards_in_the_reduce_dtype(world: World) -> None:
     backward(model, 0, world.rank)
 
     for state in _get_fsdp_states(model):
-        for region in state.handle.trainable:
+        for region in state.handle.layout.trainable:
             assert region.partial is not None
             assert region.partial.dtype == torch.float32
             assert region.partial.shape == (region.layout.shard_numel,)
@@ -262,7 +264,7 @@ def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> 
     backward(model, 1, world.rank)
 
     for state in _get_fsdp_states(model):
-        for region in state.handle.trainable:
+        for region in state.handle.layout.trainable:
             assert region.reduce_buffer is not None
             assert region.reduce_buffer.dtype == torch.float32
             assert region.reduce_buffer.untyped_storage().nbytes() > 0

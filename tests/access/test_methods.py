@@ -75,7 +75,7 @@ def speak(world: World, path: str) -> list[str]:
 
     assert torch.equal(tokens, expected)
     assert not any(
-        h.residency is not Residency.SHARDED or h.calls
+        h.residency is not Residency.SHARDED or h.running.calls
         for h in _get_fsdp_handles(model)
     )
     assert_same_training(model, plain, [], [])
@@ -130,7 +130,7 @@ def test_a_method_that_raises_leaves_the_model_sharded(world: World, path: str) 
         model.fail(x)  # type: ignore[operator]
 
     assert not any(
-        h.residency is not Residency.SHARDED or h.calls
+        h.residency is not Residency.SHARDED or h.running.calls
         for h in _get_fsdp_handles(model)
     )
     assert torch.equal(model(x), plain(x))

@@ -78,7 +78,8 @@ def test_micro_batches_inside_cost_no_reduction_and_are_summed_in_one(
     assert unreduced == [None] * len(unreduced)
     per_region = strategy is ShardingStrategy.NO_SHARD
     units = sum(
-        len(s.handle.trainable) if per_region else 1 for s in _get_fsdp_states(model)
+        len(s.handle.layout.trainable) if per_region else 1
+        for s in _get_fsdp_states(model)
     )
     assert reductions(calls) == (units if world.world_size > 1 else 0)
     assert_gradients(

@@ -118,7 +118,7 @@ def test_copies_in_host_memory_are_the_full_parameters(
 
 
 def full(handle: Any) -> list[nn.Parameter]:
-    return [leaf for region in handle.regions for leaf in region.full_leaves]
+    return [leaf for region in handle.layout.regions for leaf in region.full_leaves]
 
 
 @pytest.mark.req("D-12")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,8 +28,8 @@ def test_only_nccl_is_asked_for_averages(
         (handle,) = _get_fsdp_handles(fully_shard(nn.Linear(4, 4)))
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
         handle.groups = Groups(world.group, None)
-        handle.device = torch.device("cuda", 0)
+        handle.layout = replace(handle.layout, device=torch.device("cuda", 0))
 
         set_divisions(handle)
 
-    assert handle.trainable[0].division == (1, after, after == 1)
+    assert handle.layout.trainable[0].division == (1, after, after == 1)

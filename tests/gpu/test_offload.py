@@ -83,7 +83,9 @@ def late_copies(model: nn.Module) -> Callable[[Tensor, Tensor], None]:
     """Copies before which the stream sleeps; until then the host would read NaN."""
 
     def issue(target: Tensor, source: Tensor) -> None:
-        regions = [r for handle in _get_fsdp_handles(model) for r in handle.trainable]
+        regions = [
+            r for handle in _get_fsdp_handles(model) for r in handle.layout.trainable
+        ]
         to_host = any(target is region.grad_shard for region in regions)
         if to_host and not any(r.in_flight and any(r.in_flight) for r in regions):
             target.fill_(float("nan"))

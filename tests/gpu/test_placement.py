@@ -99,7 +99,7 @@ def test_a_model_on_gloo_that_is_moved_later_computes_on_the_gpu() -> None:
         for each in (model, plain):
             backward(each(x.cuda()).square().sum())
 
-        assert all(h.device.type == "cuda" for h in _get_fsdp_handles(model))
+        assert all(h.layout.device.type == "cuda" for h in _get_fsdp_handles(model))
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert ours.grad is not None
             assert theirs.grad is not None

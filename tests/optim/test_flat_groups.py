@@ -98,7 +98,7 @@ def test_each_region_holds_one_group_and_is_sent_with_the_others(world: World) -
     """No collective more: regions of a unit are coalesced."""
     model = grouped()
     for handle in _get_fsdp_handles(model):
-        for region in handle.regions:
+        for region in handle.layout.regions:
             shapes = [
                 (slot.fqn, nn.Parameter(torch.empty(slot.shape)))
                 for slot in region.layout.parameters

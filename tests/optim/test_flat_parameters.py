@@ -73,7 +73,7 @@ KEPT_LOW = MixedPrecision(
 
 
 def regions(model: nn.Module) -> list[Any]:
-    return [r for handle in _get_fsdp_handles(model) for r in handle.trainable]
+    return [r for handle in _get_fsdp_handles(model) for r in handle.layout.trainable]
 
 
 def grad_of(model: nn.Module, name: str) -> Tensor:

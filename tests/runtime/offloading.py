@@ -57,9 +57,9 @@ def assert_at_home(model: nn.Module, world: World) -> None:
     """Shards and gradients are on the host, pinned for CUDA; ``full`` is not."""
     pinned = world.device.type == "cuda"
     for handle in _get_fsdp_handles(model):
-        assert handle.device == world.device
+        assert handle.layout.device == world.device
         assert not handle.is_full
-        for region in handle.regions:
+        for region in handle.layout.regions:
             assert region.full.device == world.device
             assert region.full.untyped_storage().nbytes() == 0
             for tensor in (region.shard, region.grad_shard):

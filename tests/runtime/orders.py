@@ -158,7 +158,7 @@ def check_orders(recipe: ModelRecipe, device: torch.device = CPU) -> Order:
     first: Order = []
     settings: list[UnitOptions] = []
     for how, model, order in all_orders(recipe, device):
-        options = [h.plan.options for h in _get_fsdp_handles(model)]
+        options = [h.layout.plan.options for h in _get_fsdp_handles(model)]
         first, settings = first or order, settings or options
         assert options == settings, how
         assert order == first, how

@@ -61,7 +61,7 @@ def require_gradients(
 ) -> None:
     """Each leaf has its part of the mean, or none where the plain model has none."""
     for handle in _get_fsdp_handles(model):
-        for region in handle.regions:
+        for region in handle.layout.regions:
             slots = zip(region.layout.parameters, region.leaves, strict=True)
             for slot, leaf in slots:
                 name = join_name(handle.full_fqn, slot.fqn)
@@ -82,11 +82,11 @@ def require_rest(model: nn.Module) -> None:
         assert [
             handle.is_full,
             handle.residency is not Residency.SHARDED,
-            handle.calls,
+            handle.running.calls,
         ] == [False, False, []]
         assert handle.phase is Phase.IDLE, handle
         assert handle.backward.open_calls == handle.backward.pending == 0, handle
-        assert not handle.reduce_due, handle
+        assert not handle.reduction.due, handle
 
 
 def turn(

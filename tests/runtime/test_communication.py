@@ -163,7 +163,7 @@ def reduce_adapter(world: World) -> tuple[Counts, int, int]:
         backward(loss_of(model, x))
     state = fully_shard.state(model)
     assert state is not None
-    frozen = [r for r in state.handle.regions if not r.layout.trainable]
+    frozen = [r for r in state.handle.layout.regions if not r.layout.trainable]
     buffers = [
         r for r in frozen if r.reduce_buffer is not None or r.grad_shard is not None
     ]

@@ -131,7 +131,7 @@ def test_torchs_averaged_model_takes_a_sharded_model(world: World, path: str) ->
 
 def storage_of(handle: object) -> tuple[int, ...]:
     """Where the shards of a handle are."""
-    return tuple(r.shard.data_ptr() for r in handle.regions)  # type: ignore[attr-defined]
+    return tuple(r.shard.data_ptr() for r in handle.layout.regions)  # type: ignore[attr-defined]
 
 
 def changing_fields(state: _FSDPState) -> set[int]:

@@ -110,13 +110,13 @@ def check_bytes(world: World) -> dict[str, int]:
         loss = loss_of(model, gpt_input(0, world.rank))
         with record() as calls:
             backward(loss)
-        plans = [s.handle.plan for s in _get_fsdp_states(model)]
+        plans = [s.handle.layout.plan for s in _get_fsdp_states(model)]
         traffic = [p.traffic(is_root=False, in_backward=True) for p in plans]
         assert reduced(calls) == sum(t.reduce_scatter_bytes for t in traffic)
         frozen_regions = [
             region
             for s in _get_fsdp_states(model)
-            for region in s.handle.regions
+            for region in s.handle.layout.regions
             if not region.layout.trainable
         ]
         assert all(r.reduce_buffer is None for r in frozen_regions)

@@ -206,3 +206,20 @@ def test_ranks_that_drew_the_same_rows_are_told(world: World) -> None:
     reset(plain)
     assert differences(whole.state_dict(), plain.state_dict()) == {}
     assert told(whole) == []
+
+
+@on_ranks(2)
+def test_ranks_are_told_of_equal_rows_after_parameters_were_frozen(
+    world: World,
+) -> None:
+    """Freezing rebuilds the regions, which are not newly built for that."""
+    model = apply_units(deep(), ["0", "1"])
+    torch.manual_seed(0)
+    reset(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "bias" not in name
+
+    texts = [text for each in world.gather(told(model)) for text in each]
+
+    assert len(texts) == 1, texts
+    assert "drew the same numbers" in texts[0]

@@ -42,13 +42,15 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES
 
 def full_bytes(handle: FlatParamHandle) -> int:
     """Bytes of memory behind the unit's full parameters, of regions that are cut."""
-    cut = [r.full for r in handle.regions if r.is_cut]
+    cut = [r.full for r in handle.layout.regions if r.is_cut]
     return sum(full.untyped_storage().nbytes() for full in cut)
 
 
 def reduce_bytes(handle: FlatParamHandle) -> int:
     """Bytes of memory behind the unit's reduce buffers."""
-    buffers = [r.reduce_buffer for r in handle.regions if r.reduce_buffer is not None]
+    buffers = [
+        r.reduce_buffer for r in handle.layout.regions if r.reduce_buffer is not None
+    ]
     return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
 
@@ -56,7 +58,7 @@ def resting(model: nn.Module) -> bool:
     """Whether every unit is sharded, idle and without memory of a step."""
     return all(
         full_bytes(h) == reduce_bytes(h) == 0
-        and not (h.residency is not Residency.SHARDED or h.calls)
+        and not (h.residency is not Residency.SHARDED or h.running.calls)
         and h.phase is Phase.IDLE
         and all(params[name] is leaf for params, name, leaf, _ in h.swaps)
         for h in _get_fsdp_handles(model)

@@ -164,7 +164,7 @@ def test_a_policy_offloads_single_units(world: World) -> None:
 
     losses = train(model, world.rank, gpt_input, adamw)
 
-    assert [handle.offload for handle in handles] == [False, True]
+    assert [handle.layout.offload for handle in handles] == [False, True]
     assert losses == train(reference, world.rank, gpt_input, adamw)
 
 
@@ -260,7 +260,9 @@ def slow_copies(model: nn.Module) -> Iterator[list[Callable[[], object]]]:
             waiting.pop(0)()
 
     def issue(target: Tensor, source: Tensor) -> None:
-        regions = [r for handle in _get_fsdp_handles(model) for r in handle.trainable]
+        regions = [
+            r for handle in _get_fsdp_handles(model) for r in handle.layout.trainable
+        ]
         if any(target is region.grad_shard for region in regions):
             waiting.append(lambda: target.copy_(source))
             target.fill_(float("nan"))
@@ -458,4 +460,4 @@ def test_the_option_takes_the_words_of_torch(one_rank: World) -> None:
     """``CPUOffload(False)`` and None are no offload."""
     for option in (None, CPUOffload(), CPUOffload(offload_params=False)):
         model = FullyShardedDataParallel(tiny_mlp(), cpu_offload=option)
-        assert not any(handle.offload for handle in _get_fsdp_handles(model))
+        assert not any(handle.layout.offload for handle in _get_fsdp_handles(model))

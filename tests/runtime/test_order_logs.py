@@ -481,7 +481,7 @@ def test_a_fake_group_compares_with_nobody() -> None:
             step(model, 0, 0)
         state = fully_shard.state(model)
         assert state is not None
-        log = state.handle.forward_log
+        log = state.handle.logs.forward
         assert log is not None
         assert log.peers == ()
         assert log.round == 3

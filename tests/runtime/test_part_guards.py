@@ -467,7 +467,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     """Modules that own parameters of a unit and are no unit."""
     states = _get_fsdp_states(model)
     units = {id(module) for state in states for module in state.modules}
-    owners = [owner for state in states for owner in state.handle.owners]
+    owners = [owner for state in states for owner in state.handle.layout.owners]
     return [owner for owner in owners if id(owner) not in units]
 
 

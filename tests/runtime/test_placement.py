@@ -310,7 +310,7 @@ def test_values_written_through_data_reach_the_shard(one_rank: World) -> None:
 
     (handle,) = _get_fsdp_handles(model)
     assert model.get_parameter("0.weight") is weight
-    assert weight.data_ptr() == handle.regions[0].shard.data_ptr()
+    assert weight.data_ptr() == handle.layout.regions[0].shard.data_ptr()
     assert torch.equal(model.state_dict()["0.weight"], torch.full((12, 8), 0.5))
 
 
@@ -413,7 +413,7 @@ def test_a_frozen_parameter_may_take_the_place_of_a_trainable_one(
         backward(loss_of(model, torch.ones(1, 8, dtype=dtype)))
 
         (handle,) = _get_fsdp_handles(model)
-        kinds = {(r.layout.trainable, r.layout.dtype) for r in handle.regions}
+        kinds = {(r.layout.trainable, r.layout.dtype) for r in handle.layout.regions}
         assert kinds == {(True, dtype), (False, dtype)}
         assert model.get_parameter("0.weight").grad is None
         assert model.get_parameter("0.bias").grad is not None

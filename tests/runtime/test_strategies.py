@@ -337,7 +337,7 @@ def train_mixed(world: World, path: str, form: str) -> dict[str, tuple[int, int]
     assert_same_training(sharded, plain, losses, mine, tolerance=1e-5)
     assert world.all_equal(sharded.state_dict())
     return {
-        handle.fqn: (handle.groups.shard_world_size, handle.groups.replicas)
+        handle.layout.plan.fqn: (handle.groups.shard_world_size, handle.groups.replicas)
         for handle in _get_fsdp_handles(sharded)
     }
 

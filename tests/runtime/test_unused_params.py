@@ -131,7 +131,7 @@ def check_filled(
         assert world.all_equal([(c.op, c.numel) for c in calls])
     states = _get_fsdp_states(model)
     assert not any(s.handle.residency is not Residency.SHARDED for s in states)
-    assert not any(s.handle.reduce_due for s in states)
+    assert not any(s.handle.reduction.due for s in states)
 
 
 @pytest.mark.req("B-17")

@@ -83,7 +83,7 @@ def _boxes_on_this_rank(model: nn.Module) -> int:
     return max(
         len(interval_boxes(slot.shape, *region.layout.interval(slot, region.rank)))
         for handle in _get_fsdp_handles(model)
-        for region in handle.regions
+        for region in handle.layout.regions
         for slot in region.layout.parameters
     )
 

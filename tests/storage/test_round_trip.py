@@ -438,7 +438,7 @@ def check_memory(world: World, folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 512)).sum().backward()
     optimizer.step()
-    shards = [handle.regions[0].shard for handle in _get_fsdp_handles(model)[1:]]
+    shards = [handle.layout.regions[0].shard for handle in _get_fsdp_handles(model)[1:]]
     region = shards[0].numel() * 4
     peaks = []
     for act in (save, load):

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composable_fsdp.comm.device import UnitEvents
 from composable_fsdp.flat.handle import FlatParamHandle
 
 
@@ -157,8 +158,8 @@ def cuda_order(handles: Iterable[FlatParamHandle]) -> Iterator[None]:
     the CPU issues them for a GPU, which is what a caching allocator counts.
     """
     for handle in handles:
-        nothing: Any = _Nothing()
-        handle.gather_event = handle.free_event = handle.reduce_event = nothing
+        make: Any = _Nothing
+        handle.events = UnitEvents(make)
     with (
         patch("composable_fsdp.tree.root.make_streams", lambda device: _Streams()),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),

@@ -66,7 +66,7 @@ def own_parts(
             ),
         )
         for state in _get_fsdp_states(model)
-        for region in state.handle.regions
+        for region in state.handle.layout.regions
         for slot, leaf in zip(region.layout.parameters, region.leaves, strict=True)
     }
 

@@ -32,9 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import composable_fsdp
 from composable_fsdp.comm import device as device_layer
-from composable_fsdp.flat import build as build_layer
-from composable_fsdp.flat import build_region, gradients, rebuild
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat import build_region, gradients
+from composable_fsdp.flat import handle as handle_layer
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.runtime import backward, graph_task, offload, unshard
 
@@ -303,16 +302,12 @@ def _patches(order: StreamOrder) -> Patches:
 def _of_streams(order: StreamOrder) -> Patches:
     """Streams and events, also of trees and units on the CPU."""
     names = iter(["gather", "reduce"] * 100)
-    reset = build_layer.reset_handle
 
     def make_stream(device: torch.device, priority: int) -> FakeStream:
         return FakeStream(order, next(names))
 
-    def with_events(handle: FlatParamHandle) -> None:
-        reset(handle)
-        handle.gather_event = device_layer.StreamEvent(handle.device)
-        handle.free_event = device_layer.StreamEvent(handle.device)
-        handle.reduce_event = device_layer.StreamEvent(handle.device)
+    def make_events(device: torch.device) -> device_layer.UnitEvents:
+        return device_layer.UnitEvents(partial(device_layer.StreamEvent, device))
 
     def current_stream(device: object = None) -> FakeStream:
         return order.current
@@ -326,8 +321,7 @@ def _of_streams(order: StreamOrder) -> Patches:
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
         (sys.modules["composable_fsdp.tree.root"], "make_streams", make),
-        (build_layer, "reset_handle", with_events),
-        (rebuild, "reset_handle", with_events),
+        (handle_layer, "make_events", make_events),
     ]
 
 

@@ -201,7 +201,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(
     gone_tensors = [
         weakref.ref(tensor)
         for handle in _get_fsdp_handles(model)
-        for region in handle.regions
+        for region in handle.layout.regions
         for tensor in (region.shard, *region.leaves, *region.full_leaves)
     ]
     assert len(OWNERS) > owners
