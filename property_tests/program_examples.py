@@ -209,6 +209,35 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(call="functional")),
         below(Part(core="mul", call="functional"), strategy="SHARD_GRAD_OP"),
     ],
+    "functional_call on a unit that is full by hand": [
+        Program(
+            Part(children=(Part(), Part(call=call))),
+            options=Options(pairs=pairs),
+            actions=(
+                *((("unshard_unit", unit, False)) for unit in units),
+                ("forward", 0, how),
+                ("save",),
+                *STEPS,
+            ),
+        )
+        for call in ("functional", "functional_caught")
+        for units, pairs in [((1, 2), False), ((0, 1, 2), False), ((1, 2), True)]
+        for how in ("train", "no_grad")
+    ],
+    "gradients of no_sync where nothing is hooked": [
+        Program(
+            Part(form=form),
+            options=Options(strategy="NO_SHARD"),
+            actions=(
+                ("forward", 0),
+                ("backward", 0, "no_sync"),
+                ("forward", 1),
+                ("backward",),
+                ("step",),
+            ),
+        )
+        for form in ("thunk", "set_thing", "late_thunk")
+    ],
     "gradients of chosen parameters": [
         below(Part(), actions=(("forward", 0), ("backward", 0, "inputs"), ("step",))),
         *(

@@ -234,18 +234,22 @@ def possible(program: Program) -> Program:
     """The nearest program that torch can run, and whose names are those of a plain one.
 
     ``p.data = ...`` under ``torch.func`` crashes the process. Parameters of a wrapper
-    in a wrapper have names that ``functional_call`` does not find.
+    in a wrapper have names that ``functional_call`` does not find. A fused optimizer
+    raises for complex parameters, where a rank has some.
     """
-    options = program.options
+    if program.options.apart:
+        program = _apart(program)
     program = replace(program, root=legal(program.root))
+    options = program.options
     if FUNCTIONAL & program.words() and "core:quantized" in program.words():
         program = replace(program, root=_without(program.root, "quantized"))
-    if options.door == "wrapper" and "call:functional" in program.words():
+    if FUSED & program.words():
+        program = replace(program, root=_without(program.root, "complex"))
+    if options.door == "wrapper" and CALLED_WITH & program.words():
         options = replace(options, door="composable")
     if options.low and UNLIKE_LOW & program.words():
         options = replace(options, low=False)
-    program = replace(program, options=options)
-    return _apart(program) if options.apart else program
+    return replace(program, options=options)
 
 
 def _apart(program: Program) -> Program:
@@ -265,12 +269,20 @@ def _unshared(part: Part) -> Part:
 
 
 UNLIKE_LOW = {
-    *("dtype:float32", "dtype:bfloat16", "call:functional", "form:partly"),
+    *("dtype:float32", "dtype:bfloat16", "form:partly"),
+    *("call:functional", "call:functional_caught"),
     *("core:batchnorm", "core:buffered", "core:spectralnorm", "core:complex"),
     *("core:quantized", "option:apart"),
     *("form:in_place", "form:in_place_returned", "form:copied_in"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
+CALLED_WITH = {"call:functional", "call:functional_caught"}
+FUSED = {
+    f"{kind}:{name}"
+    for name, (_, settings) in OPTIMIZERS.items()
+    if settings.get("fused")
+    for kind in ("option", "argument")
+}
 FUNCTIONAL = {"call:jvp", "call:vjp", "call:vmap"}
 
 

@@ -4,6 +4,10 @@
 registers the previous tensors again. If a unit is called in this way inside a forward,
 the unit computes with the given tensors, as a plain module does; only the other places
 show the unit's full leaves.
+
+Nothing of this package runs when ``functional_call`` registers the previous tensors. If
+these are full leaves, because the unit was full before (``unshard``, or a unit of
+several modules), the unit stays full.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import join_name, quoted
 
 
-def save_functional_params(handle: FlatParamHandle) -> None:
+def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
     """Show full leaves at all places, except where a foreign tensor is registered.
 
-    Records the foreign tensors in ``RunningForwards.foreign``.
+    Records the foreign tensors in ``RunningForwards.foreign``. ``over_full``: whether
+    the unit was full when the foreign tensors were registered.
 
     Raises: CompositionError, if a foreign tensor does not have the shape of the full
     parameter. The modules are then unchanged.
@@ -44,7 +49,7 @@ def save_functional_params(handle: FlatParamHandle) -> None:
     for at, (table, key, _, full) in enumerate(handle.swaps):
         if at not in foreign:
             table[key] = full
-    handle.running.foreign = foreign
+    handle.running.foreign, handle.running.over_full = foreign, over_full
 
 
 def _put_back(handle: FlatParamHandle) -> None:
@@ -55,7 +60,7 @@ def _put_back(handle: FlatParamHandle) -> None:
 
 
 def restore_functional_params(handle: FlatParamHandle) -> None:
-    """Register the foreign tensors again, which ``use_sharded`` has overwritten."""
+    """Register the foreign tensors again, and forget them."""
     # When ``functional_call`` ends, torch copies the tensors that the modules show into
     # the caller's dict, so the modules must not show this rank's shards.
     for at, found in handle.running.foreign.items():

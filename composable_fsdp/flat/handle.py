@@ -187,7 +187,7 @@ class ShardWrites:
 class RunningForwards:
     """The forwards of a unit that are running."""
 
-    __slots__ = ("calls", "foreign", "lent")
+    __slots__ = ("calls", "foreign", "lent", "over_full")
 
     def __init__(self) -> None:
         # ``Any``: the classes are in higher layers.
@@ -200,6 +200,8 @@ class RunningForwards:
         self.foreign: dict[int, Any] = {}
         """By index of the place: tensors from ``torch.func.functional_call`` that the
         modules show instead of full leaves while the unit is full."""
+        self.over_full = False
+        """Whether ``functional_call`` has replaced full leaves, not sharded ones."""
 
 
 @dataclass(slots=True)

@@ -97,7 +97,7 @@ def use_full(handle: FlatParamHandle) -> None:
     ):
         # Not ``table.get(key)``: a method call per place in every step.
         if key not in table or table[key] is not sharded:
-            save_functional_params(handle)
+            save_functional_params(handle, over_full=False)
             break
         table[key] = full
     handle.residency = UNSHARDED
@@ -137,6 +137,19 @@ def use_sharded(handle: FlatParamHandle) -> None:
         handle.residency = HIDDEN
     elif handle.residency is COPIES_SHOWN:
         handle.residency = SHARDED
+
+
+def end_functional_call(handle: FlatParamHandle) -> bool:
+    """Register tensors of ``torch.func.functional_call`` for it to remove.
+
+    Returns: whether full leaves come in their place, so that the unit stays full. Else
+        the modules show the sharded leaves at all other places. Collective: none.
+    """
+    if handle.running.over_full:
+        restore_functional_params(handle)
+        return True
+    use_sharded(handle)
+    return False
 
 
 def free_full(handle: FlatParamHandle) -> None:

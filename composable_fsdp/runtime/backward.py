@@ -35,7 +35,11 @@ from composable_fsdp.flat.handle import NO_TASK, BackwardProgress, FlatParamHand
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_POST, BACKWARD_PRE, illegal_move
-from composable_fsdp.runtime.graph_task import current_task, register_task_end
+from composable_fsdp.runtime.graph_task import (
+    current_task,
+    register_task_end,
+    reset_failed_graph_tasks,
+)
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
     reduce_gradients,
@@ -374,7 +378,7 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
         assert region is not None
         unit: _FSDPState | None = region.owner()
         assert unit is not None
-        handle = unit.handle
+        handle, task = unit.handle, current_task()
         gradient = leaf.grad
         # The gradient is None if a custom Function returned none; the hook is still
         # counted. A parameter that was frozen after the forward gets no gradient, as in
@@ -385,7 +389,7 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
             leaf.grad = None
             if gradient.requires_grad:  # with create_graph
                 gradient = gradient.detach()
-            if not handle.reduction.due:
+            if handle.backward.task != task or not handle.reduction.due:
                 _on_unexpected_grad(unit, handle)
             if region.arrived[index]:
                 assert unit.context is not None
@@ -398,7 +402,7 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
         # A gradient of another graph task (a reentrant checkpoint inside the unit) is
         # only accumulated.
         progress = handle.backward
-        if progress.task == current_task():
+        if progress.task == task:
             progress.pending -= 1
             if progress.pending == 0:
                 _on_all_gradients(unit, handle)
@@ -409,11 +413,16 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
 def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
     """Have the end of the graph task reduce a gradient that no pre-backward announced.
 
+    Gradients of an earlier backward may wait (``no_sync``), and the unit may be part of
+    an outer graph task.
+
     Raises: PhaseError, if the unit is sharded, because the operations before this
         gradient may have read parameters that are not valid.
     """
     context = state.context
     assert context is not None
+    if handle.backward.task in context.dead:
+        reset_failed_graph_tasks(context)
     if handle.form.readable is None:
         raise PhaseError(
             f"Backward reached a parameter of unit {handle.name} while the unit is "

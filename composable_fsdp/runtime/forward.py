@@ -152,7 +152,7 @@ def pre_forward(
     elif not recomputing and not calls:
         # Unsharded by the user, or for another module of this unit, so ``use_full``
         # does not run. Tensors of ``functional_call`` must be recorded here.
-        save_functional_params(handle)
+        save_functional_params(handle, over_full=True)
     if not handle.parts_open:  # ``allow_part_calls``, inlined
         for hooks in handle.guards:
             if REFUSE in hooks:
@@ -295,10 +295,10 @@ def post_forward(
             raise
     running, calls = handle.running, handle.running.calls
     call = calls.pop() if calls else None
-    if running.foreign and not calls:
-        # ``functional_call`` removes its tensors after the call, so put them back into
-        # the modules first.
-        residency.use_sharded(handle)
+    # ``functional_call`` removes its tensors after the call, so put them back first.
+    stays_full = (
+        bool(running.foreign) and not calls and residency.end_functional_call(handle)
+    )
     awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if running.lent and running.lent[-1].depth > len(calls):
         # After ``_hook_outputs``, which needs the aliases of inputs that the output may
@@ -306,7 +306,7 @@ def post_forward(
         replaced = apply_changes(running.lent.pop(), output)
     if recomputing:
         return replaced
-    if state.remaining:
+    if state.remaining and not stays_full:
         state.remaining -= {id(module)}
     ended = context.outermost is state and not calls
     if ended:
@@ -330,9 +330,9 @@ def post_forward(
     if phase not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, phase)
     handle.phase = phase
-    if state.reshard_after_forward or not awaited:
+    if (state.reshard_after_forward or not awaited) and not stays_full:
         reshard(context, handle)
-    elif handle.residency is UNSHARDED:
+    elif handle.residency is UNSHARDED and not stays_full:
         # The full buffer stays for backward. The modules show the sharded parameters,
         # because ``zero_grad`` or an optimizer may ask for parameters before backward.
         residency.use_sharded(handle)
@@ -492,4 +492,5 @@ def _after_raise(state: _FSDPState) -> None:
         awaited = handle in context.tape.open_calls
         handle.phase = BACKWARD_PRE if awaited else IDLE
         state.remaining = frozenset()
-        reshard(context, handle)
+        if not (running.foreign and residency.end_functional_call(handle)):
+            reshard(context, handle)
