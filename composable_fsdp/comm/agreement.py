@@ -67,6 +67,13 @@ class PeerMessage(NamedTuple):
     note: Any
 
 
+def _parse(text: str) -> PeerMessage:
+    """Return the message that ``Peers.say`` has written as ``text``."""
+    value, _, rest = text.partition("\n")
+    rank, note = json.loads(rest)
+    return PeerMessage(rank, json.loads(value), note)
+
+
 class Peers:
     """The ranks of a group, for messages about ``topic``."""
 
@@ -93,20 +100,22 @@ class Peers:
         Returns: the message of the first rank if its value differs; else None.
         Collective: none.
         """
-        mine = json.dumps([self._rank, value, note])
-        key = self._key(place)
+        # Compared as JSON, in which a tuple is a list and NaN equals NaN. JSON has no
+        # line feeds, so a line feed separates the value from the rest.
+        mine = json.dumps(value)
+        text = f"{mine}\n{json.dumps([self._rank, note])}"
         # ``compare_set`` with an empty expected value writes only if the key does not
-        # exist, and returns the stored value.
-        first = PeerMessage(*json.loads(_store().compare_set(key, "", mine)))
-        # Compared as JSON, in which a tuple is a list and NaN equals NaN.
-        return None if json.dumps(first.value) == json.dumps(value) else first
+        # exist, and returns the stored text.
+        first = _store().compare_set(self._key(place), "", text).decode()
+        # Usually equal: a text is parsed only for an error.
+        return None if first.startswith(mine + "\n") else _parse(first)
 
     def heard(self, place: str) -> Any:
         """Return the first value at ``place``, or ``None``; waits for no rank."""
         store, key = _store(), self._key(place)
         if not store.check([key]):
             return None
-        return PeerMessage(*json.loads(store.get(key))).value
+        return _parse(store.get(key).decode()).value
 
     def arrive(self, place: str) -> None:
         """Count this rank at ``place``; the last rank of the group opens the place.

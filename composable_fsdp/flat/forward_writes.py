@@ -93,13 +93,15 @@ def checksums(handle: FlatParamHandle) -> list[Tensor] | None:
 
 
 def _checksum(full: Tensor) -> Tensor:
-    """Return a checksum of ``full``: an integer per ``_AT_ONCE`` elements."""
+    """Return a checksum of ``full``: integers, each for up to ``_AT_ONCE`` elements."""
     if full.is_complex():
         full = torch.view_as_real(full).flatten()
     # Integers make the sum independent of the order of additions, and NaN equals NaN.
     words = full.view(_WORDS[full.element_size()])
     # Weights make a permutation of the elements change the sum.
     weights = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=full.device)
+    if len(words) <= _AT_ONCE:
+        return (words * weights).sum()
     parts = torch.split(words, _AT_ONCE)
     return torch.stack([(part * weights[: len(part)]).sum() for part in parts])
 
