@@ -83,6 +83,8 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
     Walks down from ``root``. Returns the modules by id.
     """
     found: dict[int, nn.Module] = {}
+    # A walk of its own: a module is entered once for each reader above the module, and
+    # names and order do not matter.
     seen: set[tuple[int, int]] = set()
     waiting = [(root, root)]
     while waiting:

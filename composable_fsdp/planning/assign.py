@@ -270,8 +270,8 @@ def _walk(
     index_of = {id(module): 0 for module in modules}
     found: _Found = {}
     skipped: list[tuple[str, nn.Module]] = []
-    # A stack instead of recursion: the depth of the tree has no limit. Reversed,
-    # because the stack pops the last entry first.
+    # A walk of its own: each path carries the chain of units above, and shared modules
+    # are entered once per path. Reversed, because the stack pops the last entry first.
     stack: list[tuple[nn.Module, str, Chain]] = [(m, "", ()) for m in reversed(modules)]
     while stack:
         module, fqn, chain = stack.pop()

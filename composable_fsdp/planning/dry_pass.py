@@ -69,6 +69,8 @@ def choose_units(
     # Per visited module, the elements in units at or below the module. The entry is 0
     # while the module is being visited.
     taken: dict[nn.Module, int] = {root: 0}
+    # A walk of its own: the answer on the way down decides whether to enter a module,
+    # and each visit sums ``taken`` for the question on the way up.
     stack: list[_Visit] = []
 
     def enter(module: nn.Module) -> None:

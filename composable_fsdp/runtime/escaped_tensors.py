@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from composable_fsdp.compose.registry import REGISTRY_KEY
+from composable_fsdp.planning import walk
 from composable_fsdp.runtime.nested_tensors import tensors_in
 from composable_fsdp.tree.state import _FSDPState
 
@@ -138,13 +139,11 @@ def _is_since(tensor: Tensor, since: int) -> bool:
 
 def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield dict, key and tensor for attributes of this unit and of nested units."""
-    stack: list[nn.Module | None] = list(state.modules)
-    seen = set()
-    while stack:
-        module = stack.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
+    # Nested units are included: a tensor that a nested unit keeps was computed from
+    # outputs of this unit, and may be the only way back to this unit. By id, because a
+    # module class may define ``__eq__``.
+    found = {id(m): m for top in state.modules for m in walk.modules(top)}
+    for module in found.values():
         for table in (vars(module), module._buffers):
             for key in table.keys() - _OF_EVERY_MODULE:
                 if type(table[key]) in _HOLDERS:
@@ -152,6 +151,3 @@ def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor
                         yield table, key, tensor
                         if tensor.grad_fn is not None:
                             break
-        # Nested units are included: a tensor that a nested unit keeps was computed from
-        # outputs of this unit, and may be the only way back to this unit.
-        stack += module._modules.values()

@@ -40,6 +40,7 @@ def hook_scopes(
     # the children get hooks as well, each for the part below the child.
     if type(module).state_dict is nn.Module.state_dict:
         return [(module, _ALL)]
+    # A walk of its own: modules whose class keeps ``state_dict`` are not entered.
     found, stack = [], [("", module)]
     while stack:
         path, current = stack.pop()

@@ -135,6 +135,17 @@ def test_a_tree_deeper_than_python_recurses_is_walked(one_rank: World) -> None:
     assert [state.module for state in _get_fsdp_states(module)] == [inner]
 
 
+def test_a_tree_deeper_than_python_recurses_is_sharded(one_rank: World) -> None:
+    """Planning, and the contract's comparison of names, keep stacks of their own."""
+    model: nn.Module = nn.Linear(2, 2)
+    for _ in range(2 * sys.getrecursionlimit()):
+        model = nn.Sequential(model)
+
+    fully_shard(model)
+
+    assert [state.module for state in _get_fsdp_states(model)] == [model]
+
+
 @pytest.mark.req("S1-30")
 def test_every_submodule_leads_to_its_nearest_owner(one_rank: World) -> None:
     """Norms and activations too, and containers between units."""
