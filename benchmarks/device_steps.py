@@ -308,5 +308,5 @@ def chain_peaks(
 def kept_bytes(model: nn.Module) -> int:
     """Bytes of what the units keep between steps: shards and their gradients."""
     regions = [region for h in _get_fsdp_handles(model) for region in h.layout.regions]
-    buffers = [buffer for r in regions for buffer in (r.shard, r.grad_shard)]
+    buffers = [buffer for r in regions for buffer in (r.shard, r.gradient.shard)]
     return sum(b.untyped_storage().nbytes() for b in buffers if b is not None)

@@ -81,7 +81,7 @@ class Schedule:
         """Call the collectives of our units by the units' names."""
         for handle in handles:
             for region in handle.layout.regions:
-                buffers = (region.full, getattr(region, "reduce_buffer", None))
+                buffers = (region.full.buffer, getattr(region, "reduce_buffer", None))
                 for buffer in buffers:
                     if buffer is not None:
                         key = buffer.untyped_storage()._cdata

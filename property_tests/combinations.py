@@ -106,11 +106,11 @@ def check_idle(state: _FSDPState) -> None:
     assert not handle.reduction.due, state.name
     assert handle.reduction.held is None
     for region in handle.layout.regions:
-        assert region.temporary is None
-        assert region.partial is None
-        if region.is_cut:
-            assert region.full.untyped_storage().nbytes() == 0, state.name
-        if region.reduce_buffer is not None:
-            assert region.reduce_buffer.untyped_storage().nbytes() == 0
+        if region.full.is_cut:
+            assert region.full.buffer.untyped_storage().nbytes() == 0, state.name
+    for region in handle.layout.trainable:
+        assert region.reduce.temporary is None
+        assert region.reduce.partial is None
+        assert region.reduce.buffer.untyped_storage().nbytes() == 0
     for table, name, leaf, _ in handle.swaps:
         assert table[name] is leaf

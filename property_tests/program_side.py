@@ -240,7 +240,11 @@ def equal_parts(model: nn.Module) -> list[tuple[str, str]]:
                     region.layout.interval(slot, rank)
                     for rank in range(region.layout.world_size)
                 ]
-                shape = slot.shape, leaf.dtype, tuple(spans) if region.is_cut else ()
+                shape = (
+                    slot.shape,
+                    leaf.dtype,
+                    tuple(spans) if region.full.is_cut else (),
+                )
                 if id(leaf) in names:
                     parts.setdefault(shape, []).append(names[id(leaf)])
     return [(a, b) for group in parts.values() for a in group for b in group if a < b]

@@ -11,12 +11,11 @@ from tests.import_graph import Module
 
 MAX_FIELDS = 20
 MORE_FIELDS = {
-    "composable_fsdp.flat.region.FlatParameter": 32,
     "composable_fsdp.tree.state._FSDPState": 29,
     "composable_fsdp.tree.state.RuntimeContext": 21,
 }
 """Classes with more fields, and with how many. Entries may only shrink and go."""
-MAX_SHARED_FIELDS = 38
+MAX_SHARED_FIELDS = 27
 """How many fields of the package may be written from more than one file."""
 
 

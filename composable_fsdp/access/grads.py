@@ -269,8 +269,8 @@ def _gradients(
     # The padding of the flat gradient is zero, so a single operation on the flat
     # gradient gives the norm and the scaling of all its parameters.
     if all(map(chosen.__contains__, map(id, region.leaves))) and _is_whole(region):
-        assert region.grad_shard is not None
-        return [region.grad_shard]
+        assert region.gradient.shard is not None
+        return [region.gradient.shard]
     leaves = [leaf for leaf in region.leaves if id(leaf) in chosen]
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
@@ -289,9 +289,9 @@ def _left_gradients(region: FlatParameter, chosen: dict[int, Tensor]) -> list[Te
 
 def _is_whole(region: FlatParameter) -> bool:
     """Return whether every ``.grad`` of the region still views the flat gradient."""
-    if region.grad_shard is None:
+    if region.gradient.shard is None:
         return False
-    shown = all(map(is_, map(grad_of, region.leaves), region.grad_views))
+    shown = all(map(is_, map(grad_of, region.leaves), region.gradient.views))
     return shown and views_are_intact(region)
 
 

@@ -95,7 +95,7 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
         return None
     if part is None:
         # Another rank has a gradient: this rank's part of the gradient is zero.
-        part = torch.zeros_like(leaf, dtype=found.region.grad_dtype)
+        part = torch.zeros_like(leaf, dtype=found.region.gradient.dtype)
     return gather_slot(found, part.detach())
 
 

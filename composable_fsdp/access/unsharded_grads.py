@@ -113,7 +113,7 @@ def unshard_grads(
         # user.
         shard = _new_shard(handle, region, flags)
         if shard.numel():
-            views, _ = shard_views(region, shard)
+            views, _ = shard_views(region.cuts, shard)
             for gradient, view in zip(gradients, views, strict=True):
                 if gradient is not None:
                     view.copy_(gradient)
@@ -190,6 +190,6 @@ def _set_gradients(
         for leaf in region.leaves:
             leaf.grad = None
         return
-    views, _ = shard_views(region, shard)
+    views, _ = shard_views(region.cuts, shard)
     for i, flag in enumerate(flags):
         set_leaf_gradient(handle, region, i, views[i] if flag else None)

@@ -177,7 +177,9 @@ def _unshard_state(
     apart = offload_to_cpu or any(_casts(handle))
     # A region that is not sharded shows ``shard`` itself as ``full``: keep a copy,
     # which is restored if the writes must not be kept.
-    uncut = [] if apart else [r.shard for r in handle.layout.regions if not r.is_cut]
+    uncut = (
+        [] if apart else [r.shard for r in handle.layout.regions if not r.full.is_cut]
+    )
     kept = [(shard, shard.clone()) for shard in uncut]
     unit, written = UnshardedUnit(handle), False
     try:
@@ -221,7 +223,10 @@ def _unshard_state(
 
 def _casts(handle: FlatParamHandle) -> Iterator[bool]:
     """Yield per region whether the compute dtype differs from the parameter dtype."""
-    return (region.full.dtype != region.shard.dtype for region in handle.layout.regions)
+    return (
+        region.full.buffer.dtype != region.shard.dtype
+        for region in handle.layout.regions
+    )
 
 
 def _show_unit_buffer(
@@ -236,9 +241,9 @@ def _show_unit_buffer(
     else:
         unshard(context, handle)
     wait_unsharded(handle)
-    unit.fulls = [region.full for region in handle.layout.regions]
+    unit.fulls = [region.full.buffer for region in handle.layout.regions]
     unit.leaves = [
-        leaf for region in handle.layout.regions for leaf in region.full_leaves
+        leaf for region in handle.layout.regions for leaf in region.full.leaves
     ]
 
 
@@ -250,8 +255,8 @@ def _gather_to_first(handle: FlatParamHandle) -> None:
     if first:
         residency.allocate_full(handle)
     for region in handle.layout.regions:
-        if region.is_cut and region.layout.padded_numel:
-            full = region.full if first else None
+        if region.full.is_cut and region.layout.padded_numel:
+            full = region.full.buffer if first else None
             collectives.gather_flat(full, region.shard.to(handle.layout.device), group)
 
 

@@ -22,7 +22,7 @@ from composable_fsdp.flat.handle import (
     remember_leaves,
 )
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.flat.residency import unreadable_versions
 from composable_fsdp.planning.assign import Place
 from composable_fsdp.planning.layout import RegionLayout
@@ -180,9 +180,7 @@ def make_layout(
 
     Returns: the layout. Collective: none.
     """
-    trainable = regions
-    if not all(r.layout.trainable for r in regions):
-        trainable = tuple([r for r in regions if r.layout.trainable])
+    trainable = tuple([r for r in regions if isinstance(r, TrainableRegion)])
     return UnitLayout(
         plan,
         origin,
@@ -222,13 +220,13 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
 
 
 def _reduced_together(
-    trainable: tuple[FlatParameter, ...],
-) -> tuple[tuple[FlatParameter, ...], ...]:
+    trainable: tuple[TrainableRegion, ...],
+) -> tuple[tuple[TrainableRegion, ...], ...]:
     """Return the trainable regions with elements, grouped by reduce dtype."""
     dtypes = {
-        region: region.reduce_buffer.dtype
+        region: region.reduce.buffer.dtype
         for region in trainable
-        if region.reduce_buffer is not None and region.layout.padded_numel
+        if region.layout.padded_numel
     }
     # The common case, with a single region, reuses the existing tuple: fewer objects
     # for the garbage collector.
@@ -274,17 +272,25 @@ def make_form(
     """
     if unreadable is None:
         unreadable = unreadable_versions(len(layout.sharded_placed))
-    gathering = [r for r in layout.regions if r.is_cut and r.layout.padded_numel]
+    gathering = [r for r in layout.regions if r.full.is_cut and r.layout.padded_numel]
     # The all-gather reads the shard directly if the shard has the compute dtype and is
     # on the compute device. Otherwise the shard is first cast or copied into this
     # rank's slice of ``full``, and the all-gather runs in place on that slice.
-    inputs = [r.shard if r.own_slice is None else r.own_slice for r in gathering]
-    leaves = [r.full_leaves for r in layout.regions]
+    inputs = [
+        r.shard if r.full.own_slice is None else r.full.own_slice for r in gathering
+    ]
+    leaves = [r.full.leaves for r in layout.regions]
     return FullForm(
         full_precision,
         _placed(layout.regions, layout.places, leaves),
-        ([r.full for r in gathering], inputs),
-        tuple([(r.own_slice, r.shard) for r in gathering if r.own_slice is not None]),
+        ([r.full.buffer for r in gathering], inputs),
+        tuple(
+            [
+                (r.full.own_slice, r.shard)
+                for r in gathering
+                if r.full.own_slice is not None
+            ]
+        ),
         bool(gathering),
         unreadable,
     )
@@ -296,6 +302,5 @@ def set_divisions(handle: FlatParamHandle) -> None:
     # NCCL can average; gloo and CPU tensors can only sum.
     average = handle.layout.device.type == "cuda" and handle.groups.can_average
     for region in handle.layout.trainable:
-        assert region.reduce_buffer is not None
-        dtype = region.reduce_buffer.dtype
-        region.division = division(rule, dtype, ranks=ranks, can_average=average)
+        dtype = region.reduce.buffer.dtype
+        region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views
-from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.flat.region import (
+    FlatParameter,
+    FullBuffer,
+    ReduceBuffer,
+    TrainableRegion,
+)
+from composable_fsdp.planning.layout import RegionLayout, ShardCuts
 from composable_fsdp.planning.options import Dtypes
 
 
@@ -45,38 +50,48 @@ def build_region(
     Returns: the region.
     Collective: none.
     """
-    region = FlatParameter()
-    region.layout, region.rank = layout, rank
-    region.temporary = region.in_flight = region.partial = region.flat = None
-    region.grad_places, region.owned = (), {}
-    region.cuts = layout.shard_cuts(rank, rows=rows)
-    meta = any(p.is_meta for p in parameters)
-    region.device = torch.device("meta") if meta else device
-    region.offload = offload
-    region.shard = new_shard(region, layout.dtype)
-    region.grad_dtype = dtypes.gradient
+    cuts = layout.shard_cuts(rank, rows=rows)
+    if any(p.is_meta for p in parameters):
+        device = torch.device("meta")
+    shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
+    leaves = tuple(parameters)
     # The buffers must not be inference tensors, which training could not write to.
     # No torch.no_grad is needed: the parameters are detached, so autograd records
     # nothing here.
     with memory.outside_inference():
-        _fill_shard(region, parameters, sharded=sharded)
-        _make_sharded_leaves(region, parameters, sharded=sharded)
-        make_full(region, dtypes.compute)
-        _make_gradients(region, dtypes.reduce)
+        _fill_shard(shard, cuts, leaves, sharded=sharded)
+        _make_sharded_leaves(shard, cuts, leaves, dtypes.gradient, sharded=sharded)
+        full = make_full(
+            layout, leaves, shard, dtypes.compute, rank, device, offload=offload
+        )
+        kind = TrainableRegion if layout.trainable else FlatParameter
+        region = kind(
+            layout,
+            leaves,
+            shard,
+            full,
+            rank=rank,
+            cuts=cuts,
+            device=device,
+            offload=offload,
+            gradient_dtype=dtypes.gradient,
+        )
+        if isinstance(region, TrainableRegion):
+            region.reduce = _reduce_buffer(layout, dtypes.reduce, device)
     return region
 
 
 def _fill_shard(
-    region: FlatParameter,
+    shard: Tensor,
+    shard_cuts: ShardCuts,
     parameters: Sequence[nn.Parameter],
     *,
     sharded: bool,
 ) -> None:
     """Copy this rank's elements of ``parameters`` into the shard; zero the padding."""
-    shard = region.shard
     if shard.is_meta:
         return
-    parts, cuts, _ = region.cuts
+    parts, cuts, _ = shard_cuts
     if cuts.gaps:
         # A norm over the whole shard must not see undefined padding.
         shard.zero_()
@@ -89,13 +104,15 @@ def _fill_shard(
 
 
 def _make_sharded_leaves(
-    region: FlatParameter,
+    shard: Tensor,
+    cuts: ShardCuts,
     parameters: Sequence[nn.Parameter],
+    gradient_dtype: torch.dtype,
     *,
     sharded: bool,
 ) -> None:
     """Make ``parameters`` the sharded leaves: views of the shard."""
-    views, _ = shard_views(region, region.shard)
+    views, _ = shard_views(cuts, shard)
     for parameter, view in zip(parameters, views, strict=True):
         if not sharded:
             # Setting ``.data`` keeps a ``.grad`` of the old shape, which no optimizer
@@ -104,16 +121,8 @@ def _make_sharded_leaves(
         parameter.data = own_memory(view)
         # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
         # parameter's dtype.
-        if region.grad_dtype != view.dtype:
-            parameter.grad_dtype = region.grad_dtype
-    region.leaves = tuple(parameters)
-    slots = region.layout.parameters
-    region.absent = tuple(
-        [i for i, view in enumerate(views) if slots[i].numel and not view.numel()]
-    )
-    region.arrived = bytearray(len(parameters))
-    region.shown = region.unshown = bytes(len(parameters))
-    region.waiting = [None] * len(parameters)
+        if gradient_dtype != view.dtype:
+            parameter.grad_dtype = gradient_dtype
 
 
 def own_memory(view: Tensor) -> Tensor:
@@ -123,30 +132,47 @@ def own_memory(view: Tensor) -> Tensor:
     return view if view.numel() else torch.empty_like(view)
 
 
-def make_full(region: FlatParameter, dtype: torch.dtype) -> None:
-    """Create ``full`` ``(padded_numel,)`` of ``dtype`` and its full leaves.
+def make_full(
+    layout: RegionLayout,
+    leaves: tuple[nn.Parameter, ...],
+    shard: Tensor,
+    dtype: torch.dtype,
+    rank: int,
+    device: torch.device,
+    *,
+    offload: bool,
+) -> FullBuffer:
+    """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves.
 
-    ``full`` has no memory afterwards, unless ``full`` is the shard itself.
+    Args:
+        layout: the layout of the region.
+        leaves: the sharded leaves.
+        shard: the shard.
+        dtype: the dtype of the buffer.
+        rank: this rank's index in the shard group.
+        device: the compute device.
+        offload: whether ``shard`` is in host memory.
+
+    Returns: the buffer, which has no memory, unless the buffer is the shard itself.
+    Collective: none.
     """
-    layout = region.layout
-    region.is_cut = layout.world_size > 1 or dtype != layout.dtype or region.offload
-    if region.is_cut:
-        region.full = memory.new_buffer(layout.padded_numel, dtype, region.device)
-    else:
-        region.full = region.shard
-    region.own_slice = None
-    if dtype != layout.dtype or region.offload:
-        start = region.rank * layout.shard_numel
-        region.own_slice = region.full[start : start + layout.shard_numel]
-    parts, _ = full_views(layout, region.full)
-    region.full_leaves = tuple(
+    is_cut = layout.world_size > 1 or dtype != layout.dtype or offload
+    buffer, own_slice = shard, None
+    if is_cut:
+        buffer = memory.new_buffer(layout.padded_numel, dtype, device)
+    if dtype != layout.dtype or offload:
+        start = rank * layout.shard_numel
+        own_slice = buffer[start : start + layout.shard_numel]
+    parts, _ = full_views(layout, buffer)
+    full_leaves = tuple(
         full_leaf(part, leaf, trainable=layout.trainable)
-        for part, leaf in zip(parts, region.leaves, strict=True)
+        for part, leaf in zip(parts, leaves, strict=True)
     )
-    if region.is_cut:
+    if is_cut:
         # Views can be created only while the storage has memory. The views stay valid
         # when the storage is resized to 0.
-        memory.free(region.full)
+        memory.free(buffer)
+    return FullBuffer(buffer, own_slice, is_cut, full_leaves)
 
 
 def full_views(
@@ -193,16 +219,11 @@ def full_leaf(part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parame
     return made
 
 
-def _make_gradients(region: FlatParameter, reduce_dtype: torch.dtype) -> None:
-    """Create ``reduce_buffer`` ``(padded_numel,)`` and its views, without memory."""
-    layout = region.layout
-    region.reduce_buffer = region.grad_shard = None
-    region.reduce_views = region.grad_views = ()
-    region.gaps = region.grad_gaps = ()
-    if not layout.trainable:
-        return
-    buffer = memory.new_buffer(layout.padded_numel, reduce_dtype, region.device)
-    region.reduce_buffer = buffer
-    views, region.gaps = full_views(layout, buffer)
-    region.reduce_views = tuple(views)
+def _reduce_buffer(
+    layout: RegionLayout, dtype: torch.dtype, device: torch.device
+) -> ReduceBuffer:
+    """Create a reduce buffer ``(padded_numel,)`` and its views, without memory."""
+    buffer = memory.new_buffer(layout.padded_numel, dtype, device)
+    made = ReduceBuffer(buffer, *full_views(layout, buffer))
     memory.free(buffer)
+    return made

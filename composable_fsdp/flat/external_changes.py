@@ -141,7 +141,7 @@ def _require_fit(
     # Shape and dtype are compared with the sharded leaf, and dtypes within the region:
     # a region has a single dtype. The whole region may be cast.
     for region in handle.layout.regions:
-        homes, _ = shard_views(region, region.shard)
+        homes, _ = shard_views(region.cuts, region.shard)
         parameters = [current[slot.index] for slot in region.layout.parameters]
         for slot, home, found in zip(
             region.layout.parameters, homes, parameters, strict=True
@@ -193,7 +193,7 @@ def restore_shard_views(handle: FlatParamHandle) -> None:
     """Copy changed leaves into the shard and make all leaves views of the shard."""
     with torch.no_grad():
         for region in handle.layout.regions:
-            homes, _ = shard_views(region, region.shard)
+            homes, _ = shard_views(region.cuts, region.shard)
             for leaf, home in zip(region.leaves, homes, strict=True):
                 if leaf.numel() and leaf.data_ptr() != home.data_ptr():
                     home.copy_(leaf.detach())
@@ -221,7 +221,9 @@ def full_locations(handle: FlatParamHandle) -> list[tuple[nn.Parameter, torch.Te
         pair
         for region in handle.layout.regions
         for pair in zip(
-            region.full_leaves, full_views(region.layout, region.full)[0], strict=True
+            region.full.leaves,
+            full_views(region.layout, region.full.buffer)[0],
+            strict=True,
         )
     ]
 

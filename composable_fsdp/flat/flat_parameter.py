@@ -2,7 +2,7 @@
 
 ::
 
-    flat   nn.Parameter (shard_numel,)   data: ``shard``; ``.grad``: ``grad_shard``;
+    flat   nn.Parameter (shard_numel,)   data: ``shard``; ``.grad``: ``gradient.shard``;
                                          ``.grad`` of the region's leaves stays None
 
 A flat parameter outlives the region: when the unit is rebuilt, the flat parameter is
@@ -85,7 +85,7 @@ def flat_of(handle: FlatParamHandle, region: FlatParameter) -> nn.Parameter:
                 own_gradients(region)
                 for leaf in region.leaves:
                     leaf.grad = None
-                region.flat, flat.grad = flat, region.grad_shard
+                region.flat, flat.grad = flat, region.gradient.shard
     assert region.flat is not None
     return region.flat
 
@@ -108,12 +108,12 @@ def rebind_flat_parameter(
         torch.utils.swap_tensors(flat, nn.Parameter(region.shard))  # type: ignore[no-untyped-call]  # untyped in torch
     else:
         flat.data = region.shard
-    if flat.grad_dtype != region.grad_dtype:
+    if flat.grad_dtype != region.gradient.dtype:
         # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
         # parameter's dtype.
-        flat.grad_dtype = region.grad_dtype
+        flat.grad_dtype = region.gradient.dtype
     if gradient is not None and not gradient.is_meta:
-        flat.grad = gradient.to(region.shard.device, region.grad_dtype)
+        flat.grad = gradient.to(region.shard.device, region.gradient.dtype)
     region.flat = flat
     handle.writes.flat_parameters = tuple(
         [r.flat for r in handle.layout.regions if r.flat is not None]
@@ -184,9 +184,9 @@ def leaf_gradients(
         # ``isdisjoint`` looks up all parameters of a group in C, so an optimizer
         # without flat parameters pays little.
         return [None] * len(region.leaves)
-    if gradient is region.grad_shard and views_are_intact(region):
-        return list(region.grad_views)
-    views, _ = shard_views(region, gradient)
+    if gradient is region.gradient.shard and views_are_intact(region):
+        return list(region.gradient.views)
+    views, _ = shard_views(region.cuts, gradient)
     return list(with_absent(region, views))
 
 
@@ -213,12 +213,12 @@ def set_leaf_gradient(
         elif leaf.grad is not None:
             leaf.grad.copy_(value)
         else:
-            leaf.grad = value.to(leaf.device, region.grad_dtype, copy=True)
+            leaf.grad = value.to(leaf.device, region.gradient.dtype, copy=True)
         return
     if value is None and region.flat.grad is None:
         return
     _hold(handle, region)
-    view = region.grad_views[index]
+    view = region.gradient.views[index]
     if view is None:
         return
     if value is None:
@@ -245,7 +245,7 @@ def _add(handle: FlatParamHandle, region: FlatParameter) -> None:
     ``.grad``.
     """
     _hold(handle, region)
-    for leaf, view in zip(region.leaves, region.grad_views, strict=True):
+    for leaf, view in zip(region.leaves, region.gradient.views, strict=True):
         if leaf.grad is not None:
             if view is not None:
                 view.add_(leaf.grad)
@@ -283,16 +283,16 @@ def move_gradients_in(handles: Iterable[FlatParamHandle]) -> None:
 
 
 def _hold(handle: FlatParamHandle, region: FlatParameter) -> None:
-    """Make ``grad_shard`` the gradient of the region's flat parameter."""
+    """Make ``gradient.shard`` the gradient of the region's flat parameter."""
     assert region.flat is not None
-    # ``grad_shard`` may be replaced only if no reduction is writing into
-    # ``grad_shard``.
+    # ``gradient.shard`` may be replaced only if no reduction is writing into
+    # ``gradient.shard``.
     settled = not handle.reduction.has_memory
     ready_gradient(region, settled=settled)
     # Parts without a gradient become zeros.
     own_gradients(region)
-    region.flat.grad = region.grad_shard
-    # A user can reach every part of ``grad_shard`` through ``flat.grad``.
+    region.flat.grad = region.gradient.shard
+    # A user can reach every part of ``gradient.shard`` through ``flat.grad``.
     note_shown(region, bytes([1]) * len(region.leaves))
 
 

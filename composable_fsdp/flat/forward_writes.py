@@ -49,7 +49,7 @@ def copy_writes_to_shards(handle: FlatParamHandle) -> None:
     # Autograd saved the versions after the write, so those versions stay readable.
     handle.form.readable = tuple(map(version_of, handle.form.placed))
     for region in handle.layout.regions:
-        for index, leaf in enumerate(region.full_leaves):
+        for index, leaf in enumerate(region.full.leaves):
             if id(leaf) in written:
                 _copy_write_to_shard(handle, region, index)
 
@@ -60,7 +60,7 @@ def _copy_write_to_shard(
 ) -> None:
     """Copy this rank's part of full leaf ``index`` and align the version counters."""
     slot = region.layout.parameters[index]
-    full, sharded = region.full_leaves[index], region.leaves[index]
+    full, sharded = region.full.leaves[index], region.leaves[index]
     # A write to a low-precision copy would be rounded, or lost at the next all-gather.
     if full.dtype != sharded.dtype:
         raise PhaseError(
@@ -72,7 +72,7 @@ def _copy_write_to_shard(
             "give the unit no param_dtype."
         )
     # Else the full leaf views the shard itself, which already has the new values.
-    if region.is_cut:
+    if region.full.is_cut:
         sharded.copy_(part_of(region, slot, full, like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``versions.make_readable``).
@@ -87,9 +87,9 @@ def checksums(handle: FlatParamHandle) -> list[Tensor] | None:
 
     Collective: none.
     """
-    if any(type(region.full) is not Tensor for region in handle.layout.regions):
+    if any(type(region.full.buffer) is not Tensor for region in handle.layout.regions):
         return None
-    return [_checksum(region.full) for region in handle.layout.regions]
+    return [_checksum(region.full.buffer) for region in handle.layout.regions]
 
 
 def _checksum(full: Tensor) -> Tensor:
@@ -116,15 +116,17 @@ def copy_all_to_shards(handle: FlatParamHandle) -> None:
     """
     # All checks have passed, so either every region is copied or none.
     for region in handle.layout.regions:
-        if region.full.dtype != region.shard.dtype:
+        if region.full.buffer.dtype != region.shard.dtype:
             raise PhaseError(
                 f"The forward of unit {handle.name} wrote to its weights through "
-                f".data, where they are copies in {region.full.dtype} of shards in "
-                f"{region.shard.dtype} (MixedPrecision), so the write would be lost or "
-                "rounded. Write between steps, inside unshard_params(module), or give "
-                "the unit no param_dtype."
+                f".data, where they are copies in {region.full.buffer.dtype} of shards "
+                f"in {region.shard.dtype} (MixedPrecision), so the write would be lost "
+                "or rounded. Write between steps, inside unshard_params(module), or "
+                "give the unit no param_dtype."
             )
     for region in handle.layout.regions:
-        if region.is_cut:
+        if region.full.is_cut:
             start = region.rank * region.layout.shard_numel
-            region.shard.copy_(region.full[start : start + region.layout.shard_numel])
+            region.shard.copy_(
+                region.full.buffer[start : start + region.layout.shard_numel]
+            )

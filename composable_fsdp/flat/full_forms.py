@@ -9,7 +9,6 @@ buffers and leaves, created at the first use. ``handle.form`` is the current for
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
 from composable_fsdp.flat.build import make_form
 from composable_fsdp.flat.build_region import make_full
@@ -37,25 +36,24 @@ def switch_form(handle: FlatParamHandle) -> bool:
     form.readable = None
     made = other is None
     if other is None:
-        form.regions = _buffers(handle)
+        form.regions = tuple([region.full for region in handle.layout.regions])
         # The buffers outlive the caller's inference mode, so they must not be inference
         # tensors.
         with torch.inference_mode(False), torch.no_grad():
             for region in handle.layout.regions:
-                make_full(region, region.layout.dtype)
+                region.full = make_full(
+                    region.layout,
+                    region.leaves,
+                    region.shard,
+                    region.layout.dtype,
+                    region.rank,
+                    region.device,
+                    offload=region.offload,
+                )
         other = make_form(handle.layout, form.unreadable, full_precision=True)
-        other.regions = _buffers(handle)
+        other.regions = tuple([region.full for region in handle.layout.regions])
     else:
-        for region, buffers in zip(handle.layout.regions, other.regions, strict=True):
-            region.full, region.own_slice, region.is_cut, region.full_leaves = buffers
+        for region, full in zip(handle.layout.regions, other.regions, strict=True):
+            region.full = full
     handle.form, handle.other_form = other, form
     return made
-
-
-def _buffers(
-    handle: FlatParamHandle,
-) -> tuple[tuple[Tensor, Tensor | None, bool, tuple[nn.Parameter, ...]], ...]:
-    """Return what a region has of the current form, per region."""
-    return tuple(
-        (r.full, r.own_slice, r.is_cut, r.full_leaves) for r in handle.layout.regions
-    )

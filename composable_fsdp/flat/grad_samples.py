@@ -27,14 +27,14 @@ _PER_REGION = 256
 
 # Weak references, because a sample must not keep the memory of a gradient alive.
 class GradSample(NamedTuple):
-    """A sample of the ``grad_shard`` of a region."""
+    """A sample of the ``gradient.shard`` of a region."""
 
     handle: weakref.ref[FlatParamHandle]
     gradient: weakref.ref[Tensor]
     version: int
     """Version counter of the gradient when the sample was taken."""
     places: Tensor
-    """Indices of the sampled elements in ``grad_shard``, int64."""
+    """Indices of the sampled elements in ``gradient.shard``, int64."""
     leaves: tuple[int, ...]
     """Index of the leaf to which each sampled element belongs."""
     values: Tensor
@@ -69,7 +69,7 @@ def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
         for handle in handles
         if handle.groups.shard is not None
         for region in handle.layout.trainable
-        if region.grad_shard is not None
+        if region.gradient.shard is not None
     ]
     for handle, region in found:
         _sample_region(handle, region)
@@ -84,14 +84,14 @@ def sample_again() -> None:
         handle, gradient = note.handle(), note.gradient()
         del GRAD_SAMPLES[region]
         # A sample of a gradient that was replaced since is dropped and not taken again.
-        if handle is not None and gradient is region.grad_shard is not None:
+        if handle is not None and gradient is region.gradient.shard is not None:
             _sample_region(handle, region)
 
 
 @torch.no_grad()
 def _sample_region(handle: FlatParamHandle, region: FlatParameter) -> None:
     """Sample the gradient of ``region``, if the region has positions to sample."""
-    gradient = region.grad_shard
+    gradient = region.gradient.shard
     assert gradient is not None
     known = _places.get(region)
     if known is None or (known[0] is not None and known[0].device != gradient.device):
@@ -120,10 +120,10 @@ def _choose(
     if group is None or not can_compare(group):
         return None, ()
     # At least 1, so that every leaf with elements is sampled.
-    most = max(1, min(_PER_LEAF, _PER_REGION // len(region.grad_views)))
+    most = max(1, min(_PER_LEAF, _PER_REGION // len(region.gradient.views)))
     chosen = [
         (view.storage_offset() + view.numel() * i // count, index)
-        for index, view in enumerate(region.grad_views)
+        for index, view in enumerate(region.gradient.views)
         if view is not None
         for count in [min(most, view.numel())]
         for i in range(count)

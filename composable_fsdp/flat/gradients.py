@@ -1,8 +1,8 @@
 """Gradients of a unit: reduce buffers, flat gradients, and ``.grad`` of the leaves.
 
-Gradients as autograd made them wait in ``FlatParameter.waiting``, and are copied into
+Gradients as autograd made them wait in ``ReduceBuffer.waiting``, and are copied into
 the reduce buffer of the region together. The reduction writes the flat gradient
-(``grad_shard``), and ``.grad`` of each leaf is a view of the flat gradient. After
+(``gradient.shard``), and ``.grad`` of each leaf is a view of the flat gradient. After
 ``zero_grad`` no leaf shows such a view, and the flat gradient is released: at the next
 forward, so that activations can use the memory, or at the latest at the next reduction,
 which allocates another.
@@ -23,12 +23,23 @@ from torch import Tensor
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.planning.layout import ShardCuts
 
 
-def new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
-    """Create an uninitialised buffer ``(shard_numel,)`` on the device of the shards."""
-    numel, device = region.layout.shard_numel, region.device
-    if not region.offload or device.type == "meta":
+def new_shard(
+    numel: int, dtype: torch.dtype, device: torch.device, *, offload: bool
+) -> Tensor:
+    """Create an uninitialised buffer ``(numel,)`` on the device of the shards.
+
+    Args:
+        numel: number of elements.
+        dtype: the dtype.
+        device: the compute device.
+        offload: whether shards are in host memory.
+
+    Returns: the buffer. Collective: none.
+    """
+    if not offload or device.type == "meta":
         return memory.new_buffer(numel, dtype, device)
     # Copies between host and device are asynchronous only if the host memory is pinned.
     pinned = device.type == "cuda"
@@ -36,19 +47,19 @@ def new_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
 
 
 def shard_views(
-    region: FlatParameter, base: Tensor
+    shard_cuts: ShardCuts, base: Tensor
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Return views of a buffer that is laid out like the shard.
 
     Args:
-        region: the region whose layout is used.
+        shard_cuts: how the shard of the region is cut.
         base: the buffer ``(shard_numel,)``.
 
     Returns: one view per parameter (empty if this rank has no elements), and the views
     of the padding.
     Collective: none.
     """
-    _, cuts, shapes = region.cuts
+    _, cuts, shapes = shard_cuts
     # One split creates all pieces; slices would need one operation each.
     pieces = base.split_with_sizes(cuts.sizes)
     parts = [
@@ -59,24 +70,24 @@ def shard_views(
 
 
 def make_grad_shard(region: FlatParameter) -> None:
-    """Create ``grad_shard`` ``(shard_numel,)`` (values undefined) and its views."""
+    """Create the flat gradient ``(shard_numel,)`` (values undefined) and its views."""
     # Called by reductions and not at build: between build and backward the memory is
     # free for optimizer state and activations.
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             make_grad_shard(region)
         return
+    gradient, numel = region.gradient, region.layout.shard_numel
     if region.offload:
-        shard = new_shard(region, region.grad_dtype)
+        shard = new_shard(numel, gradient.dtype, region.device, offload=True)
     else:
         # Runs once per step and unit; inlined to save a function call.
-        numel, device = region.layout.shard_numel, region.device
-        shard = torch.empty(numel, dtype=region.grad_dtype, device=device)
-    views, region.grad_gaps = shard_views(region, shard)
-    region.shown = region.unshown
-    region.grad_places = (*map(Tensor.data_ptr, (shard, *views)),)
-    region.grad_shard = shard
-    region.grad_views = with_absent(region, views) if region.absent else tuple(views)
+        shard = torch.empty(numel, dtype=gradient.dtype, device=region.device)
+    views, gradient.gaps = shard_views(region.cuts, shard)
+    gradient.shown = gradient.unshown
+    gradient.places = (*map(Tensor.data_ptr, (shard, *views)),)
+    gradient.shard = shard
+    gradient.views = with_absent(region, views) if region.absent else tuple(views)
 
 
 def with_absent(
@@ -104,23 +115,23 @@ def ready_gradient(region: FlatParameter, *, settled: bool = True) -> None:
     """
     # In the steady state the forward has released the flat gradient (``free_cleared``),
     # and the leaves are not examined.
-    may_go = region.grad_shard is not None and settled and region.in_flight is None
+    may_go = region.gradient.shard is not None and settled and region.host_copy is None
     # A new flat gradient, and not the old memory: a user who kept a reference to an old
     # ``.grad`` must keep the values, as with plain autograd.
     if may_go and not (_is_shown(region) and views_are_intact(region)):
         _free_gradient(region)
-    if region.grad_shard is None:
+    if region.gradient.shard is None:
         make_grad_shard(region)
 
 
 def views_are_intact(region: FlatParameter) -> bool:
     """Return whether the views still view the flat gradient, if the latter exists."""
-    if region.grad_shard is None:
+    if region.gradient.shard is None:
         return True
     # ``p.grad.data = ...`` replaces the memory of a view. ``data_ptr()`` of an empty
     # view is 0.
-    places = [0 if view is None else view.data_ptr() for view in region.grad_views]
-    return region.grad_places == (region.grad_shard.data_ptr(), *places)
+    places = [0 if view is None else view.data_ptr() for view in region.gradient.views]
+    return region.gradient.places == (region.gradient.shard.data_ptr(), *places)
 
 
 def free_cleared(handle: FlatParamHandle) -> None:
@@ -130,7 +141,7 @@ def free_cleared(handle: FlatParamHandle) -> None:
         return
     for region in handle.layout.trainable:
         # A flat gradient in host memory takes no memory from activations.
-        if region.grad_shard is None or region.offload or _is_shown(region):
+        if region.gradient.shard is None or region.offload or _is_shown(region):
             continue
         _free_gradient(region)
 
@@ -147,9 +158,9 @@ def _is_shown(region: FlatParameter) -> bool:
 
 def _free_gradient(region: FlatParameter) -> None:
     """Drop the flat gradient and its views, but free no memory that a user holds."""
-    region.grad_shard = None
-    region.grad_views = region.grad_gaps = ()
-    region.grad_places = ()
+    region.gradient.shard = None
+    region.gradient.views = region.gradient.gaps = ()
+    region.gradient.places = ()
 
 
 def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
@@ -167,11 +178,15 @@ def add_to_all(region: FlatParameter, sums: Tensor, arrived: bytes) -> bool:
     Returns: whether ``sums`` was added.
     Collective: none.
     """
-    grad_shard = region.grad_shard
+    grad_shard = region.gradient.shard
     assert grad_shard is not None
-    stale = list(region.grad_gaps)
+    stale = list(region.gradient.gaps)
     for leaf, view, hit, shown in zip(
-        region.leaves, region.grad_views, arrived, region.shown, strict=True
+        region.leaves,
+        region.gradient.views,
+        arrived,
+        region.gradient.shown,
+        strict=True,
     ):
         gradient = leaf.grad
         # The leaf has no element on this rank.
@@ -210,7 +225,7 @@ def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
 
     Collective: none.
     """
-    views, _ = shard_views(region, sums)
+    views, _ = shard_views(region.cuts, sums)
     parts = with_absent(region, views)
     for leaf, part, hit in zip(region.leaves, parts, arrived, strict=True):
         if not hit:
@@ -218,48 +233,49 @@ def add_to_each(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
         if part is None:
             leaf.grad = None
         elif leaf.grad is None:
-            # A copy and no view: a user may still hold the view of ``grad_shard`` that
-            # the leaf showed before, and ``sums`` is a temporary buffer.
-            leaf.grad = part.to(region.grad_dtype, copy=True)
+            # A copy and no view: a user may still hold the view of the flat gradient
+            # that the leaf showed before, and ``sums`` is a temporary buffer.
+            leaf.grad = part.to(region.gradient.dtype, copy=True)
         else:
             leaf.grad.add_(part)
 
 
 @torch.no_grad()
 def own_gradients(region: FlatParameter) -> None:
-    """Make ``grad_shard`` hold all existing gradients, and zeros elsewhere.
+    """Make ``gradient.shard`` hold all existing gradients, and zeros elsewhere.
 
-    Afterwards the leaves with a gradient, or the flat parameter, show ``grad_shard``.
+    Afterwards the leaves with a gradient, or the flat parameter, show the flat
+    gradient.
 
     Collective: none.
     """
     flat = region.flat
     if flat is not None:
         earlier = flat.grad
-        if earlier is not region.grad_shard:
+        if earlier is not region.gradient.shard:
             # A user may hold a view, whose values must not change.
-            if 1 in region.shown:
+            if 1 in region.gradient.shown:
                 make_grad_shard(region)
-            assert region.grad_shard is not None
+            assert region.gradient.shard is not None
             if earlier is None:
-                region.grad_shard.zero_()
+                region.gradient.shard.zero_()
             else:
-                region.grad_shard.copy_(earlier)
-        if region.grad_gaps:
-            torch._foreach_zero_(region.grad_gaps)
+                region.gradient.shard.copy_(earlier)
+        if region.gradient.gaps:
+            torch._foreach_zero_(region.gradient.gaps)
         return
     gradients = [leaf.grad for leaf in region.leaves]
     if any(
         shown and gradient is not view
         for gradient, view, shown in zip(
-            gradients, region.grad_views, region.shown, strict=True
+            gradients, region.gradient.views, region.gradient.shown, strict=True
         )
     ):
         # A view that was shown and is not ``.grad`` any more may be held by a user.
         make_grad_shard(region)
-    stale = list(region.grad_gaps)
+    stale = list(region.gradient.gaps)
     for leaf, gradient, view in zip(
-        region.leaves, gradients, region.grad_views, strict=True
+        region.leaves, gradients, region.gradient.views, strict=True
     ):
         if view is None:
             # The leaf has no element on this rank, but a user has set ``.grad``.
@@ -277,14 +293,14 @@ def own_gradients(region: FlatParameter) -> None:
 
 def note_shown(region: FlatParameter, parts: bytes) -> None:
     """Record that the views of the parameters flagged in ``parts`` are shown."""
-    if region.shown != parts:
-        region.shown = bytes(map(or_, region.shown, parts))
+    if region.gradient.shown != parts:
+        region.gradient.shown = bytes(map(or_, region.gradient.shown, parts))
 
 
 def allocate_reduce(handle: FlatParamHandle) -> None:
     """Allocate the reduce buffers on the current stream."""
     for region in handle.layout.trainable:
-        buffer = region.reduce_buffer
+        buffer = region.reduce.buffer
         assert buffer is not None
         # ``memory.allocate``, inlined.
         nbytes, storage = buffer.nbytes, buffer.untyped_storage()
@@ -296,7 +312,7 @@ def allocate_reduce(handle: FlatParamHandle) -> None:
 def free_reduce(handle: FlatParamHandle) -> None:
     """Free the reduce buffers, on the stream that allocated the buffers."""
     for region in handle.layout.trainable:
-        buffer = region.reduce_buffer
+        buffer = region.reduce.buffer
         assert buffer is not None
         try:  # ``memory.free``, inlined
             buffer.untyped_storage().resize_(0)
@@ -310,11 +326,13 @@ def zero_missing(handle: FlatParamHandle) -> None:
     # All views are collected first, so that a single call zeroes all of them.
     missing: list[torch.Tensor] = []
     for region in handle.layout.trainable:
-        missing.extend(region.gaps)
-        if 0 in region.arrived:
+        missing.extend(region.reduce.gaps)
+        if 0 in region.reduce.arrived:
             missing.extend(
                 view
-                for view, hit in zip(region.reduce_views, region.arrived, strict=True)
+                for view, hit in zip(
+                    region.reduce.views, region.reduce.arrived, strict=True
+                )
                 if not hit and view.numel()
             )
     if missing:
@@ -329,9 +347,13 @@ def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
     if handle.rule.fill:
         # With ``set_reduce_scatter_unused_params`` every parameter counts as arrived,
         # so that all ranks reduce the same parameters.
-        arrived = tuple(bytes([1]) * len(r.arrived) for r in handle.layout.trainable)
+        arrived = tuple(
+            bytes([1]) * len(r.reduce.arrived) for r in handle.layout.trainable
+        )
     else:
-        arrived = tuple([bytes(region.arrived) for region in handle.layout.trainable])
+        arrived = tuple(
+            [bytes(region.reduce.arrived) for region in handle.layout.trainable]
+        )
     if handle.reduction.held is not None:
         arrived = tuple(
             bytes(map(or_, now, earlier))
@@ -343,29 +365,34 @@ def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
 def clear_arrived(handle: FlatParamHandle) -> None:
     """Record that no gradient waits for a reduction."""
     for region in handle.layout.trainable:
-        region.arrived[:] = bytes(len(region.arrived))
+        region.reduce.arrived[:] = bytes(len(region.reduce.arrived))
 
 
 def add_waiting_to_reduce_buffers(handle: FlatParamHandle) -> None:
     """Copy waiting gradients that are views of ``full``, before ``full`` is freed.
 
-    Does not write to the reduce buffers: the copies wait in ``FlatParameter.waiting``.
+    Does not write to the reduce buffers: the copies wait in ``ReduceBuffer.waiting``.
     """
     for region in handle.layout.trainable:
         # A custom ``autograd.Function`` may return a saved weight as a gradient.
-        begin = region.full.data_ptr()
-        end = begin + region.full.nbytes
+        begin = region.full.buffer.data_ptr()
+        end = begin + region.full.buffer.nbytes
         # Tensor subclasses may have no data pointer; a subclass is never a view of
         # ``full``.
-        plain = [each for each in region.waiting if each.__class__ is torch.Tensor]
+        plain = [
+            each for each in region.reduce.waiting if each.__class__ is torch.Tensor
+        ]
         for place in map(torch.Tensor.data_ptr, plain):
             if begin <= place < end:
-                region.waiting = [
-                    None if each is None else each.clone() for each in region.waiting
+                region.reduce.waiting = [
+                    None if each is None else each.clone()
+                    for each in region.reduce.waiting
                 ]
                 break
 
 
 def has_arrived(handle: FlatParamHandle) -> bool:
     """Return whether the unit has a gradient that waits to be reduced."""
-    return handle.reduction.due and any(1 in r.arrived for r in handle.layout.trainable)
+    return handle.reduction.due and any(
+        1 in r.reduce.arrived for r in handle.layout.trainable
+    )

@@ -20,7 +20,7 @@ from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.flat.reduce_rule import ReduceRule
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.planning.assign import ParamInfo, Place
@@ -62,11 +62,8 @@ class FullForm:
     # engine must be asked about the node that will run.
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
-    regions: tuple[
-        tuple[Tensor, Tensor | None, bool, tuple[nn.Parameter, ...]], ...
-    ] = ()
-    """Per region ``full``, ``own_slice``, ``is_cut`` and ``full_leaves``, once the unit
-    has two forms."""
+    regions: tuple[FullBuffer, ...] = ()
+    """The full buffer of each region, once the unit has two forms."""
 
 
 @dataclass(slots=True)
@@ -117,9 +114,9 @@ class UnitLayout:
     regions: tuple[FlatParameter, ...]
     """The flat buffers. The parameters of a region have the same dtype, are all
     trainable or all frozen, and belong to the same ``group_by`` group."""
-    trainable: tuple[FlatParameter, ...]
+    trainable: tuple[TrainableRegion, ...]
     """Regions whose parameters have gradients."""
-    reduce_groups: tuple[tuple[FlatParameter, ...], ...]
+    reduce_groups: tuple[tuple[TrainableRegion, ...], ...]
     """Trainable regions with elements, grouped by reduce dtype."""
     # The fields from here on, and ``FullForm.placed``, are aligned: index *i* is the
     # same place in all of them. Parallel tuples, and not a tuple of records, keep the
@@ -214,7 +211,7 @@ class ReductionProgress:
     """Whether the reduce buffers are allocated; also during a reduction."""
     held: tuple[bytes, ...] | None = None
     """Arrival flags per trainable region of the sums that wait in
-    ``FlatParameter.partial`` for the all-reduce; ``None`` if no sums wait."""
+    ``ReduceBuffer.partial`` for the all-reduce; ``None`` if no sums wait."""
 
 
 class FlatParamHandle:

@@ -35,6 +35,9 @@ class Division(NamedTuple):
     """Whether the collective itself averages; both divisors are then 1."""
 
 
+NO_DIVISION = Division(1.0, 1.0, False)
+
+
 class ReduceRule:
     """The reduction settings of a unit; written by ``access.settings``."""
 
@@ -45,7 +48,7 @@ class ReduceRule:
         """Divisor of the sum over ranks. Default: None, the number of ranks."""
         self.all_reduce = True
         """Whether a reduction includes the all-reduce over the replicate group. If
-        False, the sums of the reduce-scatter wait in ``FlatParameter.partial``.
+        False, the sums of the reduce-scatter wait in ``ReduceBuffer.partial``.
         Default: True."""
         self.fill = False
         """Whether every trainable parameter takes part in every reduction, with zeros

@@ -2,26 +2,135 @@
 
 ::
 
-    buffer         shape            has memory           viewed by
-    shard          (shard_numel,)   always               sharded leaves (originals)
-    full           (padded_numel,)  while unsharded      full leaves (for compute)
-    reduce_buffer  (padded_numel,)  during backward      gradients before reduction
-    grad_shard     (shard_numel,)   until grads cleared  ``.grad`` of sharded leaves
+    buffer          shape            has memory           viewed by
+    shard           (shard_numel,)   always               sharded leaves (originals)
+    full.buffer     (padded_numel,)  while unsharded      full leaves (for compute)
+    reduce.buffer   (padded_numel,)  during backward      gradients before reduction
+    gradient.shard  (shard_numel,)   until grads cleared  ``.grad`` of sharded leaves
 
-The views of ``shard``, ``full`` and ``reduce_buffer`` are created once, at build. The
-views of ``grad_shard`` are created together with ``grad_shard`` (``flat.gradients``).
+The views of ``shard``, ``full`` and ``reduce`` are created once, at build. The views of
+``gradient`` are created together with ``gradient.shard`` (``flat.gradients``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.reduce_rule import Division
+from composable_fsdp.flat.reduce_rule import NO_DIVISION
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FullBuffer:
+    """The full values of a region in a precision. Replaced as a whole."""
+
+    buffer: Tensor
+    """``(padded_numel,)``: the shards of all ranks, in rank order."""
+    own_slice: Tensor | None
+    """This rank's slice ``(shard_numel,)`` of ``buffer``, if the shard must be cast or
+    copied from the host into ``buffer`` before the all-gather. ``None`` if the
+    all-gather reads ``shard`` directly."""
+    is_cut: bool
+    """Whether ``buffer`` is a buffer of its own. If not, ``buffer`` is ``shard``."""
+    leaves: tuple[nn.Parameter, ...]
+    """The full leaves, aligned with ``FlatParameter.leaves``."""
+
+
+class FlatGradient:
+    """The reduced gradient of a region (``flat.gradients``)."""
+
+    __slots__ = ("dtype", "gaps", "places", "shard", "shown", "unshown", "views")
+
+    def __init__(self, dtype: torch.dtype, number: int) -> None:
+        self.dtype = dtype
+        """Dtype of ``shard``: the parameters' dtype, or the reduce dtype if
+        ``keep_low_precision_grads`` is set."""
+        self.shard: Tensor | None = None
+        """The reduced gradient of this rank's elements. ``None`` before the first
+        reduction, and after ``.grad`` of all leaves was cleared (released at the next
+        forward or reduction)."""
+        self.views: tuple[Tensor | None, ...] = ()
+        """``.grad`` of each leaf: a view of ``shard``, or ``None`` for a leaf in
+        ``absent``."""
+        self.gaps: tuple[Tensor, ...] = ()
+        """Views of the padding in ``shard``."""
+        self.places: tuple[int, ...] = ()
+        """Addresses of ``shard`` and of its views at creation. A changed address shows
+        that a user replaced ``.data``."""
+        self.shown = self.unshown = bytes(number)
+        """``shown``: per parameter, 1 if the parameter's view of ``shard`` was set as
+        ``.grad``, so that a user may hold a reference to the view. ``unshown``: the
+        initial value of ``shown``, zeros."""
+
+
+class ReduceBuffer:
+    """The unreduced gradients of a trainable region, and their reduction."""
+
+    __slots__ = (
+        "arrived",
+        "buffer",
+        "division",
+        "gaps",
+        "has_tensor_hooks",
+        "owner",
+        "partial",
+        "temporary",
+        "views",
+        "waiting",
+    )
+
+    def __init__(
+        self, buffer: Tensor, views: Sequence[Tensor], gaps: tuple[Tensor, ...]
+    ) -> None:
+        self.buffer = buffer
+        """Unreduced gradients ``(padded_numel,)``."""
+        self.views = tuple(views)
+        """The view of each parameter's gradient in ``buffer``."""
+        self.gaps = gaps
+        """Views of the padding in ``buffer``."""
+        self.arrived = bytearray(len(views))
+        """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
+        self.waiting: list[Tensor | None] = [None] * len(views)
+        """Per parameter: the gradient as autograd produced the gradient, until the copy
+        into ``buffer``."""
+        self.owner: Callable[[], Any] = _no_owner
+        """Weak reference to the unit's state, for the gradient hooks of the full
+        leaves."""
+        self.division = NO_DIVISION
+        """How sums over ranks become averages (``flat.build.set_divisions``)."""
+        self.has_tensor_hooks = False
+        """Whether, in the current reduction, a leaf has tensor hooks of the user that
+        must see the gradient."""
+        self.partial: Tensor | None = None
+        """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait
+        for the all-reduce over the replicate group (``set_requires_all_reduce``);
+        ``None`` if no sums wait."""
+        self.temporary: Tensor | None = None
+        """Output of the reduction if the reduction cannot write into the flat gradient,
+        which holds earlier gradients, has another dtype or is on the host."""
+
+
+def _no_owner() -> None:
+    """Return the state of a unit whose hooks were not installed yet: None."""
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """A device-to-host copy into the flat gradient that is in flight.
+
+    The host must not read or write the flat gradient until the copy has ended.
+    """
+
+    arrived: bytearray
+    """Per parameter, 1 if the parameter gets a gradient."""
+    owned: dict[int, Tensor]
+    """By index of the parameter, gradients that are tensors of the user and no views of
+    the flat gradient."""
 
 
 class FlatParameter:
@@ -30,119 +139,61 @@ class FlatParameter:
     __slots__ = (
         "__weakref__",
         "absent",
-        "arrived",
         "cuts",
-        "division",
         "device",
         "flat",
         "full",
-        "full_leaves",
-        "gaps",
-        "grad_dtype",
-        "grad_gaps",
-        "grad_places",
-        "grad_shard",
-        "grad_views",
-        "has_tensor_hooks",
-        "in_flight",
-        "is_cut",
+        "gradient",
+        "host_copy",
         "layout",
         "leaves",
         "offload",
-        "own_slice",
-        "owned",
-        "owner",
-        "partial",
         "rank",
-        "reduce_buffer",
-        "reduce_views",
         "shard",
-        "shown",
-        "temporary",
-        "unshown",
-        "waiting",
     )
 
-    layout: RegionLayout
-    rank: int
-    """This rank's index in the shard group."""
-    cuts: ShardCuts
-    """How ``shard`` and ``grad_shard`` are cut into parts of parameters and padding."""
-    is_cut: bool
-    """Whether ``full`` is a buffer of its own. If not, ``full`` is ``shard``."""
-    device: torch.device
-    """The device of ``full`` and ``reduce_buffer``."""
-    offload: bool
-    """Whether ``shard`` and ``grad_shard`` are in host memory (pinned if the compute
-    device is a GPU)."""
-    shard: Tensor
-    full: Tensor
-    own_slice: Tensor | None
-    """This rank's slice ``(shard_numel,)`` of ``full``, if the shard must be cast or
-    copied from the host into ``full`` before the all-gather. ``None`` if the all-gather
-    reads ``shard`` directly."""
-    owner: Callable[[], Any]
-    """Weak reference to the unit's state, for the gradient hooks of ``full_leaves``."""
-    leaves: tuple[nn.Parameter, ...]
-    """The sharded leaves: the original parameters, in memory order."""
-    absent: tuple[int, ...]
-    """Indices of leaves that have no element on this rank but elements on other
-    ranks."""
-    full_leaves: tuple[nn.Parameter, ...]
-    """The full leaves, aligned with ``leaves``."""
-    reduce_buffer: Tensor | None
-    """Unreduced gradients; ``None`` for a frozen region."""
-    reduce_views: tuple[Tensor, ...]
-    """The view of each parameter's gradient in ``reduce_buffer``."""
-    gaps: tuple[Tensor, ...]
-    """Views of the padding in ``reduce_buffer``."""
-    grad_dtype: torch.dtype
-    """Dtype of ``grad_shard``: the parameters' dtype, or the reduce dtype if
-    ``keep_low_precision_grads`` is set."""
-    grad_shard: Tensor | None
-    """The reduced gradient of this rank's elements. ``None`` before the first
-    reduction, and after ``.grad`` of all leaves was cleared (released at the next
-    forward or reduction)."""
-    grad_views: tuple[Tensor | None, ...]
-    """``.grad`` of each leaf: a view of ``grad_shard``, or ``None`` for a leaf in
-    ``absent``."""
-    grad_gaps: tuple[Tensor, ...]
-    """Views of the padding in ``grad_shard``."""
-    grad_places: tuple[int, ...]
-    """Addresses of ``grad_shard`` and of its views at creation. A changed address shows
-    that a user replaced ``.data``."""
-    shown: bytes
-    """Per parameter: 1 if the parameter's view of ``grad_shard`` was set as ``.grad``,
-    so that a user may hold a reference to the view."""
-    unshown: bytes
-    """The initial value of ``shown``: zeros."""
-    flat: nn.Parameter | None
-    """``shard`` as a single parameter, or ``None`` (``flat_parameter``). If set,
-    ``grad_shard`` is the ``.grad`` of ``flat`` and the leaves have no ``.grad``."""
-    arrived: bytearray
-    """Per parameter: 1 if a gradient has arrived that was not reduced yet."""
-    waiting: list[Tensor | None]
-    """Per parameter: the gradient as autograd produced the gradient, until the copy
-    into ``reduce_buffer``."""
-    has_tensor_hooks: bool
-    """Whether, in the current reduction, a leaf has tensor hooks of the user that must
-    see the gradient."""
-    division: Division
-    """How sums over ranks become averages."""
-    partial: Tensor | None
-    """``(shard_numel,)`` in the reduce dtype: sums over the shard group that wait for
-    the all-reduce over the replicate group (``set_requires_all_reduce``); ``None`` if
-    no sums wait."""
-    temporary: Tensor | None
-    """Output of the reduction if the reduction cannot write into ``grad_shard``, which
-    holds earlier gradients, has another dtype or is on the host."""
-    in_flight: bytearray | None
-    """Offloaded units only, while a device-to-host copy into ``grad_shard`` is in
-    flight: per parameter, 1 if the parameter gets a gradient. The host must not read or
-    write ``grad_shard`` until the copy has ended. ``None`` if no copy is in flight."""
-    owned: dict[int, Tensor]
-    """During the copy of ``in_flight``: by index of the parameter, gradients that are
-    tensors of the user and no views of ``grad_shard``."""
+    def __init__(
+        self,
+        layout: RegionLayout,
+        leaves: tuple[nn.Parameter, ...],
+        shard: Tensor,
+        full: FullBuffer,
+        *,
+        rank: int,
+        cuts: ShardCuts,
+        device: torch.device,
+        offload: bool,
+        gradient_dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        """This rank's index in the shard group."""
+        self.cuts = cuts
+        """How ``shard`` and the flat gradient are cut into parts of parameters and
+        padding."""
+        self.device = device
+        """The device of the full buffer and the reduce buffer."""
+        self.offload = offload
+        """Whether ``shard`` and the flat gradient are in host memory (pinned if the
+        compute device is a GPU)."""
+        self.shard = shard
+        self.full = full
+        """The full values in the current precision (``flat.full_forms``)."""
+        self.leaves = leaves
+        """The sharded leaves: the original parameters, in memory order."""
+        slots = layout.parameters
+        self.absent = tuple(
+            [i for i, p in enumerate(leaves) if slots[i].numel and not p.numel()]
+        )
+        """Indices of leaves that have no element on this rank but elements on other
+        ranks."""
+        self.gradient = FlatGradient(gradient_dtype, len(leaves))
+        self.flat: nn.Parameter | None = None
+        """``shard`` as a single parameter, or ``None`` (``flat_parameter``). If set,
+        the flat gradient is the ``.grad`` of ``flat`` and the leaves have no
+        ``.grad``."""
+        self.host_copy: HostCopy | None = None
+        """Offloaded units only: the copy in flight into the flat gradient."""
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -151,6 +202,14 @@ class FlatParameter:
             f"{layout.numel}, padded_numel {layout.padded_numel}, shard_numel "
             f"{layout.shard_numel}, rank {self.rank})"
         )
+
+
+class TrainableRegion(FlatParameter):
+    """A region whose parameters get gradients."""
+
+    __slots__ = ("reduce",)
+
+    reduce: ReduceBuffer
 
 
 def part_of(

@@ -176,7 +176,7 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
         found = writes.setdefault(group, [])
         # In-place writes raise the version counter of the flat gradient. Assigning
         # ``p.grad`` does not, so an assigned gradient is accepted.
-        if gradient is None or gradient is not region.grad_shard or not note.leaves:
+        if gradient is None or gradient is not region.gradient.shard or not note.leaves:
             continue
         if gradient._version != note.version:
             found.append(_Write(handle, region, note, gradient))
@@ -281,7 +281,7 @@ def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
         for index, pairs in values.items():
             if not is_flat and id(region.leaves[index]) not in held:
                 continue
-            slot, view = region.layout.parameters[index], region.grad_views[index]
+            slot, view = region.layout.parameters[index], region.gradient.views[index]
             assert view is not None  # a leaf with samples has elements here
             name = quoted(join_name(handle.full_fqn, slot.fqn))
             is_part = view.numel() < slot.numel

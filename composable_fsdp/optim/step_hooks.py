@@ -204,7 +204,7 @@ def _note_steps_elsewhere(
     # parameters that no step has reached. An empty entry prevents that.
     for ref in map(find_param, empty):
         # ``shown``: the parameter has a gradient on the ranks that hold its elements.
-        if ref is not None and ref.region.shown[ref.index]:
+        if ref is not None and ref.region.gradient.shown[ref.index]:
             optim.state[ref.leaf] = {}
             return
 
@@ -263,7 +263,8 @@ def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -
             passed += [
                 leaf
                 for leaf, region, index in leaves
-                if leaf.grad is None and handle.layout.regions[region].shown[index]
+                if leaf.grad is None
+                and handle.layout.regions[region].gradient.shown[index]
             ]
     if not passed:
         return

@@ -32,7 +32,7 @@ from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.full_forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, BackwardProgress, FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_POST, BACKWARD_PRE, illegal_move
 from composable_fsdp.runtime.graph_task import (
@@ -315,9 +315,9 @@ def install_grad_hooks(state: _FSDPState) -> None:
             # Weak references: the garbage collector does not look into the hooks of a
             # tensor (torch 2.13), so a strong reference would keep the model and the
             # shards alive for ever.
-            region.owner, link = weakref.ref(state), weakref.ref(region)
-            nodes += _accumulators(region.full_leaves)
-            for index, leaf in enumerate(region.full_leaves):
+            region.reduce.owner, link = weakref.ref(state), weakref.ref(region)
+            nodes += _accumulators(region.full.leaves)
+            for index, leaf in enumerate(region.full.leaves):
                 # The effect of ``register_post_accumulate_grad_hook`` without the
                 # checks and the handle, which took most of the time. Torch numbers
                 # hooks from 0 up, so the key -1 is free.
@@ -365,7 +365,9 @@ def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) 
 # A function per index serves all units: a hook is then a single object, the bound
 # method of a weak reference to the region.
 @cache
-def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor], None]:
+def _make_grad_hook(
+    index: int,
+) -> Callable[[weakref.ref[TrainableRegion], Tensor], None]:
     """Return the post-accumulate-grad hook of the full parameter ``index`` of a region.
 
     The first gradient of a parameter since the last reduction is kept, and is copied to
@@ -373,10 +375,11 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
     added in the reduce buffer, in the reduce dtype.
     """
 
-    def arrive(link: weakref.ref[FlatParameter], leaf: Tensor) -> None:
+    def arrive(link: weakref.ref[TrainableRegion], leaf: Tensor) -> None:
         region = link()
         assert region is not None
-        unit: _FSDPState | None = region.owner()
+        reduce = region.reduce
+        unit: _FSDPState | None = reduce.owner()
         assert unit is not None
         handle, task = unit.handle, current_task()
         gradient = leaf.grad
@@ -391,13 +394,13 @@ def _make_grad_hook(index: int) -> Callable[[weakref.ref[FlatParameter], Tensor]
                 gradient = gradient.detach()
             if handle.backward.task != task or not handle.reduction.due:
                 _on_unexpected_grad(unit, handle)
-            if region.arrived[index]:
+            if reduce.arrived[index]:
                 assert unit.context is not None
                 copy_grads_to_reduce_buffers(unit.context, handle)
-                region.reduce_views[index].add_(gradient)
+                reduce.views[index].add_(gradient)
             else:
-                region.waiting[index] = gradient
-                region.arrived[index] = 1
+                reduce.waiting[index] = gradient
+                reduce.arrived[index] = 1
             del gradient  # let the reduction free the gradient
         # A gradient of another graph task (a reentrant checkpoint inside the unit) is
         # only accumulated.
@@ -455,7 +458,7 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
         reshard_after_backward(state, handle)
     if state.sync_gradients and not scheduled:
         for region in handle.layout.trainable:
-            if progress.open_calls and 0 in region.arrived:
+            if progress.open_calls and 0 in region.reduce.arrived:
                 # Missing gradients may still arrive without a pre-backward, from a
                 # reentrant checkpoint inside the unit. The last ``input_done`` comes
                 # after the checkpoint and reduces once.

@@ -19,31 +19,30 @@ from torch import Tensor
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.flat.reduce_rule import ReduceRule, split_factor
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import TrainableRegion
 
 
-def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:
-    """Have the hook reduce each region, and store the result in ``region.temporary``.
+def call_comm_hook(rule: ReduceRule, regions: Sequence[TrainableRegion]) -> None:
+    """Have the hook reduce each region, and store the result in ``temporary``.
 
     Collective: the collectives of the hook.
     Raises: FSDPError, if the result has not ``shard_numel`` elements.
     """
     assert rule.hook is not None
     for region in regions:
-        assert region.reduce_buffer is not None
         # Pass detached tensors: a hook may give them other memory through ``.data``.
-        gradient = region.reduce_buffer.detach()
-        if region.partial is not None:
+        gradient = region.reduce.buffer.detach()
+        if region.reduce.partial is not None:
             # Sums that waited for an all-reduce join this reduction.
-            gradient.add_(region.partial)
-            region.partial = None
+            gradient.add_(region.reduce.partial)
+            region.reduce.partial = None
         # A shard group of a single rank needs no scatter: the hook reduces in place.
         if region.layout.world_size == 1:
             rule.hook(rule.hook_state, gradient)
             result = gradient
         else:
-            assert region.temporary is not None
-            result = region.temporary.detach()
+            assert region.reduce.temporary is not None
+            result = region.reduce.temporary.detach()
             rule.hook(rule.hook_state, gradient, result)
         if result.numel() != region.layout.shard_numel:
             raise FSDPError(
@@ -51,7 +50,7 @@ def call_comm_hook(rule: ReduceRule, regions: Sequence[FlatParameter]) -> None:
                 f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
                 "gradient into the last argument and keep its size."
             )
-        region.temporary = result
+        region.reduce.temporary = result
 
 
 class DefaultState:

@@ -181,9 +181,9 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     if found is None or not given.requires_grad:
         return (given,)  # for a frozen parameter torch raises the usual error
     handle, index = found
-    forms = [[r.full_leaves for r in handle.layout.regions]]
+    forms = [[r.full.leaves for r in handle.layout.regions]]
     if handle.other_form is not None:
-        forms.append([each[3] for each in handle.other_form.regions])
+        forms.append([each.leaves for each in handle.other_form.regions])
     return (given, *(list(chain.from_iterable(form))[index] for form in forms))
 
 
@@ -200,7 +200,11 @@ def _require_no_fill(inputs: Sequence[Any]) -> None:
     Raises: PhaseError, on all ranks alike.
     """
     for handle in _units(inputs):
-        owner = handle.layout.trainable[0].owner() if handle.layout.trainable else None
+        owner = (
+            handle.layout.trainable[0].reduce.owner()
+            if handle.layout.trainable
+            else None
+        )
         context = None if owner is None else owner.context
         if context is not None and any(each.rule.fill for each in context.handles):
             name = _first_name(inputs)
@@ -248,7 +252,11 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
                 f"{name} while gradients of no_sync wait to be reduced in unit "
                 f"{handle.name}. Run a backward outside no_sync before."
             )
-        owner = handle.layout.trainable[0].owner() if handle.layout.trainable else None
+        owner = (
+            handle.layout.trainable[0].reduce.owner()
+            if handle.layout.trainable
+            else None
+        )
         if owner is not None and not owner.sync_gradients:
             raise PhaseError(
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
@@ -283,7 +291,9 @@ class _Finishing:
     """Finish reductions with this backward; ``set_is_last_backward`` has no effect."""
 
     def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
-        owners = [h.layout.trainable[0].owner() for h in handles if h.layout.trainable]
+        owners = [
+            h.layout.trainable[0].reduce.owner() for h in handles if h.layout.trainable
+        ]
         contexts = [owner.context for owner in owners if owner is not None]
         self.contexts: list[RuntimeContext] = [
             *dict.fromkeys(each for each in contexts if each is not None)
@@ -328,7 +338,7 @@ class _SetAside:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Return copies of the gradients of this backward."""
-        # Copies, because the gradients are views of ``grad_shard``, which a later
+        # Copies, because the gradients are views of ``gradient.shard``, which a later
         # reduction may overwrite.
         return tuple(None if g is None else g.clone() for g in map(_came, self.asked))
 

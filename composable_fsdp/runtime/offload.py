@@ -5,11 +5,11 @@
     reduce   [reduce-scatter k] [+ earlier] [copy to host k] [reduce-scatter k-1] ...
     host     ... issues, and waits for nothing ...    end of backward: one wait, .grad
 
-A copy is ordered by the reduce stream only, so the host must not access ``grad_shard``
-while a copy is in flight. Two rules ensure this: the parameters have no ``.grad`` until
-the host has waited, once, at the end of backward (FSDP1 set ``.grad`` earlier, and an
-optimizer could read half a copy); and the host accesses ``grad_shard`` only before the
-first copy of a backward.
+A copy is ordered by the reduce stream only, so the host must not access the flat
+gradient while a copy is in flight. Two rules ensure this: the parameters have no
+``.grad`` until the host has waited, once, at the end of backward (FSDP1 set ``.grad``
+earlier, and an optimizer could read half a copy); and the host accesses the flat
+gradient only before the first copy of a backward.
 
 Copies of shards to the device need care, too: an all-gather reads the shard
 asynchronously. Optimizers wait before they write shards (``comm.device``), and
@@ -25,13 +25,13 @@ from composable_fsdp.comm.device import copy_async, synchronize
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import note_shown, own_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, HostCopy
 from composable_fsdp.runtime.user_hooks import call_post_hooks, show_flat_gradient
 from composable_fsdp.tree.state import RuntimeContext
 
 
 def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -> None:
-    """Copy ``sums`` to ``grad_shard`` on the host, added to earlier gradients.
+    """Copy ``sums`` to ``gradient.shard`` on the host, added to earlier gradients.
 
     Runs on the reduce stream and does not wait. The parameters have no ``.grad`` until
     ``finish_d2h_grad_copies``.
@@ -43,48 +43,51 @@ def start_d2h_grad_copies(region: FlatParameter, sums: Tensor, arrived: bytes) -
 
     Collective: none.
     """
-    if region.in_flight is None:
-        region.in_flight = _take_gradients(region)
-    grad_shard = region.grad_shard
+    copy = region.host_copy
+    if copy is None:
+        copy = region.host_copy = _take_gradients(region)
+    grad_shard = region.gradient.shard
     assert grad_shard is not None
-    if any(region.in_flight):
+    if any(copy.arrived):
         # Earlier gradients are added on the device, where the stream orders both
         # operands. Temporary tensors are allocated and freed on the reduce stream, so
         # their memory is reused only after the copy.
         earlier = memory.new_buffer(sums.numel(), grad_shard.dtype, sums.device)
         copy_async(earlier, grad_shard)
         sums = earlier.add_(sums)
-    # ``grad_shard`` is pinned, because a copy to pageable memory would be synchronous.
-    # A cleared ``grad_shard`` is allocated anew from torch's cache of pinned memory.
+    # The flat gradient is pinned, because a copy to pageable memory would be
+    # synchronous. A cleared flat gradient is allocated anew from torch's cache of
+    # pinned memory.
     copy_async(grad_shard, sums)
     for index, hit in enumerate(arrived):
         if hit:
-            region.in_flight[index] = 1
+            copy.arrived[index] = 1
 
 
-def _take_gradients(region: FlatParameter) -> bytearray:
-    """Move gradients into ``grad_shard``; return which parameters had a gradient."""
+def _take_gradients(region: FlatParameter) -> HostCopy:
+    """Move gradients into the flat gradient, for a copy that adds to them."""
     if region.flat is not None:
         held = bytearray([region.flat.grad is not None]) * len(region.leaves)
         if any(held):
             own_gradients(region)
             region.flat.grad = None
-        return held
+        return HostCopy(held, {})
+    owned: dict[int, Tensor] = {}
     held = bytearray(leaf.grad is not None for leaf in region.leaves)
     if any(held):
         # Tensors that the user assigned to ``.grad`` stay the gradients: ``_show``
         # copies the result into these tensors.
-        region.owned = {
+        owned = {
             i: leaf.grad
             for i, (leaf, view) in enumerate(
-                zip(region.leaves, region.grad_views, strict=True)
+                zip(region.leaves, region.gradient.views, strict=True)
             )
             if leaf.grad is not None and leaf.grad is not view is not None
         }
         own_gradients(region)
         for leaf in region.leaves:
             leaf.grad = None
-    return held
+    return HostCopy(held, owned)
 
 
 def finish_d2h_grad_copies(context: RuntimeContext) -> None:
@@ -102,22 +105,23 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
     hooked: list[nn.Parameter] = []
     for handle in context.handles:
         for region in handle.layout.trainable:
-            if region.in_flight is not None:
-                landed, region.in_flight = region.in_flight, None
+            copy = region.host_copy
+            if copy is not None:
+                region.host_copy = None
                 if region.flat is not None:
-                    show_flat_gradient(region, landed)
+                    show_flat_gradient(region, copy.arrived)
                 else:
-                    hooked += _show(region, landed)
+                    hooked += _show(region, copy)
     call_post_hooks(hooked)
 
 
-def _show(region: FlatParameter, landed: bytearray) -> list[nn.Parameter]:
+def _show(region: FlatParameter, copy: HostCopy) -> list[nn.Parameter]:
     """Set ``.grad`` and return the parameters whose ``.grad`` was set."""
     shown = []
+    landed, owned = copy.arrived, copy.owned
     note_shown(region, bytes(landed))
-    owned, region.owned = region.owned, {}
     for i, (leaf, view, hit) in enumerate(
-        zip(region.leaves, region.grad_views, landed, strict=True)
+        zip(region.leaves, region.gradient.views, landed, strict=True)
     ):
         if not hit:
             continue
@@ -137,7 +141,7 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
     synchronize(context.streams)
     for handle in context.handles:
         for region in handle.layout.trainable:
-            region.in_flight, region.owned = None, {}
+            region.host_copy = None
 
 
 def synchronize_copy_stream(context: RuntimeContext) -> None:

@@ -88,7 +88,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         log.drop()
     context.prefetched.clear()
     for handle in context.handles:
-        # Free ``grad_shard`` if ``zero_grad`` has cleared ``.grad``.
+        # Free ``gradient.shard`` if ``zero_grad`` has cleared ``.grad``.
         free_cleared(handle)
         if handle.rule.fill:
             schedule = schedule or BackwardSchedule()

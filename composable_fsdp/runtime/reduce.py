@@ -35,7 +35,7 @@ from composable_fsdp.flat.gradients import (
     zero_missing,
 )
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
 from composable_fsdp.runtime.unshard import unshard
@@ -73,11 +73,12 @@ def copy_grads_to_reduce_buffers(
         allocate_reduce(handle)
         handle.events.reduce_owner = users[0] if users else None
     for region in handle.layout.trainable:
-        gradients = [gradient for gradient in region.waiting if gradient is not None]
+        waiting = region.reduce.waiting
+        gradients = [gradient for gradient in waiting if gradient is not None]
         if gradients:
-            into = region.reduce_views
+            into = region.reduce.views
             if len(gradients) < len(into):
-                into = tuple(compress(into, [g is not None for g in region.waiting]))
+                into = tuple(compress(into, [g is not None for g in waiting]))
             torch._foreach_copy_(into, gradients)
         del gradients
     for stream in users[1:]:
@@ -86,16 +87,16 @@ def copy_grads_to_reduce_buffers(
     # is returned behind the hooks' stream, which the engine recorded as a user of the
     # memory. The hooks' stream is behind the copy only after the wait above.
     for region in handle.layout.trainable:
-        region.waiting[:] = [None] * len(region.waiting)
+        region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
 
 
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Average the arrived gradients over the ranks and give each parameter its part.
 
     Reads the reduce buffers ``(padded_numel,)``. Afterwards ``.grad`` of the sharded
-    parameters are views of ``grad_shard`` ``(shard_numel,)``; the averages are added to
-    earlier gradients. A gradient that did not arrive on this rank counts as zeros and
-    leaves ``.grad`` unchanged, unless ``set_reduce_scatter_unused_params`` is on.
+    parameters are views of the flat gradient ``(shard_numel,)``; the averages are added
+    to earlier gradients. A gradient that did not arrive on this rank counts as zeros
+    and leaves ``.grad`` unchanged, unless ``set_reduce_scatter_unused_params`` is on.
     ``.grad`` of an offloaded unit is None until ``finish_d2h_grad_copies``.
 
     Raises: DesyncError, if another rank reduces another unit or other parameters.
@@ -218,7 +219,7 @@ def finish_reduction(context: RuntimeContext) -> None:
         for stream in others:
             stream.wait_stream(current)
     for region in handle.layout.trainable:
-        region.temporary = None
+        region.reduce.temporary = None
     free_reduce(handle)
 
 
@@ -241,7 +242,7 @@ def drop_reduction(context: RuntimeContext) -> None:
         for stream in _users(context.streams, handle):
             stream.wait_stream(context.streams.reduce)
     for region in handle.layout.trainable:
-        region.temporary = None
+        region.reduce.temporary = None
     free_reduce(handle)
 
 
@@ -253,8 +254,8 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
     clear_arrived(handle)
     handle.reduction.held = None
     for region in handle.layout.trainable:
-        region.partial = None
-        region.waiting[:] = [None] * len(region.waiting)
+        region.reduce.partial = None
+        region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
     handle.reduction.due = False
     if handle.reduction.has_memory:
         if (
@@ -268,37 +269,39 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
 
 
 def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
-    """Choose the output of each reduction: ``grad_shard`` or a temporary buffer.
+    """Choose the output of each reduction: ``gradient.shard`` or a temporary buffer.
 
-    ``grad_shard`` is used if no parameter has an earlier gradient, ``grad_shard`` is on
-    the device and has the reduce dtype, and no later all-reduce or communication hook
-    follows.
+    The flat gradient is used if no parameter has an earlier gradient, the flat gradient
+    is on the device and has the reduce dtype, and no later all-reduce or communication
+    hook follows.
     """
     whole = final and handle.rule.hook is None
     for region in handle.layout.trainable:
-        assert region.reduce_buffer is not None
-        dtype = region.reduce_buffer.dtype
-        direct = whole and dtype == region.grad_dtype and not region.offload
-        region.has_tensor_hooks = False
+        reduce = region.reduce
+        dtype = reduce.buffer.dtype
+        direct = whole and dtype == region.gradient.dtype and not region.offload
+        reduce.has_tensor_hooks = False
         if region.flat is not None:
             direct = direct and region.flat.grad is None
-            region.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
+            reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
         else:
             for leaf in region.leaves:
                 if leaf.grad is not None:
                     direct = False
                 if leaf._backward_hooks:
-                    region.has_tensor_hooks = True
-        region.temporary = None
+                    reduce.has_tensor_hooks = True
+        reduce.temporary = None
         if not direct:
-            region.temporary = memory.new_buffer(
+            reduce.temporary = memory.new_buffer(
                 region.layout.shard_numel, dtype, region.device
             )
 
 
-def _target(region: FlatParameter) -> Tensor:
+def _target(region: TrainableRegion) -> Tensor:
     """Return the buffer ``(shard_numel,)`` that this reduction fills for the region."""
-    target = region.temporary if region.temporary is not None else region.grad_shard
+    target = region.reduce.temporary
+    if target is None:
+        target = region.gradient.shard
     assert target is not None
     return target
 
@@ -315,8 +318,8 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
             call_comm_hook(rule, regions)
             continue
         # All regions of a group have the same reduce dtype, hence the same division.
-        before, _, average = regions[0].division
-        buffers = [r.reduce_buffer for r in regions if r.reduce_buffer is not None]
+        before, _, average = regions[0].reduce.division
+        buffers = [r.reduce.buffer for r in regions]
         targets = [_target(r) for r in regions]
         if before != 1 and rule.hook is None:
             torch._foreach_div_(buffers, before)
@@ -345,15 +348,15 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
     return [work for work in works if work is not None]
 
 
-def _add_partial(region: FlatParameter) -> None:
+def _add_partial(region: TrainableRegion) -> None:
     """Add sums of earlier reductions that were not yet all-reduced."""
-    if region.partial is not None:
-        _target(region).add_(region.partial)
-        region.partial = None
+    if region.reduce.partial is not None:
+        _target(region).add_(region.reduce.partial)
+        region.reduce.partial = None
 
 
 def _replicate(
-    handle: FlatParamHandle, regions: Sequence[FlatParameter] | None = None
+    handle: FlatParamHandle, regions: Sequence[TrainableRegion] | None = None
 ) -> None:
     """All-reduce each region over the replicate group, after the reduce-scatter."""
     group = handle.groups.replicate
@@ -361,7 +364,7 @@ def _replicate(
     chosen = regions or [r for group_ in handle.layout.reduce_groups for r in group_]
     for region in chosen:
         _add_partial(region)
-        average = region.division.by_backend
+        average = region.reduce.division.by_backend
         collectives.all_reduce(_target(region), group, average=average)
 
 
@@ -374,38 +377,37 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
     by_hook = handle.rule.hook is not None
     hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
-        target = _target(region)
-        divisor = region.division.after
+        target, reduce = _target(region), region.reduce
+        gradient, temporary = region.gradient, reduce.temporary
+        divisor = reduce.division.after
         if divisor != 1 and target.numel() and not by_hook:
             target.div_(divisor)
-        if region.has_tensor_hooks:
+        if reduce.has_tensor_hooks:
             call_tensor_hooks(region, target, arrived)
         if region.offload:
             start_d2h_grad_copies(region, target, arrived)
             continue
-        if region.temporary is not None:
+        if temporary is not None:
             if region.flat is not None:
                 own_gradients(region)
-                assert region.grad_shard is not None
-                region.grad_shard.add_(region.temporary)
+                assert gradient.shard is not None
+                gradient.shard.add_(temporary)
             # A single addition for the whole region, if that is correct for every
             # parameter.
-            elif not add_to_all(region, region.temporary, arrived):
-                add_to_each(region, region.temporary, arrived)
+            elif not add_to_all(region, temporary, arrived):
+                add_to_each(region, temporary, arrived)
                 hooked += hooked_leaves(region, arrived)
                 continue
         if region.flat is not None:
             show_flat_gradient(region, arrived)
             continue
-        if region.temporary is None:
-            # ``grad_shard`` was made for this reduction, so no earlier gradient is
+        if temporary is None:
+            # ``gradient.shard`` was made for this reduction, so no earlier gradient is
             # shown.
-            region.shown = arrived
-        elif region.shown != arrived:
+            gradient.shown = arrived
+        elif gradient.shown != arrived:
             note_shown(region, arrived)
-        for leaf, view, hit in zip(
-            region.leaves, region.grad_views, arrived, strict=True
-        ):
+        for leaf, view, hit in zip(region.leaves, gradient.views, arrived, strict=True):
             if hit:
                 meanwhile = leaf.grad
                 if meanwhile is not None and meanwhile is not view is not None:
@@ -424,11 +426,12 @@ def _hold_partial_sums(reduction: Reduction) -> None:
     handle = reduction.handle
     handle.reduction.held = reduction.arrived
     for region in handle.layout.trainable:
-        sums, region.temporary = region.temporary, None
-        if region.partial is not None and sums is not None:
-            region.partial.add_(sums)
+        reduce = region.reduce
+        sums, reduce.temporary = reduce.temporary, None
+        if reduce.partial is not None and sums is not None:
+            reduce.partial.add_(sums)
         else:
-            region.partial = sums
+            reduce.partial = sums
 
 
 def unshard_in_backward(context: RuntimeContext, handle: FlatParamHandle) -> None:

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.runtime.backward import UnitForward, pre_next_backward
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
@@ -52,7 +52,7 @@ def capture(handles: Sequence[FlatParamHandle], run: Callable[[], Any]) -> Any:
 
 def _state(handle: FlatParamHandle) -> _FSDPState:
     """Return the state of the unit."""
-    state: _FSDPState = handle.layout.trainable[0].owner()
+    state: _FSDPState = handle.layout.trainable[0].reduce.owner()
     return state
 
 
@@ -78,7 +78,9 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
         indices = range(first, first + len(region.leaves))
         first = indices.stop
         own = [captured.get(index) for index in indices]
-        if all(gradient is None for gradient in own):
+        if not isinstance(region, TrainableRegion) or not any(
+            gradient is not None for gradient in own
+        ):
             continue
         for gradient in own:
             if gradient is not None and gradient.grad_fn is not None:
@@ -93,14 +95,13 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
             if gradient is not None:
                 # ``grad_dtype`` is the dtype of ``.grad``; the cast is part of the
                 # graph.
-                found[index] = pieces[at].reshape(shape).to(region.grad_dtype)
+                found[index] = pieces[at].reshape(shape).to(region.gradient.dtype)
     return found
 
 
-def _joined(region: FlatParameter, gradients: Sequence[Tensor | None]) -> Tensor:
+def _joined(region: TrainableRegion, gradients: Sequence[Tensor | None]) -> Tensor:
     """Return a buffer ``(padded_numel,)`` in the reduce dtype; zeros for None."""
-    assert region.reduce_buffer is not None
-    dtype, device = region.reduce_buffer.dtype, region.device
+    dtype, device = region.reduce.buffer.dtype, region.device
     cuts = region.layout.cuts
     pieces = [torch.zeros(size, dtype=dtype, device=device) for size in cuts.sizes]
     # ``torch.cat`` of the pieces, padding included, keeps the graph of each gradient.
@@ -115,7 +116,7 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, full: Tensor, handle: FlatParamHandle, region: FlatParameter
+        ctx: Any, full: Tensor, handle: FlatParamHandle, region: TrainableRegion
     ) -> Tensor:
         """Reduce ``(padded_numel,)`` per rank to ``(shard_numel,)`` of the average.
 
@@ -131,7 +132,7 @@ class _Average(torch.autograd.Function):
         """
         ctx.handle, ctx.region = handle, region
         groups = handle.groups
-        before, after, average = region.division
+        before, after, average = region.reduce.division
         # Not in place: ``full`` is an input of the function.
         full = full / before
         shard = full.new_empty(region.layout.shard_numel)

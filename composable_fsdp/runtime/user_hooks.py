@@ -40,11 +40,11 @@ def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> No
 
     Collective: none, except the collectives of the hooks.
     """
-    views, _ = shard_views(region, sums)
+    views, _ = shard_views(region.cuts, sums)
     for leaf, view, hit in zip(region.leaves, views, arrived, strict=True):
         if not hit or not leaf._backward_hooks:
             continue
-        gradient = given = view.to(region.grad_dtype)
+        gradient = given = view.to(region.gradient.dtype)
         for hook in tuple(leaf._backward_hooks.values()):
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
@@ -79,10 +79,10 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
 
 
 def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> None:
-    """Set ``.grad`` of the region's flat parameter to ``grad_shard``."""
+    """Set ``.grad`` of the region's flat parameter to ``gradient.shard``."""
     if 1 in arrived:
         assert region.flat is not None
-        region.flat.grad = region.grad_shard
+        region.flat.grad = region.gradient.shard
         note_shown(region, bytes(arrived))
         # A single assignment serves all parameters. Single parameters are visited only
         # if any of them has a post-accumulate-grad hook.
@@ -93,7 +93,9 @@ def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> Non
 @torch.no_grad()
 def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> None:
     """Run post-accumulate-grad hooks with ``.grad`` viewing the flat gradient."""
-    for leaf, view, hit in zip(region.leaves, region.grad_views, arrived, strict=True):
+    for leaf, view, hit in zip(
+        region.leaves, region.gradient.views, arrived, strict=True
+    ):
         if hit and leaf._post_accumulate_grad_hooks:
             own, leaf.grad = leaf.grad, view
             call_post_hooks([leaf])

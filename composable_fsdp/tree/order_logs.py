@@ -199,7 +199,7 @@ def _missing(handle: FlatParamHandle) -> list[str]:
     if not handle.reduction.due:
         return []
     return without_gradient(
-        handle, [region.arrived for region in handle.layout.trainable]
+        handle, [region.reduce.arrived for region in handle.layout.trainable]
     )
 
 

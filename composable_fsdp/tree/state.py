@@ -266,9 +266,9 @@ class Reduction:
     ) -> None:
         # ``works``: the collectives to wait for; empty on CUDA, where an event is
         # waited for.
-        # ``arrived``: per trainable region, the flags of ``FlatParameter.arrived``.
+        # ``arrived``: per trainable region, the flags of ``ReduceBuffer.arrived``.
         # ``final``: False if the reduction omits the all-reduce over the replicate
-        # group, so that the sums go to ``FlatParameter.partial``.
+        # group, so that the sums go to ``ReduceBuffer.partial``.
         self.handle, self.works, self.arrived = handle, works, arrived
         self.final = final
 

@@ -101,7 +101,9 @@ def test_hybrid_units_all_reduce_at_the_last_micro_batch_only(world: World) -> N
         backward(model, 1, world.rank)
     between = [p.grad for p in model.parameters()]
     held = [
-        r.partial for s in _get_fsdp_states(model) for r in s.handle.layout.trainable
+        r.reduce.partial
+        for s in _get_fsdp_states(model)
+        for r in s.handle.layout.trainable
     ]
     set_requires_all_reduce(model, True)
     with record() as calls:
@@ -129,9 +131,9 @@ def test_sums_that_wait_are_shards_in_the_reduce_dtype(world: World) -> None:
 
     for state in _get_fsdp_states(model):
         for region in state.handle.layout.trainable:
-            assert region.partial is not None
-            assert region.partial.dtype == torch.float32
-            assert region.partial.shape == (region.layout.shard_numel,)
+            assert region.reduce.partial is not None
+            assert region.reduce.partial.dtype == torch.float32
+            assert region.reduce.partial.shape == (region.layout.shard_numel,)
 
 
 class Half(nn.Module):
@@ -265,9 +267,9 @@ def test_low_precision_compute_accumulates_in_the_reduce_dtype(world: World) -> 
 
     for state in _get_fsdp_states(model):
         for region in state.handle.layout.trainable:
-            assert region.reduce_buffer is not None
-            assert region.reduce_buffer.dtype == torch.float32
-            assert region.reduce_buffer.untyped_storage().nbytes() > 0
+            assert region.reduce.buffer is not None
+            assert region.reduce.buffer.dtype == torch.float32
+            assert region.reduce.buffer.untyped_storage().nbytes() > 0
     set_requires_gradient_sync(model, True)
     backward(model, 2, world.rank)
     clip_grad_norm_(model, 1.0)

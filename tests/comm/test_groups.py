@@ -32,4 +32,4 @@ def test_only_nccl_is_asked_for_averages(
 
         set_divisions(handle)
 
-    assert handle.layout.trainable[0].division == (1, after, after == 1)
+    assert handle.layout.trainable[0].reduce.division == (1, after, after == 1)

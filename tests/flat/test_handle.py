@@ -75,17 +75,19 @@ def test_unsharding_twice_shows_the_same_full_leaves_at_every_place() -> None:
         residency.allocate_full(handle)
         residency.use_full(handle)
         assert inner[0].weight is inner[1].weight
-        assert all(memory.is_allocated(region.full) for region in handle.layout.regions)
+        assert all(
+            memory.is_allocated(region.full.buffer) for region in handle.layout.regions
+        )
         shown.append(inner[0].weight)
         residency.use_sharded(handle)
         residency.free_full(handle)
         assert inner[0].weight is inner[1].weight is weight
         assert not any(
-            memory.is_allocated(region.full) for region in handle.layout.regions
+            memory.is_allocated(region.full.buffer) for region in handle.layout.regions
         )
 
     assert shown[0] is shown[1] is not weight
-    assert handle.layout.regions[0].full_leaves[1].shape == (4, 4)
+    assert handle.layout.regions[0].full.leaves[1].shape == (4, 4)
 
 
 @pytest.mark.req("B-24")
@@ -195,7 +197,7 @@ def test_each_leaf_leads_to_its_handle_and_place() -> None:
     for index, leaf in enumerate(handle.leaves):
         assert find_leaf(leaf) == (handle, index)
     assert find_leaf(nn.Parameter(torch.ones(1))) is None
-    assert find_leaf(handle.layout.regions[0].full_leaves[0]) is None
+    assert find_leaf(handle.layout.regions[0].full.leaves[0]) is None
 
 
 def test_a_handle_that_is_gone_leaves_no_entry() -> None:

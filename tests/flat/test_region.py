@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.build_region import build_region
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import FlatParameter, TrainableRegion
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
 from composable_fsdp.planning.options import Dtypes
 
@@ -67,9 +67,9 @@ def region_of(
 
 def gather(region: FlatParameter, shards: Sequence[Tensor]) -> None:
     """Do what the all-gather does: fill ``full`` with the ranks' shards."""
-    memory.allocate(region.full)
+    memory.allocate(region.full.buffer)
     with torch.no_grad():
-        region.full.copy_(torch.cat(list(shards)))
+        region.full.buffer.copy_(torch.cat(list(shards)))
 
 
 @pytest.mark.req("X-28", "S2-11")
@@ -88,10 +88,10 @@ def test_shards_of_all_ranks_rebuild_every_parameter(
     region = regions[0]
     gather(region, [each.shard for each in regions])
 
-    for slot, full in zip(region.layout.parameters, region.full_leaves, strict=True):
+    for slot, full in zip(region.layout.parameters, region.full.leaves, strict=True):
         assert torch.equal(full, originals[int(slot.fqn)])
         assert full.data_ptr() % 16 == 0 or not full.numel()
-    padding = [region.full[start:stop] for start, stop in region.layout.gaps()]
+    padding = [region.full.buffer[start:stop] for start, stop in region.layout.gaps()]
     assert all(not piece.any() for piece in padding)
 
 
@@ -131,8 +131,8 @@ def test_attributes_are_seen_from_both_leaves() -> None:
     params = parameters([(4, 2)])
     params[0].optim_group = "a"  # type: ignore[attr-defined]  # a user's attribute
     region = region_of(params, world_size=2)
-    memory.allocate(region.full)  # a failure prints the leaves
-    sharded, full = region.leaves[0], region.full_leaves[0]
+    memory.allocate(region.full.buffer)  # a failure prints the leaves
+    sharded, full = region.leaves[0], region.full.leaves[0]
 
     full.seen = 1  # type: ignore[attr-defined]
     sharded.optim_group = "b"  # type: ignore[attr-defined]
@@ -146,8 +146,8 @@ def test_a_subclass_of_parameter_keeps_its_class_in_both_forms() -> None:
     """User classes of parameters are seen in the optimizer and in forward."""
     region = region_of([Marked(torch.ones(4, 2))], world_size=2)
 
-    assert type(region.leaves[0]) is type(region.full_leaves[0]) is Marked
-    assert isinstance(region.full_leaves[0], nn.Parameter)
+    assert type(region.leaves[0]) is type(region.full.leaves[0]) is Marked
+    assert isinstance(region.full.leaves[0], nn.Parameter)
 
 
 def test_a_gradient_of_the_full_shape_is_dropped() -> None:
@@ -164,10 +164,10 @@ def test_full_buffers_have_no_memory_after_build() -> None:
     """Between steps a rank holds its shard and nothing else."""
     region = region_of(parameters(), world_size=2)
 
-    assert region.reduce_buffer is not None
-    assert not memory.is_allocated(region.full)
-    assert not memory.is_allocated(region.reduce_buffer)
-    assert region.grad_shard is None
+    assert isinstance(region, TrainableRegion)
+    assert not memory.is_allocated(region.full.buffer)
+    assert not memory.is_allocated(region.reduce.buffer)
+    assert region.gradient.shard is None
     assert memory.is_allocated(region.shard)
 
 
@@ -175,7 +175,7 @@ def test_writing_into_full_leaves_the_version_of_full_leaves_alone() -> None:
     """What autograd saved stays valid when a gather writes the same values again."""
     region = region_of(parameters([(4, 2)]), world_size=2)
     gather(region, [region.shard, region.shard])
-    (leaf,) = region.full_leaves
+    (leaf,) = region.full.leaves
     version = leaf._version
     x = torch.ones(3, 4, requires_grad=True)
     loss: Any = (x @ leaf).sum()
@@ -195,14 +195,14 @@ def test_a_region_built_under_inference_mode_can_be_trained() -> None:
     with torch.inference_mode():
         region = region_of(params, world_size=2)
 
-    assert region.reduce_buffer is not None
-    made = [region.shard, region.full, region.reduce_buffer]
-    made += [*region.leaves, *region.full_leaves, *region.reduce_views]
+    assert isinstance(region, TrainableRegion)
+    made = [region.shard, region.full.buffer, region.reduce.buffer]
+    made += [*region.leaves, *region.full.leaves, *region.reduce.views]
     assert not any(tensor.is_inference() for tensor in made)
     gather(region, [region.shard, region.shard])
-    total: torch.Tensor = region.full_leaves[0].sum()
+    total: torch.Tensor = region.full.leaves[0].sum()
     torch.autograd.backward([total])
-    assert region.full_leaves[0].grad is not None
+    assert region.full.leaves[0].grad is not None
 
 
 def test_alone_full_is_the_shard_itself() -> None:
@@ -210,19 +210,19 @@ def test_alone_full_is_the_shard_itself() -> None:
     params = parameters([(4, 2)])
     region = region_of(params, world_size=1)
 
-    assert region.full is region.shard
-    assert not region.is_cut
+    assert region.full.buffer is region.shard
+    assert not region.full.is_cut
     assert params[0].shape == (4, 2)
-    assert region.full_leaves[0].data_ptr() == params[0].data_ptr()
+    assert region.full.leaves[0].data_ptr() == params[0].data_ptr()
 
 
 def test_another_compute_dtype_gets_full_leaves_of_its_own() -> None:
     """Alone too: the shard keeps the parameters' dtype, full has the compute dtype."""
     region = region_of(parameters([(4, 2)]), world_size=1, compute_dtype=torch.bfloat16)
 
-    assert region.is_cut
+    assert region.full.is_cut
     assert region.shard.dtype is region.leaves[0].dtype is torch.float32
-    assert region.full.dtype is region.full_leaves[0].dtype is torch.bfloat16
+    assert region.full.buffer.dtype is region.full.leaves[0].dtype is torch.bfloat16
 
 
 @pytest.mark.req("D-09")
@@ -231,24 +231,22 @@ def test_a_frozen_region_has_no_gradient_memory() -> None:
     frozen = nn.Parameter(torch.ones(4, 2), requires_grad=False)
     region = region_of([frozen], world_size=2)
 
-    has_buffer = region.reduce_buffer is not None
-    assert not has_buffer
-    assert len(region.reduce_views) == 0
-    assert not region.full_leaves[0].requires_grad
+    assert not isinstance(region, TrainableRegion)
+    assert not region.full.leaves[0].requires_grad
 
 
 def test_views_of_the_reduce_buffer_have_the_shapes_of_the_parameters() -> None:
     """Parameters and padding together are the whole buffer, each once."""
     region = region_of(parameters(), world_size=3)
-    assert region.reduce_buffer is not None
-    memory.allocate(region.reduce_buffer)
-    region.reduce_buffer.zero_()
+    assert isinstance(region, TrainableRegion)
+    memory.allocate(region.reduce.buffer)
+    region.reduce.buffer.zero_()
 
-    for piece in (*region.reduce_views, *region.gaps):
+    for piece in (*region.reduce.views, *region.reduce.gaps):
         piece.add_(1)
 
-    assert bool((region.reduce_buffer == 1).all())
-    assert [view.shape for view in region.reduce_views] == [
+    assert bool((region.reduce.buffer == 1).all())
+    assert [view.shape for view in region.reduce.views] == [
         slot.shape for slot in region.layout.parameters
     ]
 

@@ -60,9 +60,9 @@ def assert_at_home(model: nn.Module, world: World) -> None:
         assert handle.layout.device == world.device
         assert not handle.is_full
         for region in handle.layout.regions:
-            assert region.full.device == world.device
-            assert region.full.untyped_storage().nbytes() == 0
-            for tensor in (region.shard, region.grad_shard):
+            assert region.full.buffer.device == world.device
+            assert region.full.buffer.untyped_storage().nbytes() == 0
+            for tensor in (region.shard, region.gradient.shard):
                 if tensor is not None:
                     assert tensor.device == CPU
                     assert tensor.is_pinned() is pinned

@@ -16,6 +16,7 @@ from composable_fsdp import (
     plan,
 )
 from composable_fsdp.comm.collectives import CallRecord, record
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning.plan import ShardingPlan
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at
@@ -165,7 +166,9 @@ def reduce_adapter(world: World) -> tuple[Counts, int, int]:
     assert state is not None
     frozen = [r for r in state.handle.layout.regions if not r.layout.trainable]
     buffers = [
-        r for r in frozen if r.reduce_buffer is not None or r.grad_shard is not None
+        r
+        for r in frozen
+        if isinstance(r, TrainableRegion) or r.gradient.shard is not None
     ]
     names = [name for name, _ in model.named_parameters()]
     with_grad = [n for n in names if get_full_grad(model, n) is not None]

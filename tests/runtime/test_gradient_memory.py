@@ -43,7 +43,9 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
 def has_memory(model: nn.Module) -> bool:
     """Whether the flat gradient of the unit has."""
     (region,) = _get_fsdp_handles(model)[0].layout.trainable
-    return region.grad_shard is not None and memory.is_allocated(region.grad_shard)
+    return region.gradient.shard is not None and memory.is_allocated(
+        region.gradient.shard
+    )
 
 
 @pytest.mark.req("U-03")

@@ -42,15 +42,13 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES
 
 def full_bytes(handle: FlatParamHandle) -> int:
     """Bytes of memory behind the unit's full parameters, of regions that are cut."""
-    cut = [r.full for r in handle.layout.regions if r.is_cut]
+    cut = [r.full.buffer for r in handle.layout.regions if r.full.is_cut]
     return sum(full.untyped_storage().nbytes() for full in cut)
 
 
 def reduce_bytes(handle: FlatParamHandle) -> int:
     """Bytes of memory behind the unit's reduce buffers."""
-    buffers = [
-        r.reduce_buffer for r in handle.layout.regions if r.reduce_buffer is not None
-    ]
+    buffers = [r.reduce.buffer for r in handle.layout.trainable]
     return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
 

@@ -263,7 +263,7 @@ def slow_copies(model: nn.Module) -> Iterator[list[Callable[[], object]]]:
         regions = [
             r for handle in _get_fsdp_handles(model) for r in handle.layout.trainable
         ]
-        if any(target is region.grad_shard for region in regions):
+        if any(target is region.gradient.shard for region in regions):
             waiting.append(lambda: target.copy_(source))
             target.fill_(float("nan"))
         else:

@@ -34,11 +34,11 @@ import composable_fsdp
 from composable_fsdp.comm import device as device_layer
 from composable_fsdp.flat import build_region, gradients
 from composable_fsdp.flat import handle as handle_layer
-from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.runtime import backward, graph_task, offload, unshard
 
 _PACKAGE = os.path.dirname(composable_fsdp.__file__)
-Link = weakref.ref[FlatParameter]
+Link = weakref.ref[TrainableRegion]
 """What the hook of a leaf has of its region."""
 
 Clock = dict["FakeStream", int]
@@ -338,10 +338,12 @@ def _of_memory(order: StreamOrder) -> Patches:
             order.free(block)
         return resize(storage, nbytes)
 
-    def host_shard(region: FlatParameter, dtype: torch.dtype) -> Tensor:
-        shard = new_shard(region, dtype)
+    def host_shard(
+        numel: int, dtype: torch.dtype, device: torch.device, *, offload: bool
+    ) -> Tensor:
+        shard = new_shard(numel, dtype, device, offload=offload)
         block = order.block(shard.untyped_storage())
-        block.is_host = region.offload
+        block.is_host = offload
         block.accesses.clear()  # nobody has seen it yet
         return shard
 

@@ -202,7 +202,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(
         weakref.ref(tensor)
         for handle in _get_fsdp_handles(model)
         for region in handle.layout.regions
-        for tensor in (region.shard, *region.leaves, *region.full_leaves)
+        for tensor in (region.shard, *region.leaves, *region.full.leaves)
     ]
     assert len(OWNERS) > owners
 
