@@ -57,6 +57,29 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(core="rms", form="copied_in"), strategy="SHARD_GRAD_OP"),
         below(Part(core="div", form="in_place_returned")),
     ],
+    "a write to an input that is cast": [
+        below(
+            Part(core=core, form=form, call=call),
+            Part(),
+            actions=(
+                *STEPS,
+                ("forward", 0, "no_grad"),
+                ("forward", 0, "inference"),
+                ("forward", 0, "input_grad"),
+                ("backward",),
+            ),
+            low=True,
+            strategy=strategy,
+        )
+        for core, form in [
+            ("tiny", "in_place"),
+            ("scalar", "in_place"),
+            ("linear", "copied_in"),
+            ("tiny", "in_place_returned"),
+        ]
+        for call in ("plain", "reentrant", "caught_and_again")
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    ],
     "weights kept full and a fused optimizer": [
         below(Part(), keep_full=True, optimizer=optimizer)
         for optimizer in ("adamw_fused", "momentum_fused", "adamw_single", "sgd")

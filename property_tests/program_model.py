@@ -85,6 +85,8 @@ def take(child: Any, passed: Tensor, bag: Any, result: Any) -> Tensor:
 def call(child: Any, x: Tensor, how: str = "args") -> Tensor:
     """Call a piece once."""
     passed = x * 1  # it may be changed in place
+    if child.low:
+        passed = passed.double()  # which units cast
     bag = FORMS[child.part.form][2]()
     if how == "keywords":
         result = child(x=passed, bag=bag)

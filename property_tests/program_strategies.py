@@ -273,7 +273,6 @@ UNLIKE_LOW = {
     *("call:functional", "call:functional_caught"),
     *("core:batchnorm", "core:buffered", "core:spectralnorm", "core:complex"),
     *("core:quantized", "option:apart"),
-    *("form:in_place", "form:in_place_returned", "form:copied_in"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
 CALLED_WITH = {"call:functional", "call:functional_caught"}

@@ -10,6 +10,9 @@ container::
     given    [h]        the caller's           caller's afterwards  [h, aux]
     before   [h']       the copy at first
     copy     [h', aux]  after forward          h' stands for h wherever it is now
+
+In-place writes of the forward to a cast tensor are copied to the caller's tensor, which
+a plain module would have written to.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import is_dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -36,14 +40,27 @@ class ContainerCopy(NamedTuple):
     before: dict[Any, Any]
 
 
+class CastInput(NamedTuple):
+    """A tensor of the caller, and the cast copy that the forward gets."""
+
+    original: Tensor
+    copy: Tensor
+    version: int
+    """Version counter of the copy at the start of the forward."""
+
+
 class ContainerCopies(NamedTuple):
     """The copies that a forward of a unit uses."""
 
     depth: int
     """Number of running forwards of the unit, including this forward."""
     copies: list[ContainerCopy]
+    casts: list[CastInput]
     aliases: dict[int, Tensor]
     """Tensor arguments by the identity of their aliases."""
+
+
+Copies = list[ContainerCopy | CastInput]
 
 
 def items_of(value: Any) -> dict[Any, Any] | None:
@@ -95,7 +112,7 @@ def set_item(container: Any, key: Any, item: Any) -> None:
 
 def record_copies(
     handle: FlatParamHandle,
-    copies: list[ContainerCopy],
+    copies: Copies,
     old: Arguments,
     new: Arguments | None,
 ) -> Arguments:
@@ -103,7 +120,7 @@ def record_copies(
 
     Args:
         handle: the handle of the unit.
-        copies: the containers that were copied.
+        copies: the containers and tensors that were copied.
         old: the arguments before the inputs were aliased.
         new: the arguments of the forward, in which aliases replace tensors.
 
@@ -120,10 +137,29 @@ def record_copies(
         if tensor is not alias and isinstance(tensor, Tensor)
     }
     # ``depth`` tells which call of a recursive forward gives back the copies.
+    containers = [each for each in copies if isinstance(each, ContainerCopy)]
+    casts = [each for each in copies if isinstance(each, CastInput)]
     handle.running.lent.append(
-        ContainerCopies(len(handle.running.calls), copies, aliases)
+        ContainerCopies(len(handle.running.calls), containers, casts, aliases)
     )
     return new
+
+
+def write_casts_back(handle: FlatParamHandle) -> None:
+    """Copy in-place writes of the innermost forward to cast inputs into the originals.
+
+    Raises: RuntimeError, as torch for an in-place write to the original.
+    """
+    lent, calls = handle.running.lent, handle.running.calls
+    if not lent or lent[-1].depth < len(calls):
+        return
+    for original, made, version in lent[-1].casts:
+        # Plain torch refuses in-place writes to a leaf that requires grad, so there is
+        # no plain model whose caller sees such a write.
+        if made._version != version and not (
+            original.requires_grad and original.is_leaf and torch.is_grad_enabled()
+        ):
+            original.copy_(made)
 
 
 def apply_changes(lent: ContainerCopies, output: Any) -> Any:

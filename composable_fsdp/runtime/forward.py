@@ -40,9 +40,10 @@ from composable_fsdp.runtime.backward import (
     select_full_form,
 )
 from composable_fsdp.runtime.container_copies import (
-    ContainerCopy,
+    Copies,
     apply_changes,
     record_copies,
+    write_casts_back,
 )
 from composable_fsdp.runtime.escaped_tensors import (
     below_transforms,
@@ -113,7 +114,7 @@ def pre_forward(
     recomputing = current_task() != NO_TASK
     handle, replaced = state.handle, None
     calls = handle.running.calls
-    copies: list[ContainerCopy] = []
+    copies: Copies = []
     if not recomputing and (
         context.outermost is None
         or (context.outermost is state and calls and not is_live(context))
@@ -160,7 +161,7 @@ def pre_forward(
         handle.parts_open = True
     if not recomputing:
         # Checksums find writes through ``.data`` in the first two forwards; see
-        # ``_copy_writes_to_shards``.
+        # ``_copy_writes``.
         if state.looks and not calls:
             state.looks -= 1
             state.sums = checksums(handle) if handle.form.needs_gather else None
@@ -195,7 +196,7 @@ def _alias_inputs(
     call: UnitForward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    copies: list[ContainerCopy],
+    copies: Copies,
 ) -> Arguments | None:
     """Replace inputs that require grad by aliases with the hook ``input_done``."""
     # The hook is on an alias (``view_as``) that belongs to this call alone. A hook on
@@ -287,10 +288,11 @@ def post_forward(
         tuple(map(version_of, handle.form.placed)) != handle.form.readable
         or state.sums is not None
         or state.writes_data
+        or handle.running.lent
     ):
         try:
-            _copy_writes_to_shards(state)
-        except PhaseError:
+            _copy_writes(state)
+        except RuntimeError:
             _after_raise(state)
             raise
     running, calls = handle.running, handle.running.calls
@@ -434,14 +436,16 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
     return True
 
 
-def _copy_writes_to_shards(state: _FSDPState) -> None:
-    """Copy in-place writes of the forward to the parameters into the shards.
+def _copy_writes(state: _FSDPState) -> None:
+    """Copy in-place writes of the forward, to parameters and to inputs that were cast.
 
     Collective: none.
-    Raises: PhaseError, as ``copy_writes_to_shards``.
+    Raises: PhaseError, as ``copy_writes_to_shards``; RuntimeError, as
+        ``write_casts_back``.
     """
     context, handle = state.context, state.handle
     assert context is not None
+    write_casts_back(handle)
     # Writes through ``.data`` leave the version counter unchanged. Two forwards compare
     # checksums; if either finds a write, every later forward copies all parameters.
     if state.sums is not None and len(handle.running.calls) == 1:
@@ -474,8 +478,8 @@ def _after_raise(state: _FSDPState) -> None:
     if handle.residency is UNSHARDED and handle.form.readable is not None:
         # In-place writes before the error stay, as in a plain module. The user's error
         # matters more than a refusal of the write.
-        with suppress(PhaseError):
-            _copy_writes_to_shards(state)
+        with suppress(RuntimeError):
+            _copy_writes(state)
     state.sums = None
     running, calls = handle.running, handle.running.calls
     if calls:

@@ -24,7 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from composable_fsdp.runtime.container_copies import ContainerCopy, items_of, set_item
+from composable_fsdp.runtime.container_copies import (
+    ContainerCopy,
+    Copies,
+    items_of,
+    set_item,
+)
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -71,7 +76,7 @@ def _inside(leaf: object) -> Iterable[object]:
 def map_tensors(
     value: Any,
     change: Callable[[Tensor], Tensor],
-    copies: list[ContainerCopy] | None = None,
+    copies: Copies | None = None,
 ) -> Any:
     """Return ``value`` with every tensor replaced by ``change(tensor)``.
 
@@ -126,7 +131,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _map_node(
-    value: Any, change: Callable[[Tensor], Tensor], copies: list[ContainerCopy] | None
+    value: Any, change: Callable[[Tensor], Tensor], copies: Copies | None
 ) -> Any:
     """Apply ``map_tensors`` to a container of pytree; return any other object as is."""
     # ``is_leaf`` stops the traversal below the first level; ``map_tensors`` goes on
@@ -144,7 +149,7 @@ def to_device(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
-    copies: list[ContainerCopy] | None = None,
+    copies: Copies | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Move the tensors of the arguments to ``device``.
 

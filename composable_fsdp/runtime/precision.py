@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.naming import TRANSPARENT, join_name
 from composable_fsdp.planning.walk import named
-from composable_fsdp.runtime.container_copies import ContainerCopy
+from composable_fsdp.runtime.container_copies import CastInput, Copies
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
@@ -20,21 +20,30 @@ _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def cast_floating(
-    value: Any, dtype: torch.dtype, copies: list[ContainerCopy] | None = None
-) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype, copies: Copies | None = None) -> Any:
     """Return ``value`` with floating point tensors cast to ``dtype``, at any depth.
 
     Args:
         value: a tensor, or containers of tensors.
         dtype: the dtype of the result.
-        copies: if given, copied containers are appended; default None.
+        copies: if given, copied containers and tensors are appended; default None.
 
     Returns: ``value`` itself if no tensor changes.
     """
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if copies is None:
+            return tensor.to(dtype)
+        # A tensor of inference mode would have no version counter.
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                made = tensor.to(dtype)
+        else:
+            made = tensor.to(dtype)
+        copies.append(CastInput(tensor, made, made._version))
+        return made
 
     return map_tensors(value, cast, copies)
 
@@ -43,7 +52,7 @@ def cast_inputs(
     state: _FSDPState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    copies: list[ContainerCopy],
+    copies: Copies,
 ) -> Arguments | None:
     """Cast floating point inputs to the compute dtype, if so configured.
 
@@ -51,7 +60,7 @@ def cast_inputs(
         state: the unit.
         args: positional arguments of the forward.
         kwargs: keyword arguments of the forward.
-        copies: copied containers are appended.
+        copies: copied containers and tensors are appended.
 
     Returns: the new arguments, or None if the unit casts no inputs in this forward.
     """
