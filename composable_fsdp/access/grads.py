@@ -50,19 +50,23 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     >>> loss_of(second_half).backward()
     """
     states = units_of(module, "no_sync", recurse=True)
-    before = [(s.sync_gradients, s.reshard_after_backward) for s in states]
+    before = [
+        (s.settings.sync_gradients, s.settings.reshard_after_backward) for s in states
+    ]
     for state in states:
-        state.sync_gradients = False
+        state.settings.sync_gradients = False
         # SHARD_GRAD_OP keeps full parameters to save all-gathers. Without a reduction
         # normally no optimizer step follows, so they stay valid for the next forward.
         if not state.options.reshard_after_forward:
-            state.reshard_after_backward = False
+            state.settings.reshard_after_backward = False
             record_gathers(state.handle)
     try:
         yield
     finally:
         for state, values in zip(states, before, strict=True):
-            state.sync_gradients, state.reshard_after_backward = values
+            state.settings.sync_gradients, state.settings.reshard_after_backward = (
+                values
+            )
 
 
 @torch.no_grad()

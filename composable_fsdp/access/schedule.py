@@ -39,7 +39,7 @@ def set_modules_to_forward_prefetch(
     state = state_of_unit(module, what)
     state.ahead_in_forward = _own_states(modules, what)
     # A separate flag, so that forward tests a single attribute.
-    state.prefetches_forward = (
+    state.settings.prefetches_forward = (
         bool(state.ahead_in_forward) or state.options.forward_prefetch
     )
 
@@ -82,7 +82,7 @@ def set_reshard_after_forward(
     """
     require_flag("set_reshard_after_forward", reshard_after_forward)
     for state in units_of(module, "set_reshard_after_forward", recurse=recurse):
-        state.reshard_after_forward = reshard_after_forward
+        state.settings.reshard_after_forward = reshard_after_forward
 
 
 def set_reshard_after_backward(
@@ -106,7 +106,7 @@ def set_reshard_after_backward(
     """
     require_flag("set_reshard_after_backward", reshard_after_backward)
     for state in units_of(module, "set_reshard_after_backward", recurse=recurse):
-        state.reshard_after_backward = reshard_after_backward
+        state.settings.reshard_after_backward = reshard_after_backward
         if not reshard_after_backward:
             record_gathers(state.handle)
 

@@ -45,7 +45,7 @@ def set_requires_gradient_sync(
     """
     require_flag("set_requires_gradient_sync", requires_gradient_sync)
     for state in units_of(module, "set_requires_gradient_sync", recurse=recurse):
-        state.sync_gradients = requires_gradient_sync
+        state.settings.sync_gradients = requires_gradient_sync
         # As in FSDP2, where the reduce-scatter and the all-reduce are switched
         # together.
         state.handle.rule.all_reduce = requires_gradient_sync
@@ -91,7 +91,7 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool) -> None:
     for state in units_of(module, "set_is_last_backward", recurse=True):
         # The end of backward is an event of the tree, so the outermost unit holds the
         # flag.
-        outermost(state).is_last_backward = is_last_backward
+        outermost(state).settings.is_last_backward = is_last_backward
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:

@@ -29,6 +29,7 @@ from composable_fsdp.runtime.unshard import free_oldest
 from composable_fsdp.tree.root import ensure_root, forget_root
 from composable_fsdp.tree.state import (
     RuntimeContext,
+    Summon,
     _FSDPState,
     _get_module_fsdp_state,
 )
@@ -137,7 +138,7 @@ def _summon(
     context: RuntimeContext, state: _FSDPState, rank0_only: bool
 ) -> Iterator[None]:
     """Mark the tree: no forward and no second block may start until this block ends."""
-    context.summoned, context.rank0_only = state, rank0_only
+    context.summoned = Summon(state, rank0_only)
     try:
         yield
     finally:

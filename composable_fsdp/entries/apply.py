@@ -178,7 +178,7 @@ def apply(
         install_state_dict_hooks(each)
         install_part_hooks(each, target.members)
     for each, awaits in zip(states, awaiting, strict=True):
-        each.awaits_buffers = awaits
+        each.searches.awaits_buffers = awaits
     # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
     # registration of modules and parameters, DDP around units.
     modules_were_sharded()

@@ -114,7 +114,7 @@ def optim_state_dict_to_load(
     optimizers before it in the list have loaded.
     """
     units = units_known(model, optim)
-    settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
+    settings = units[0].settings.state_dict if units else FULL_BY_DEFAULT
     config = settings.optim_state_dict_config
 
     is_list = isinstance(optim, (list, tuple))

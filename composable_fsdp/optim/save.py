@@ -76,7 +76,7 @@ def optim_state_dict(
     # If ``model`` is no module on this rank, the units of ``optim`` are used: the error
     # below must still reach the other ranks.
     units = units_known(model, optim)
-    settings = units[0].state_dict_settings if units else FULL_BY_DEFAULT
+    settings = units[0].settings.state_dict if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     # Local state needs no collective, so no other rank waits for this rank's error.
     with raise_on_all_ranks([] if is_local else shard_groups(units)):

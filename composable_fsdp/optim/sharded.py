@@ -39,7 +39,7 @@ def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> 
     Collective: none.
     """
     unit = _get_module_fsdp_state(handle.layout.owners[0])
-    if unit is None or unit.state_dict_settings.state_dict_type is not _FULL:
+    if unit is None or unit.settings.state_dict.state_dict_type is not _FULL:
         return
     # ``optimizer.state_dict()`` shows sharded values for every state dict type, and
     # frameworks write the state dict of the first rank to a file. Without an error,

@@ -161,7 +161,7 @@ class UnitForward:
         if (
             through
             and handle.reduction.due
-            and state.sync_gradients
+            and state.settings.sync_gradients
             and tape.schedule is None
         ):
             reduce_gradients(context, handle)
@@ -456,7 +456,7 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
         # Reshard first: the reduce buffer can then take the memory of the full
         # parameters.
         reshard_after_backward(state, handle)
-    if state.sync_gradients and not scheduled:
+    if state.settings.sync_gradients and not scheduled:
         for region in handle.layout.trainable:
             if progress.open_calls and 0 in region.reduce.arrived:
                 # Missing gradients may still arrive without a pre-backward, from a
@@ -479,7 +479,7 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     if BACKWARD_POST not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, BACKWARD_POST)
     handle.phase = BACKWARD_POST
-    if state.reshard_after_backward:
+    if state.settings.reshard_after_backward:
         reshard(context, handle)
         if context.retiring:
             # With BACKWARD_PRE the next all-gather is for the unit after the next, and

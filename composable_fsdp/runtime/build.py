@@ -18,6 +18,7 @@ from composable_fsdp.runtime.deepcopy import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
 from composable_fsdp.tree.precision import make_precision
 from composable_fsdp.tree.state import OWNERS, _FSDPState
+from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
 _applications = count(1)
 """Counter of the process; the copy of a unit keeps the number."""
@@ -58,8 +59,7 @@ def build_units(
         target, state = targets[index], states[index]
         if before is not None:
             before(index)
-        _fill(state, target, ranks, device)
-        state.application = application
+        _fill(state, target, ranks, device, application)
         if state is not root_state:
             set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
@@ -82,17 +82,28 @@ def _link(child: _FSDPState, parent: _FSDPState) -> None:
 
 
 def _fill(
-    state: _FSDPState, target: Target, ranks: RankLayout, device: torch.device
+    state: _FSDPState,
+    target: Target,
+    ranks: RankLayout,
+    device: torch.device,
+    number: int,
 ) -> None:
-    """Set the fields of a new state and build the handle."""
+    """Build the handle of a new state and fill the state; ``number`` is the call's."""
     options = target.plan.options
-    state.modules = target.modules
-    state.fqn = target.plan.fqn
-    state.options = options
-    state.ranks, state.device = ranks, device
-    state.copier = copy_state
-    state.reshard_after_forward = None if options.reshard_after_forward else False
-    state.prefetches_forward = options.forward_prefetch
     groups = ranks.for_strategy(options.strategy)
-    state.handle = build_handle(target, groups=groups, device=device)
-    state.precision = make_precision(state.handle)
+    handle = build_handle(target, groups=groups, device=device)
+    state.fill(
+        target.plan.fqn,
+        target.modules,
+        handle,
+        make_precision(handle),
+        options=options,
+        ranks=ranks,
+        application=number,
+        copier=copy_state,
+        settings=UnitSettings(
+            None if options.reshard_after_forward else False,
+            prefetches_forward=options.forward_prefetch,
+        ),
+        searches=ForwardSearches(),
+    )

@@ -30,27 +30,6 @@ from composable_fsdp.tree.traversal import walk_states
 
 Memo = dict[int, Any]
 
-_NOT_COPIED = (
-    "__weakref__",
-    "_is_root",
-    "_parent",
-    "_root_handles",
-    "_root_states",
-    # Listed units to prefetch: the copy prefetches by the order of the forward again.
-    "ahead_in_backward",
-    "ahead_in_forward",
-    "context",
-    "handle",
-    # The copy searches the attributes of the copied modules again.
-    "kept_at",
-    "modules",
-    "precision",
-    "remaining",
-    "scans",
-    "sums",
-)
-"""Fields that a copy must not share. All other fields are settings."""
-
 
 def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
     """Return the state of a copied unit, with new shards.
@@ -67,12 +46,19 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
     made = _FSDPState()
     # Before all else: the modules below refer back to this state.
     memo[id(state)] = made
-    for name in _FSDPState.__slots__:
-        if name not in _NOT_COPIED:
-            setattr(made, name, getattr(state, name))
-    made.modules = tuple(_copy_module(module, memo) for module in state.modules)
-    made.handle = _copy_handle(state.handle, made.modules, memo)
-    made.precision = copy.deepcopy(state.precision, memo)
+    modules = tuple(_copy_module(module, memo) for module in state.modules)
+    made.fill(
+        state.fqn,
+        modules,
+        _copy_handle(state.handle, modules, memo),
+        copy.deepcopy(state.precision, memo),
+        options=state.options,
+        ranks=state.ranks,
+        application=state.application,
+        copier=copy_state,
+        settings=state.settings.copy(),
+        searches=state.searches.copy(),
+    )
     install_grad_hooks(made)
     for top in state.modules:
         for module in walk.modules(top):

@@ -300,18 +300,20 @@ class _Finishing:
         ]
 
     def __enter__(self) -> None:
-        self.before = [root_of(each).is_last_backward for each in self.contexts]
+        self.before = [
+            root_of(each).settings.is_last_backward for each in self.contexts
+        ]
         for context in self.contexts:
             # A reduction of an earlier backward must not be part of the requested
             # gradients.
             finish_reduction(context)
             finish_d2h_grad_copies(context)
             move_gradients_in(context.handles)
-            root_of(context).is_last_backward = True
+            root_of(context).settings.is_last_backward = True
 
     def __exit__(self, *_: object) -> None:
         for context, before in zip(self.contexts, self.before, strict=True):
-            root_of(context).is_last_backward = before
+            root_of(context).settings.is_last_backward = before
 
 
 class _SetAside:

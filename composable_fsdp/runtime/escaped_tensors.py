@@ -105,16 +105,18 @@ def tensors_on_attributes(state: _FSDPState, since: int) -> list[Tensor]:
     """Return tensors on the modules' attributes, made at or after ``since``."""
     # A search of all attributes is too slow for each step. The first forwards search,
     # and later forwards read only the attributes that were found.
-    if state.scans:
-        state.scans -= 1
-        known = {(id(table), key) for table, key in state.kept_at}
-        state.kept_at += tuple(
+    if state.searches.scans:
+        state.searches.scans -= 1
+        known = {(id(table), key) for table, key in state.searches.kept_at}
+        state.searches.kept_at += tuple(
             (table, key)
             for table, key, tensor in _attributes(state)
             if _is_since(tensor, since) and (id(table), key) not in known
         )
     found = (
-        each for table, key in state.kept_at for each in tensors_in(table.get(key))
+        each
+        for table, key in state.searches.kept_at
+        for each in tensors_in(table.get(key))
     )
     return made_since(found, since)
 

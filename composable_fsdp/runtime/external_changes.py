@@ -6,6 +6,8 @@ before the first forward. The next use of a unit detects the change.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from composable_fsdp.comm.device import make_streams, outside_transforms
@@ -99,16 +101,15 @@ def _place_buffers(state: _FSDPState) -> None:
 
 
 def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
-    """Set the compute device of the unit, and of a root without regions."""
+    """Follow a unit to its compute device: a root without regions, and streams."""
     device: torch.device = state.handle.layout.device
-    state.device = device
     if context is None:
         return
     root = root_of(context)
     # A root without parameters has no device of its own and follows the first moved
     # unit.
     if root.device != device and not root.handle.layout.regions:
-        root.device = device
+        root.handle.layout = replace(root.handle.layout, device=device)
     # Streams exist only on CUDA: a tree that moved there from the CPU has none yet.
     if root.device == device and context.streams is None:
         context.streams = make_streams(device)

@@ -113,7 +113,7 @@ def pre_forward(
         )
     recomputing = current_task() != NO_TASK
     handle, replaced = state.handle, None
-    calls = handle.running.calls
+    calls, searches = handle.running.calls, state.searches
     copies: Copies = []
     if not recomputing and (
         context.outermost is None
@@ -146,7 +146,7 @@ def pre_forward(
             args, kwargs = replaced = cast
     if handle.residency in NOT_GATHERED:
         unshard(context, handle)
-    if state.prefetches_forward and not recomputing:
+    if state.settings.prefetches_forward and not recomputing:
         prefetch_forward(context, state)
     if handle.residency is not UNSHARDED:
         wait_unsharded(handle)
@@ -162,9 +162,9 @@ def pre_forward(
     if not recomputing:
         # Checksums find writes through ``.data`` in the first two forwards; see
         # ``_copy_writes``.
-        if state.looks and not calls:
-            state.looks -= 1
-            state.sums = checksums(handle) if handle.form.needs_gather else None
+        if searches.looks and not calls:
+            searches.looks -= 1
+            searches.sums = checksums(handle) if handle.form.needs_gather else None
         if FORWARD not in handle.phase.followers:
             raise illegal_move(handle.name, handle.phase, FORWARD)
         handle.phase = FORWARD
@@ -183,7 +183,7 @@ def pre_forward(
     call = UnitForward(state, ForwardRecord() if recomputing else context.tape)
     if call.tape.schedule is not None:
         call.begin = len(call.tape.order.uses)
-    if state.scans or state.kept_at:
+    if searches.scans or searches.kept_at:
         call.since = sequence_number()
     calls.append(call)
     replaced = _alias_inputs(call, args, kwargs, copies) or replaced
@@ -257,7 +257,7 @@ def post_forward(
         holds parameters and cannot be rebuilt.
     Collective: none.
     """
-    context, handle = state.context, state.handle
+    context, handle, searches = state.context, state.handle, state.searches
     # The pre-forward hook has raised in these two cases; keep that error.
     if context is None or context.summoned is not None:
         return None
@@ -286,8 +286,8 @@ def post_forward(
     # ``was_written``, inlined for speed.
     if (
         tuple(map(version_of, handle.form.placed)) != handle.form.readable
-        or state.sums is not None
-        or state.writes_data
+        or searches.sums is not None
+        or searches.writes_data
         or handle.running.lent
     ):
         try:
@@ -332,7 +332,7 @@ def post_forward(
     if phase not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, phase)
     handle.phase = phase
-    if (state.reshard_after_forward or not awaited) and not stays_full:
+    if (state.settings.reshard_after_forward or not awaited) and not stays_full:
         reshard(context, handle)
     elif handle.residency is UNSHARDED and not stays_full:
         # The full buffer stays for backward. The modules show the sharded parameters,
@@ -354,7 +354,7 @@ def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
     if phase not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, phase)
     handle.phase = phase
-    if awaited and not state.reshard_after_forward:
+    if awaited and not state.settings.reshard_after_forward:
         residency.use_sharded(handle)
         handle.kept_full = False
     else:
@@ -392,7 +392,7 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
         if tensor._version != version:
             tensors = [*tensors, *written_in_place(inputs, first_number(aliases))]
             break
-    if state.scans or state.kept_at:
+    if state.searches.scans or state.searches.kept_at:
         tensors = [*tensors, *tensors_on_attributes(state, call.since)]
     if call.held is not None:
         tensors = [*tensors, *made_since(tensors_in(call.held), call.since)]
@@ -443,23 +443,23 @@ def _copy_writes(state: _FSDPState) -> None:
     Raises: PhaseError, as ``copy_writes_to_shards``; RuntimeError, as
         ``write_casts_back``.
     """
-    context, handle = state.context, state.handle
+    context, handle, searches = state.context, state.handle, state.searches
     assert context is not None
     write_casts_back(handle)
     # Writes through ``.data`` leave the version counter unchanged. Two forwards compare
     # checksums; if either finds a write, every later forward copies all parameters.
-    if state.sums is not None and len(handle.running.calls) == 1:
-        sums, state.sums = state.sums, None
+    if searches.sums is not None and len(handle.running.calls) == 1:
+        sums, searches.sums = searches.sums, None
         if not all(map(torch.equal, sums, checksums(handle) or sums)):
-            state.writes_data = True
+            searches.writes_data = True
     in_place = was_written(handle)
-    if not in_place and not state.writes_data:
+    if not in_place and not searches.writes_data:
         return
     before = handle.writes.gathered_at
     was_current = before and before == shard_versions(handle)
     if in_place:
         copy_writes_to_shards(handle)
-    if state.writes_data:
+    if searches.writes_data:
         copy_all_to_shards(handle)
     if was_current:
         # The shards changed to what the full parameters are.
@@ -480,7 +480,7 @@ def _after_raise(state: _FSDPState) -> None:
         # matters more than a refusal of the write.
         with suppress(RuntimeError):
             _copy_writes(state)
-    state.sums = None
+    state.searches.sums = None
     running, calls = handle.running, handle.running.calls
     if calls:
         call = calls.pop()

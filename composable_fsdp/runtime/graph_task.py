@@ -214,7 +214,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         if handle.backward.task != task:
             continue
         reset_backward(handle)
-        if state.sync_gradients and has_arrived(handle):
+        if state.settings.sync_gradients and has_arrived(handle):
             reduce_gradients(context, handle)
         if handle.running.calls:
             # This backward ran inside a forward of the unit, which still reads the
@@ -222,7 +222,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             handle.phase = Phase.FORWARD
             continue
         handle.kept = keep
-        if state.reshard_after_backward:
+        if state.settings.reshard_after_backward:
             reshard(context, handle)
         else:
             keep_full(context, handle)
@@ -234,18 +234,18 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     for state in root._all_fsdp_states:
         handle = state.handle
         waits = handle.reduction.held is not None and handle.rule.all_reduce
-        if (handle.reduction.due or waits) and state.sync_gradients:
+        if (handle.reduction.due or waits) and state.settings.sync_gradients:
             # The gradients arrived under ``no_sync``, or wait for the all-reduce over
             # the replicate group, and this backward has not reached the unit.
             reduce_gradients(context, handle)
         if not keep and context.outermost is None:
             handle.kept = False
-            if not state.reshard_after_backward:
+            if not state.settings.reshard_after_backward:
                 keep_full(context, handle)
             elif handle.residency is not SHARDED:
                 reshard(context, handle)
     context.prefetched.clear()
-    if root.is_last_backward:
+    if root.settings.is_last_backward:
         finish_reduction(context)
         if context.offload:
             finish_d2h_grad_copies(context)

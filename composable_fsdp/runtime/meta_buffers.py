@@ -93,7 +93,7 @@ def _is_marked(buffer: Tensor) -> bool:
 def _unfilled(states: Iterable[tuple[str, _FSDPState]]) -> Iterator[str]:
     """Yield the FQNs of buffers that hold only marks."""
     for fqn, state in states:
-        if state.awaits_buffers:
+        if state.searches.awaits_buffers:
             for name, buffer in own_buffers(state):
                 if _is_marked(buffer):
                     yield join_name(fqn, name)
@@ -120,4 +120,4 @@ def require_filled(states: Sequence[_FSDPState]) -> None:
             "set the others, or pass a param_init_fn that does, on every rank."
         )
     for state in states:
-        state.awaits_buffers = False
+        state.searches.awaits_buffers = False

@@ -143,7 +143,7 @@ def _reduce_in_turn(
     """Reduce the unit in turn, with zeros for parameters without a gradient."""
     handle = state.handle
     expected = handle.rule.fill and handle.layout.trainable and schedule.accumulates
-    if state.sync_gradients and (expected or has_arrived(handle)):
+    if state.settings.sync_gradients and (expected or has_arrived(handle)):
         reduce_gradients(context, handle)
     if handle.backward.task == NO_TASK:
         # Backward has not reached the unit, so no other hook reshards the unit.
@@ -157,7 +157,7 @@ def _free_unused(context: RuntimeContext, state: _FSDPState) -> None:
         # This backward runs inside a forward of the unit (``torch.func.vjp``), which
         # still reads the parameters.
         return
-    if state.reshard_after_backward:
+    if state.settings.reshard_after_backward:
         reshard(context, handle)
     elif handle.residency is not SHARDED:
         wait_unsharded(handle)

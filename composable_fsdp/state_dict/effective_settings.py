@@ -24,7 +24,7 @@ def effective_settings(state: _FSDPState) -> StateDictSettings:
     """
     asked = dcp_request()
     if asked is None:
-        return state.state_dict_settings
+        return state.settings.state_dict
     if asked.full:
         # With both options DCP keeps the result on rank 0 only, so the other ranks need
         # no full tensors. This holds only if ``rank0_only`` selects rank 0.

@@ -126,7 +126,7 @@ def write_unit_values(
     settings = effective_settings(state)
     kind, config = settings.state_dict_type, settings.state_dict_config
     # A request of DCP is the same for all units; the units' own settings may differ.
-    if settings is state.state_dict_settings:
+    if settings is state.settings.state_dict:
         _require_one_type(module, kind)
     first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
     values: dict[int, Tensor] = {}
@@ -168,7 +168,7 @@ def _require_one_type(module: nn.Module, kind: StateDictType) -> None:
     """
     # A mixture of full values and shards could not be loaded under any type.
     for fqn, _, below in walk_states(module):
-        other = below.state_dict_settings.state_dict_type
+        other = below.settings.state_dict.state_dict_type
         if other is not kind:
             raise CompositionError(
                 f"state_dict expects one type for all units; {quoted(fqn)} is set to "
@@ -194,7 +194,8 @@ def _values(
         return local_values(handle, to_cpu=to_cpu)
     # Other ranks have sharded parameters in their modules and cannot gather inside a
     # block.
-    if context is not None and context.summoned is not None and context.rank0_only:
+    summoned = None if context is None else context.summoned
+    if summoned is not None and summoned.rank0_only:
         raise PhaseError(
             f"state_dict of {state.name} was called inside unshard_params("
             "rank0_only=True), where only the first rank has full parameters. Call it "

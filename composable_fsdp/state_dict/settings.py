@@ -95,9 +95,9 @@ def set_state_dict_type(
             raise ValueError(_NO_DTENSOR.format(type(config).__name__))
     states = units_of(module, "set_state_dict_type", recurse=True)
     # As FSDP1, which returns the settings of the first unit for the whole model.
-    before = states[0].state_dict_settings
+    before = states[0].settings.state_dict
     for state in states:
-        state.state_dict_settings = settings
+        state.settings.state_dict = settings
     return before
 
 
@@ -109,14 +109,14 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     units_of(module, "get_state_dict_type", recurse=True)
     (name, _, first), *rest = walk_states(module)
     for fqn, _, state in rest:
-        if state.state_dict_settings != first.state_dict_settings:
+        if state.settings.state_dict != first.settings.state_dict:
             raise CompositionError(
                 f"Units differ in their state dict settings: {quoted(name)} has "
-                f"{first.state_dict_settings}, {quoted(fqn)} has "
-                f"{state.state_dict_settings}. Call set_state_dict_type on the whole "
+                f"{first.settings.state_dict}, {quoted(fqn)} has "
+                f"{state.settings.state_dict}. Call set_state_dict_type on the whole "
                 "model, or ask each unit alone."
             )
-    return first.state_dict_settings
+    return first.settings.state_dict
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def state_dict_type(
     """
     states = units_of(module, "state_dict_type", recurse=True)
     # Per unit, because units may have had different settings.
-    before = [state.state_dict_settings for state in states]
+    before = [state.settings.state_dict for state in states]
     set_state_dict_type(
         module, state_dict_type, state_dict_config, optim_state_dict_config
     )
@@ -152,4 +152,4 @@ def state_dict_type(
         yield
     finally:
         for state, settings in zip(states, before, strict=True):
-            state.state_dict_settings = settings
+            state.settings.state_dict = settings

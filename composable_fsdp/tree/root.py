@@ -67,8 +67,8 @@ def _initialise(top: _FSDPState) -> None:
         state.context = context
         # The default reshards after forward, except for the root, which backward would
         # gather again at once.
-        if state.reshard_after_forward is None:
-            state.reshard_after_forward = state is not root
+        if state.settings.reshard_after_forward is None:
+            state.settings.reshard_after_forward = state is not root
     root._root_states = tuple(state for _, _, state in found)
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles

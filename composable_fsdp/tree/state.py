@@ -11,21 +11,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
-from composable_fsdp.config import FULL_BY_DEFAULT
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.precision import Precision
+from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
 H = TypeVar("H")
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
@@ -142,7 +142,6 @@ class RuntimeContext:
         "outermost",
         "precisions",
         "prefetched",
-        "rank0_only",
         "reducing",
         "retiring",
         "root",
@@ -210,11 +209,8 @@ class RuntimeContext:
         self.reducing: Reduction | None = None
         """The reduction that was issued last and is not finished; at most a single
         reduction is in flight."""
-        self.summoned: _FSDPState | None = None
-        """The unit on which ``unshard_params`` was called, while the block runs; else
-        None."""
-        self.rank0_only = False
-        """Whether the block of ``summoned`` shows full parameters on rank 0 only."""
+        self.summoned: Summon | None = None
+        """The running block of ``unshard_params``, else None."""
         self.is_new = True
         """Whether no forward has begun yet. The first forward makes extra checks."""
 
@@ -245,10 +241,24 @@ class RuntimeContext:
         # the regions).
         root = self.root()
         states = root._root_states if root is not None else ()
-        syncs = tuple([state.sync_gradients for state in states])
+        syncs = tuple([state.settings.sync_gradients for state in states])
         log.depart(
             use, (forward, syncs, tuple([s.handle.layout.epoch for s in states]))
         )
+
+
+class Summon(NamedTuple):
+    """A running block of ``unshard_params``."""
+
+    state: _FSDPState
+    """The unit on which ``unshard_params`` was called."""
+    rank0_only: bool
+    """Whether the block shows full parameters on rank 0 only."""
+
+    @property
+    def name(self) -> str:
+        """The name of the unit as error messages print it."""
+        return self.state.name
 
 
 class Reduction:
@@ -276,7 +286,8 @@ class Reduction:
 class _FSDPState:
     """The state of a unit. Attached to the unit's modules by ``fully_shard``.
 
-    ``_is_root`` is ``None`` until lazy initialization.
+    ``_is_root`` is ``None`` until lazy initialization. The registry creates the state
+    before the unit is planned; ``fill`` makes the state that of a unit.
     """
 
     __slots__ = (
@@ -287,44 +298,19 @@ class _FSDPState:
         "_root_states",
         "ahead_in_backward",
         "ahead_in_forward",
-        "awaits_buffers",
         "application",
         "context",
         "copier",
-        "device",
         "fqn",
         "handle",
-        "is_last_backward",
-        "kept_at",
-        "looks",
         "modules",
         "options",
         "precision",
-        "prefetches_forward",
         "ranks",
         "remaining",
-        "reshard_after_backward",
-        "reshard_after_forward",
-        "scans",
-        "state_dict_settings",
-        "sums",
-        "sync_gradients",
-        "writes_data",
+        "searches",
+        "settings",
     )
-
-    handle: FlatParamHandle
-    """The unit's flat buffers."""
-    options: UnitOptions
-    """The unit's options, resolved from ``fully_shard``."""
-    ranks: RankLayout
-    """The ranks that the caller of ``fully_shard`` chose."""
-    device: torch.device
-    """The compute device."""
-    # Set at build and not imported, because the implementation is in a higher layer.
-    copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState]
-    """Implementation of ``copy.deepcopy``."""
-    precision: Precision | None
-    """Casts of inputs, outputs and buffers; ``None`` without casts."""
 
     def __init__(self) -> None:
         self.fqn = ""
@@ -341,22 +327,8 @@ class _FSDPState:
         """Cache of all handles of the tree; filled on the root only."""
         self.context: RuntimeContext | None = None
         """The objects that the tree shares; ``None`` until lazy initialization."""
-        self.awaits_buffers = False
-        """Whether buffers of the unit were on meta and may still have no values."""
-        # Settings that the user can change between steps (``access.settings``,
-        # ``access.schedule``, ``no_sync``).
-        self.sync_gradients = True
-        """Whether a backward reduces gradients; False under ``no_sync``."""
-        self.is_last_backward = True
-        """Read from the root only: whether the end of backward waits for the last
-        reduction."""
-        self.reshard_after_forward: bool | None = None
-        """``None``, the default, until lazy initialization chooses: True except for the
-        root."""
-        self.reshard_after_backward = True
-        """Whether the unit is resharded after its backward. Default: True."""
-        self.prefetches_forward = False
-        """Whether the unit's forward prefetches another unit."""
+        # A copied unit has no listed units: the copy prefetches by the order of the
+        # forward again.
         self.ahead_in_forward: tuple[_FSDPState, ...] = ()
         """Units to prefetch in forward. Empty, the default: the next unit by the
         forward log."""
@@ -366,25 +338,44 @@ class _FSDPState:
         self.remaining: frozenset[int] = frozenset()
         """Unit of several modules: ids of the modules that have not run in this
         forward."""
-        self.application = 0
+
+    def fill(
+        self,
+        fqn: str,
+        modules: tuple[nn.Module, ...],
+        handle: FlatParamHandle,
+        precision: Precision | None,
+        *,
+        options: UnitOptions,
+        ranks: RankLayout,
+        application: int,
+        copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState],
+        settings: UnitSettings,
+        searches: ForwardSearches,
+    ) -> None:
+        """Make this state the state of a unit."""
+        self.fqn, self.modules = fqn, modules
+        self.handle = handle
+        """The unit's flat buffers."""
+        self.precision = precision
+        """Casts of inputs, outputs and buffers; ``None`` without casts."""
+        self.options = options
+        """The unit's options, resolved from ``fully_shard``."""
+        self.ranks = ranks
+        """The ranks that the caller of ``fully_shard`` chose."""
+        self.application = application
         """Number of the call of ``fully_shard`` that created the unit. A policy creates
         several units in a call."""
-        # Searches take too long for every step, so only the first forwards search.
-        self.scans = 2
-        """Number of further forwards that search modules for tensors on attributes
-        (``runtime.escaped_tensors``)."""
-        self.kept_at: tuple[tuple[dict[str, Any], str], ...] = ()
-        """The attributes (table, key) on which the searches found tensors."""
-        self.looks = 2
-        """Number of further forwards that check for writes to weights through
-        ``.data``."""
-        self.sums: list[Tensor] | None = None
-        """Checksums of the full parameters when such a forward began."""
-        self.writes_data = False
-        """Whether such a write was found. Every later forward then copies its weights
-        to the shards."""
-        self.state_dict_settings = FULL_BY_DEFAULT
-        """Settings of ``set_state_dict_type``."""
+        # Passed and not imported, because the implementation is in a higher layer.
+        self.copier = copier
+        """Implementation of ``copy.deepcopy``."""
+        self.settings = settings
+        self.searches = searches
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self.handle.layout.device
 
     @property
     def parent(self) -> _FSDPState | None:

@@ -66,7 +66,10 @@ def test_settings_of_a_wrapped_unit_find_it(world: World, path: str) -> None:
     set_reshard_after_forward(held[0], False, recurse=False)
     set_modules_to_forward_prefetch(held[0], [held[1]])
 
-    assert (first.reshard_after_forward, second.reshard_after_forward) == (False, None)
+    assert (
+        first.settings.reshard_after_forward,
+        second.settings.reshard_after_forward,
+    ) == (False, None)
     assert first.ahead_in_forward == (second,)
 
 

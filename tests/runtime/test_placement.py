@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -149,7 +149,9 @@ def test_a_root_without_parameters_computes_where_its_units_do(one_rank: World) 
     model = nn.Sequential(nn.Linear(4, 4))
     below = _get_module_fsdp_state(fully_shard(model[0]))
     assert below is not None
-    below.device = torch.device("cpu", 0)  # unlike what any parameter says
+    # Unlike what any parameter says.
+    cpu = torch.device("cpu", 0)
+    below.handle.layout = replace(below.handle.layout, device=cpu)
 
     fully_shard(model)
 

@@ -1,0 +1,98 @@
+"""The settings of a unit, and what its first forwards search for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from composable_fsdp.config import FULL_BY_DEFAULT, StateDictSettings
+
+
+class UnitSettings:
+    """The settings of a unit that the user can change between steps.
+
+    ``access.settings``, ``access.schedule``, ``no_sync`` and ``set_state_dict_type``
+    change the settings.
+    """
+
+    __slots__ = (
+        "is_last_backward",
+        "prefetches_forward",
+        "reshard_after_backward",
+        "reshard_after_forward",
+        "state_dict",
+        "sync_gradients",
+    )
+
+    def __init__(
+        self,
+        reshard_after_forward: bool | None = None,
+        *,
+        prefetches_forward: bool = False,
+        sync_gradients: bool = True,
+        is_last_backward: bool = True,
+        reshard_after_backward: bool = True,
+        state_dict: StateDictSettings = FULL_BY_DEFAULT,
+    ) -> None:
+        self.sync_gradients = sync_gradients
+        """Whether a backward reduces gradients; False under ``no_sync``."""
+        self.is_last_backward = is_last_backward
+        """Read from the root only: whether the end of backward waits for the last
+        reduction."""
+        self.reshard_after_forward = reshard_after_forward
+        """``None``, the default, until lazy initialization chooses: True except for the
+        root."""
+        self.reshard_after_backward = reshard_after_backward
+        """Whether the unit is resharded after its backward. Default: True."""
+        self.prefetches_forward = prefetches_forward
+        """Whether the unit's forward prefetches another unit."""
+        self.state_dict = state_dict
+        """Settings of ``set_state_dict_type``."""
+
+    def copy(self) -> UnitSettings:
+        """Return equal settings, for a copied unit."""
+        return UnitSettings(
+            self.reshard_after_forward,
+            prefetches_forward=self.prefetches_forward,
+            sync_gradients=self.sync_gradients,
+            is_last_backward=self.is_last_backward,
+            reshard_after_backward=self.reshard_after_backward,
+            state_dict=self.state_dict,
+        )
+
+
+class ForwardSearches:
+    """What the first forwards of a unit search for, and have found.
+
+    Searches take too long for every step, so only the first forwards search.
+    """
+
+    __slots__ = ("awaits_buffers", "kept_at", "looks", "scans", "sums", "writes_data")
+
+    def __init__(
+        self, *, looks: int = 2, writes_data: bool = False, awaits_buffers: bool = False
+    ) -> None:
+        self.scans = 2
+        """Number of further forwards that search modules for tensors on attributes
+        (``runtime.escaped_tensors``)."""
+        self.kept_at: tuple[tuple[dict[str, Any], str], ...] = ()
+        """The attributes (table, key) on which the searches found tensors."""
+        self.looks = looks
+        """Number of further forwards that check for writes to weights through
+        ``.data``."""
+        self.sums: list[Tensor] | None = None
+        """Checksums of the full parameters when such a forward began."""
+        self.writes_data = writes_data
+        """Whether such a write was found. Every later forward then copies its weights
+        to the shards."""
+        self.awaits_buffers = awaits_buffers
+        """Whether buffers of the unit were on meta and may still have no values."""
+
+    def copy(self) -> ForwardSearches:
+        """Return the searches of a copied unit, which scans its own modules again."""
+        return ForwardSearches(
+            looks=self.looks,
+            writes_data=self.writes_data,
+            awaits_buffers=self.awaits_buffers,
+        )
