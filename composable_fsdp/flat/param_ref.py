@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.region import FlatParameter, part_of
+from composable_fsdp.naming import join_name
 from composable_fsdp.planning.layout import ParameterSlot
 
 
@@ -30,6 +31,21 @@ class ParamRef:
     def leaf(self) -> nn.Parameter:
         """Return the sharded parameter itself."""
         return self.region.leaves[self.index]
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's name in the plain model, from the root."""
+        return join_name(self.handle.full_fqn, self.slot.fqn)
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Return elements ``[start, stop)`` of the flattened parameter on this rank."""
+        return self.region.layout.interval(self.slot, self.region.rank)
+
+    @property
+    def offset(self) -> int:
+        """Return where the parameter's elements start in the shard."""
+        return self.region.layout.shard_offset(self.slot, self.region.rank)
 
     def part_of(self, value: Tensor) -> Tensor:
         """Return this rank's part of the full ``value``, in the shape of ``leaf``."""

@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, FlatParamRecord, find_flat
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.param_ref import param_refs
-from composable_fsdp.naming import join_name as join_names
+from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.scalars import is_scalar
-from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 Group = dict[str, Any]
@@ -48,15 +46,29 @@ state yet, zeros are used for it: a step with a zero gradient gives the same."""
 
 
 _WAY_OUT = "Load it into an optimizer over model.parameters()."
+BY_NAME = (
+    "Save what optim_state_dict(model, optim) returns, which is by parameter names, "
+    "and load it with optim_state_dict_to_load(model, optim, state); or save and load "
+    "the native checkpoint."
+)
+"""The remedy for state of flat parameters that are laid out otherwise."""
 
 
 class Part(NamedTuple):
-    """An original parameter: ``[at, at + numel)`` of a flat parameter's shard."""
+    """An original parameter, whose elements start at ``at`` of a flat one's shard."""
 
-    leaf: nn.Parameter
-    slot: ParameterSlot
+    ref: ParamRef
     at: int
-    name: str
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """The original parameter."""
+        return self.ref.leaf
+
+    @property
+    def name(self) -> str:
+        """The name of the original parameter."""
+        return self.ref.name
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the leaf-shaped view of this part of ``flat`` ``(shard_numel,)``."""
@@ -67,14 +79,9 @@ def parts_of(handle: FlatParamHandle, flat: FlatParamRecord) -> list[Part]:
     """Return the originals of a flat parameter in slot order, also of a retired one."""
     # Find leaves by slot index, because a retired flat parameter keeps an old layout,
     # and the leaves may be in other regions now.
-    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
+    refs = {ref.slot.index: ref for ref in param_refs(handle)}
     return [
-        Part(
-            leaves[slot.index],
-            slot,
-            flat.layout.shard_offset(slot, flat.rank),
-            join_names(handle.full_fqn, slot.fqn),
-        )
+        Part(refs[slot.index], flat.layout.shard_offset(slot, flat.rank))
         for slot in flat.layout.parameters
     ]
 
@@ -160,6 +167,53 @@ def _is_flat_form(param_groups: list[Group], given: Any) -> bool:
     ] and all(isinstance(key, int) for g in theirs for key in g["params"])
 
 
+def sharded_state(flat: FlatParamRecord, value: Any) -> Any:
+    """Return ``(shard_numel,)`` state as a ``ShardedValue``, other values unchanged."""
+    layout = flat.layout
+    if not isinstance(value, Tensor) or value.shape != (layout.shard_numel,):
+        return value
+    if not layout.padded_numel:
+        # A value without elements has no boxes, so a checkpoint could not describe it.
+        return value
+    # A plain tensor would be taken by torch.distributed.checkpoint for a value that is
+    # equal on all ranks, and only the part of a single rank would be saved.
+    return ShardedValue(
+        value,
+        (layout.padded_numel,),
+        0,
+        layout.shard_numel,
+        flat.rank,
+        layout.world_size,
+    )
+
+
+def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
+    """Return this rank's ``(shard_numel,)`` of a flat parameter's state, or a scalar.
+
+    Args:
+        flat: the flat parameter.
+        name: name of the state, for the message.
+        value: a ``ShardedValue``, a tensor ``(shard_numel,)``, a 0-d tensor, or no
+            tensor.
+
+    Returns: the local part of a sharded value; other values unchanged.
+
+    Collective: none.
+    Raises: CheckpointError, for another shape or a sharded value of another layout.
+    """
+    numel = flat.layout.shard_numel
+    if isinstance(value, ShardedValue):
+        expected = sharded_state(flat, value.local)
+        if isinstance(expected, ShardedValue) and expected.is_part_like(value):
+            return value.local
+    elif not isinstance(value, Tensor) or tuple(value.shape) in ((), (numel,)):
+        return value
+    raise CheckpointError(
+        f"Optimizer state {name!r} of a flat parameter has shape {tuple(value.shape)}; "
+        f"expected a scalar or this rank's shard, {(numel,)}. {BY_NAME}"
+    )
+
+
 def part_of_state(part: Part, flat: FlatParamRecord, name: str, value: Any) -> Any:
     """Return the original's part of a flat parameter's state; scalars are copied.
 
@@ -172,9 +226,10 @@ def part_of_state(part: Part, flat: FlatParamRecord, name: str, value: Any) -> A
     Returns: a view in the leaf's shape, a copy of a 0-d tensor, or ``value`` itself.
 
     Collective: none.
-    Raises: CheckpointError, for state that is not element-wise.
+    Raises: CheckpointError, for state that is not element-wise, or of another layout.
     """
-    value = value.local if isinstance(value, ShardedValue) else value
+    if isinstance(value, ShardedValue):
+        value = flat_part(flat, name, value)
     if not isinstance(value, Tensor):
         return value
     if value.shape == (flat.layout.shard_numel,):

@@ -12,27 +12,26 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.flat.flat_parameter import FlatParamRecord, find_flat
-from composable_fsdp.optim.flat_state import has_flats, parts_of, unflatten_state
+from composable_fsdp.flat.flat_parameter import find_flat
+from composable_fsdp.optim.flat_state import (
+    BY_NAME,
+    flat_part,
+    has_flats,
+    parts_of,
+    sharded_state,
+    unflatten_state,
+)
 from composable_fsdp.optim.sharded import mark_partial
 from composable_fsdp.optim.step_checks import flat_name
 from composable_fsdp.state_dict.dcp_caller import dcp_request
-from composable_fsdp.state_dict.sharded import ShardedValue
 
 StateDict = dict[str, Any]
 
 _MARK = "flat_parameters"
 """Key of a group in a state dict: per parameter the fingerprint of its layout; an empty
 string for an original."""
-
-_ANYWHERE = (
-    "Save what optim_state_dict(model, optim) returns, which is by parameter names, "
-    "and load it with optim_state_dict_to_load(model, optim, state); or save and load "
-    "the native checkpoint."
-)
 
 
 def refuse_torchs_functions() -> None:
@@ -46,7 +45,7 @@ def refuse_torchs_functions() -> None:
         raise CheckpointError(
             "torch.distributed.checkpoint.state_dict names an optimizer's parameters "
             "by the model's, and got an optimizer over flat parameters, which are none "
-            f"of them. {_ANYWHERE}"
+            f"of them. {BY_NAME}"
         )
 
 
@@ -62,30 +61,12 @@ def give_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         for parameter, key in zip(own["params"], saved["params"], strict=True):
             found = find_flat(parameter)
             if found is not None and key in state:
-                state[key] = {k: _shown(found[1], v) for k, v in state[key].items()}
+                state[key] = {
+                    k: sharded_state(found[1], v) for k, v in state[key].items()
+                }
                 mark_partial(found[0], state[key], flat_name(*found))
         groups.append({**saved, _MARK: _marks(own)})
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _shown(flat: FlatParamRecord, value: Any) -> Any:
-    """Return ``(shard_numel,)`` state as a ``ShardedValue``, other values unchanged."""
-    layout = flat.layout
-    if not isinstance(value, Tensor) or value.shape != (layout.shard_numel,):
-        return value
-    if not layout.padded_numel:
-        # A value without elements has no boxes, so a checkpoint could not describe it.
-        return value
-    # A plain tensor would be taken by torch.distributed.checkpoint for a value that is
-    # equal on all ranks, and only the part of a single rank would be saved.
-    return ShardedValue(
-        value,
-        (layout.padded_numel,),
-        0,
-        layout.shard_numel,
-        flat.rank,
-        layout.world_size,
-    )
 
 
 def _marks(group: dict[str, Any]) -> list[str]:
@@ -96,7 +77,9 @@ def _marks(group: dict[str, Any]) -> list[str]:
         mark = ""
         if found is not None:
             layout = found[1].layout
-            places = [(p.name, p.slot.offset, p.slot.shape) for p in parts_of(*found)]
+            # The slots of this layout: ``ParamRef.slot`` is that of the current one.
+            pairs = zip(parts_of(*found), layout.parameters, strict=True)
+            places = [(part.name, s.offset, s.shape) for part, s in pairs]
             # Use only values that are equal on all ranks: a checkpoint of all ranks has
             # a single copy of the groups.
             told = repr((layout.world_size, layout.padded_numel, places))
@@ -117,7 +100,7 @@ def take_marks(optim: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> No
         raise CheckpointError(
             f"The {type(optim).__name__} got a state of flat parameters that are laid "
             "out otherwise than its own: by another number of ranks, another model, or "
-            f"it has original parameters. {_ANYWHERE}"
+            f"it has original parameters. {BY_NAME}"
         )
 
 
@@ -155,7 +138,7 @@ def take_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
         raise CheckpointError(
             f"The {type(optim).__name__} has groups of {ours} flat parameters and got "
             f"a state of {theirs}: by numbers of originals nobody can tell whose. "
-            f"{_ANYWHERE}"
+            f"{BY_NAME}"
         )
     state = dict(state_dict["state"])
     for own, saved in zip(optim.param_groups, groups, strict=True):
@@ -167,30 +150,3 @@ def take_flat(optim: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
                     for name, value in state[key].items()
                 }
     return {**state_dict, "state": state}
-
-
-def flat_part(flat: FlatParamRecord, name: str, value: Any) -> Any:
-    """Return this rank's ``(shard_numel,)`` of a flat parameter's state, or a scalar.
-
-    Args:
-        flat: the flat parameter.
-        name: name of the state, for the message.
-        value: a ``ShardedValue``, a tensor ``(shard_numel,)``, a 0-d tensor, or no
-            tensor.
-
-    Returns: the local part of a sharded value; other values unchanged.
-
-    Collective: none.
-    Raises: CheckpointError, for another shape or a sharded value of another layout.
-    """
-    numel = flat.layout.shard_numel
-    if isinstance(value, ShardedValue):
-        expected = _shown(flat, value.local)
-        if isinstance(expected, ShardedValue) and expected.is_part_like(value):
-            return value.local
-    elif not isinstance(value, Tensor) or tuple(value.shape) in ((), (numel,)):
-        return value
-    raise CheckpointError(
-        f"Optimizer state {name!r} of a flat parameter has shape {tuple(value.shape)}; "
-        f"expected a scalar or this rank's shard, {(numel,)}. {_ANYWHERE}"
-    )

@@ -269,10 +269,8 @@ def _gather(
             ref = members[i].ref
             if ref is None or members[i].is_scalar(name, value):
                 continue
-            region = ref.region
-            at = region.layout.shard_offset(ref.slot, region.rank)
-            shard = shards[handle.layout.regions.index(region)]
-            shard[at : at + value.numel()].copy_(value.reshape(-1))
+            shard = shards[handle.layout.regions.index(ref.region)]
+            shard[ref.offset :][: value.numel()].copy_(value.reshape(-1))
         fulls = gather_flat_values(handle, shards, first_only=first_only)
         # With ``first_only`` the other ranks have sent their shards and need no result.
         if not fulls or not result:

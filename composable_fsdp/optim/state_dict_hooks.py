@@ -20,14 +20,9 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.flat.param_ref import param_ref
-from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.optim.flat_state import has_flats
-from composable_fsdp.optim.flat_state_dict import (
-    flat_part,
-    give_flat,
-    take_flat,
-    take_marks,
-)
+from composable_fsdp.naming import quoted
+from composable_fsdp.optim.flat_state import flat_part, has_flats
+from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
@@ -93,8 +88,7 @@ def _named(parameter: Any, *, whole: bool = False) -> Named | None:
     if found is None:
         return None
     ref = param_ref(*found)
-    fqn = join_name(ref.handle.full_fqn, ref.slot.fqn)
-    return Named(fqn, parameter, ref)
+    return Named(ref.name, parameter, ref)
 
 
 def _members(

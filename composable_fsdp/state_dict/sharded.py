@@ -429,7 +429,7 @@ def mismatch(ref: ParamRef, value: ShardedValue) -> str:
     if isinstance(own, ShardedValue) and own.is_part_like(value):
         return ""
     region, slot = ref.region, ref.slot
-    start, stop = region.layout.interval(slot, region.rank)
+    start, stop = ref.interval
     return (
         f"expected elements [{start}, {stop}) of shape {slot.shape} on rank "
         f"{region.rank} of {region.layout.world_size}, got {describe(value)} of shape "

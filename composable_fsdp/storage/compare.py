@@ -164,25 +164,14 @@ def compare_model(
         ok = _is_fitting(names[0], shape, dtype, source.model[found], report, cast)
         return found if ok else None
 
-    for held, i in contents.slots():
-        slot = held.region.layout.parameters[i]
-        dtype = held.region.layout.dtype
-        found = fits(held.names[i], slot.shape, dtype)
-        start, stop, at = held.part(slot)
+    for held in contents.each():
+        found = fits(held.names, held.shape, held.dtype)
+        start, stop = held.interval
         # A rank without elements of the parameter reads nothing.
         if found is not None and stop > start:
-            # A view: the copy writes straight into the flat shard.
-            into = held.region.shard[at : at + stop - start]
-            copies.append(Copy(found, None, start, stop, into))
-            report.untied += _untied(source, held.names[i], copies[-1])
-    for tensor in contents.tensors:
-        found = fits(tensor.names, tuple(tensor.tensor.shape), tensor.dtype)
-        if found is not None:
-            numel = tensor.tensor.numel()
-            # Detached: autograd refuses an in-place write to a leaf that requires a
-            # gradient.
-            copies.append(Copy(found, None, 0, numel, tensor.tensor.detach()))
-            report.untied += _untied(source, tensor.names, copies[-1])
+            # A view: the copy writes straight into the flat shard, or the tensor.
+            copies.append(Copy(found, None, start, stop, held.local))
+            report.untied += _untied(source, held.names, copies[-1])
     # Each tied tensor is in ``source.model`` once, so the other names never count.
     report.unexpected += [name for name in source.model if name not in used]
     own_states = contents.own_states

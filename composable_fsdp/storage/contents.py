@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.tree.state import _FSDPState
@@ -30,32 +30,37 @@ from composable_fsdp.tree.traversal import _get_unit_state
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRegion:
-    """A region of a unit, and the names of the region's parameters in slot order.
+class HeldParam:
+    """A parameter of a unit; a tied parameter has several names."""
 
-    ``unit`` (a path) and ``index`` identify the region, and are equal on every rank. A
-    tied parameter has several names.
-    """
-
-    unit: str
-    index: int
-    handle: FlatParamHandle
-    region: FlatParameter
-    names: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
+    ref: ParamRef
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The unit and the index."""
-        return self.unit, self.index
+    def tensor(self) -> Tensor:
+        """The sharded parameter."""
+        return self.ref.leaf
 
-    def part(self, slot: ParameterSlot) -> tuple[int, int, int]:
-        """Return elements ``[start, stop)`` of the parameter here, and their offset.
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameter."""
+        return self.ref.region.layout.dtype
 
-        All three numbers count elements; the offset is where the interval starts in the
-        shard.
-        """
-        layout, rank = self.region.layout, self.region.rank
-        return *layout.interval(slot, rank), layout.shard_offset(slot, rank)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the plain model."""
+        return self.ref.slot.shape
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """This rank's elements of the flattened parameter."""
+        return self.ref.interval
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's elements, a view of the shard."""
+        (start, stop), at = self.interval, self.ref.offset
+        return self.ref.region.shard[at : at + stop - start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,37 @@ class HeldTensor:
     tensor: Tensor
     dtype: torch.dtype
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """All elements."""
+        return 0, self.tensor.numel()
+
+    @property
+    def local(self) -> Tensor:
+        """The tensor itself."""
+        # Detached: autograd refuses an in-place write to a leaf that requires a
+        # gradient.
+        return self.tensor.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRegion:
+    """A region of a unit, and the region's parameters in slot order.
+
+    ``unit`` (a path) and ``index`` identify the region, and are equal on every rank.
+    """
+
+    unit: str
+    index: int
+    handle: FlatParamHandle
+    region: FlatParameter
+    params: tuple[HeldParam, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Contents:
@@ -80,11 +116,11 @@ class Contents:
     own_states: dict[str, nn.Module]
     """Modules with an extra state (``get_extra_state``), by state dict name."""
 
-    def slots(self) -> Iterator[tuple[HeldRegion, int]]:
-        """Yield each parameter of each unit, as region and index in the region."""
-        for held in self.regions:
-            for i in range(len(held.names)):
-                yield held, i
+    def each(self) -> Iterator[HeldParam | HeldTensor]:
+        """Yield the parameters of units, and then the other tensors."""
+        for region in self.regions:
+            yield from region.params
+        yield from self.tensors
 
 
 def contents_of(module: nn.Module, what: str) -> Contents:
@@ -127,7 +163,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
             i,
             state.handle,
             region,
-            _names(module, region, in_units[id(state)], what),
+            _params(module, state.handle, region, in_units[id(state)], what),
         )
         for path, state in states.items()
         for i, region in enumerate(state.handle.layout.regions)
@@ -232,20 +268,25 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield key, buffer
 
 
-def _names(
+def _params(
     module: nn.Module,
+    handle: FlatParamHandle,
     region: FlatParameter,
     found: dict[int, list[str]],
     what: str,
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the region's parameters in slot order.
+) -> tuple[HeldParam, ...]:
+    """Return the region's parameters in slot order.
 
     Raises: CheckpointError, if a parameter of the region is not below ``module``.
     """
-    for slot in region.layout.parameters:
+    slots = region.layout.parameters
+    for slot in slots:
         if slot.index not in found:
             raise _partly(module, slot.fqn, what)
-    return tuple([tuple(found[slot.index]) for slot in region.layout.parameters])
+    return tuple(
+        HeldParam(tuple(found[slot.index]), ParamRef(handle, region, i))
+        for i, slot in enumerate(slots)
+    )
 
 
 def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
@@ -271,7 +312,7 @@ def _require_values(
     regions: tuple[HeldRegion, ...], tensors: tuple[HeldTensor, ...], what: str
 ) -> None:
     """Raise CheckpointError if a tensor is on the meta device."""
-    meta = [n[0] for r in regions if r.region.shard.is_meta for n in r.names]
+    meta = [p.names[0] for r in regions if r.region.shard.is_meta for p in r.params]
     meta += [held.names[0] for held in tensors if held.tensor.is_meta]
     if meta:
         raise CheckpointError(
@@ -319,14 +360,6 @@ def optimizers_in(optim: object, what: str) -> list[torch.optim.Optimizer]:
     return found
 
 
-def named(contents: Contents) -> dict[int, tuple[HeldRegion, int] | HeldTensor]:
-    """Return the region and index, or the tensor, of each parameter, by ``id``.
-
-    The keys are ids of the sharded parameters, which an optimizer holds.
-    """
-    found: dict[int, tuple[HeldRegion, int] | HeldTensor] = {}
-    for held, i in contents.slots():
-        found[id(held.region.leaves[i])] = (held, i)
-    for tensor in contents.tensors:
-        found[id(tensor.tensor)] = tensor
-    return found
+def named(contents: Contents) -> dict[int, HeldParam | HeldTensor]:
+    """Return each parameter and tensor by the ``id`` of what an optimizer holds."""
+    return {id(held.tensor): held for held in contents.each()}

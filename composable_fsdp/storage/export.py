@@ -151,8 +151,9 @@ class _Writing:
         contents = contents_of(module, "export_safetensors")
         # Gathered values arrive by slot index; the file needs names.
         self._names = {
-            (id(held.handle), held.region.layout.parameters[i].index): held.names[i][0]
-            for held, i in contents.slots()
+            (id(held.ref.handle), held.ref.slot.index): held.names[0]
+            for region in contents.regions
+            for held in region.params
         }
         if not self._wanted:
             return
@@ -193,16 +194,8 @@ class _Writing:
 
 def _tensors(contents: Contents) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return the tensors to write by first name, and other names of tied tensors."""
-    named = [
-        (held.names[i], TensorInfo(held.region.layout.dtype, tuple(slot.shape)))
-        for held, i in contents.slots()
-        for slot in [held.region.layout.parameters[i]]
-    ]
-    named += [
-        (each.names, TensorInfo(each.dtype, tuple(each.tensor.shape)))
-        for each in contents.tensors
-    ]
     # A tied parameter is stored under the first name only.
-    tensors = {names[0]: info for names, info in named}
-    aliases = {other: names[0] for names, _ in named for other in names[1:]}
+    held = list(contents.each())
+    tensors = {each.names[0]: TensorInfo(each.dtype, each.shape) for each in held}
+    aliases = {other: each.names[0] for each in held for other in each.names[1:]}
     return tensors, aliases

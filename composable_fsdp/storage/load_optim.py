@@ -22,26 +22,27 @@ from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.storage.compare import LoadReport, find
-from composable_fsdp.storage.contents import Contents, HeldTensor, named, not_in_module
+from composable_fsdp.storage.contents import (
+    Contents,
+    HeldParam,
+    HeldTensor,
+    named,
+    not_in_module,
+)
 from composable_fsdp.storage.source import Copy, Source
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter of the optimizer: name in the checkpoint and this rank's interval.
+    """A parameter of the optimizer, and its name in the checkpoint."""
 
-    ``start`` and ``stop`` count elements of the flattened parameter in row-major order.
-    ``is_cut`` says that the parameter belongs to a unit, so that each rank holds a
-    part.
-    """
-
-    parameter: Tensor
     name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    """The parameter's shape in the plain model."""
-    is_cut: bool
+    held: HeldParam | HeldTensor
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a unit holds the parameter, so that each rank holds a part."""
+        return isinstance(self.held, HeldParam)
 
 
 def optimizer_loads(
@@ -113,27 +114,18 @@ class OptimizerLoad:
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise not_in_module(parameter, g, i, "loaded")
-                members.append(self._member(parameter, known[id(parameter)]))
+                members.append(self._member(known[id(parameter)]))
             groups.append(members)
         return groups
 
-    def _member(self, parameter: Tensor, held: Any) -> Member | None:
+    def _member(self, held: HeldParam | HeldTensor) -> Member | None:
         """Return the member, or report a missing parameter and return None."""
-        if isinstance(held, HeldTensor):
-            names, shape = held.names, tuple(held.tensor.shape)
-            start, stop = 0, held.tensor.numel()
-        else:
-            region, i = held
-            slot = region.region.layout.parameters[i]
-            names, shape = region.names[i], slot.shape
-            start, stop, _ = region.part(slot)
-        found = find(self.source, names)
+        found = find(self.source, held.names)
         if found is None or found not in self.home:
             if self.source.param_groups is not None:
-                self.report.optimizer.append(f"{quoted(names[0])} is missing")
+                self.report.optimizer.append(f"{quoted(held.names[0])} is missing")
             return None
-        is_cut = not isinstance(held, HeldTensor)
-        return Member(parameter, found, start, stop, shape, is_cut)
+        return Member(found, held)
 
     def _compare_options(self) -> None:
         """Report groups that another kind of optimizer (another class) saved."""
@@ -158,22 +150,22 @@ class OptimizerLoad:
             # A parameter that no unit cuts can take state of any shape as a whole. For
             # a cut parameter, no interval of such state corresponds to this rank's
             # elements.
-            if member.is_cut and info.shape not in ((), member.shape):
+            if member.is_cut and info.shape not in ((), member.held.shape):
                 self.report.optimizer.append(
                     f"state {state!r} of {quoted(member.name)} (expected "
-                    f"{member.shape}, the checkpoint has {info.shape})"
+                    f"{member.held.shape}, the checkpoint has {info.shape})"
                 )
 
     def _is_elementwise(self, member: Member, state: str) -> bool:
         """Return whether the state has an element for each element of the parameter."""
         info = self.source.optim[member.name][state]
-        scalar = is_scalar_shape(state, info.shape, member.shape)
-        return info.shape == member.shape and not scalar
+        scalar = is_scalar_shape(state, info.shape, member.held.shape)
+        return info.shape == member.held.shape and not scalar
 
     def _range(self, member: Member, state: str) -> tuple[int, int] | None:
         """Return the elements of a state to read on this rank; None without a fit."""
         if self._is_elementwise(member, state):
-            return member.start, member.stop
+            return member.held.interval
         info = self.source.optim[member.name][state]
         if info.shape and member.is_cut:
             return None
@@ -189,13 +181,13 @@ class OptimizerLoad:
         # Raise for groups that do not fit before any memory is allocated.
         self._origins()
         if isinstance(self.optim, OverOriginals):
-            found = {id(m.parameter): m for group in self.groups for m in group if m}
+            found = {id(m.held.tensor): m for group in self.groups for m in group if m}
             self.optim.require_joinable(
                 lambda leaf: self._values_to_join(found.get(id(leaf)))
             )
         for members in self.groups:
             for member in filter(None, members):
-                present = self.optim.state.get(member.parameter, {})
+                present = self.optim.state.get(member.held.tensor, {})
                 self.states[id(member)] = self._state(member, present)
         return self.copies
 
@@ -276,7 +268,7 @@ class OptimizerLoad:
             member = members[i]
             if member is None:
                 continue
-            parameter = member.parameter
+            parameter = member.held.tensor
             if self.source.model[member.name].dtype != parameter.dtype:
                 continue
             present = self.optim.state[parameter]
@@ -292,7 +284,7 @@ class OptimizerLoad:
 
     def _state(self, member: Member, present: dict[str, Any]) -> dict[str, Any]:
         """Return the parameter's state; tensors are valid after ``copies`` are done."""
-        source, parameter = self.source, member.parameter
+        source, parameter = self.source, member.held.tensor
         state: dict[str, Any] = {}
         for name, info in source.optim.get(member.name, {}).items():
             span = self._range(member, name)

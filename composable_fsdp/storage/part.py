@@ -229,7 +229,7 @@ class PartMaker:
             encoded = encode(
                 options, f"param_groups[{g}]", self._put, python_values=True
             )
-            members = [_first_name(known[id(p)]) for p in group["params"]]
+            members = [known[id(p)].names[0] for p in group["params"]]
             # ``encode`` writes a dict with a ``$`` key as pairs, and ``params`` cannot
             # be added to pairs.
             if "$dict" in encoded:
@@ -256,7 +256,8 @@ class PartMaker:
     def _region(self, held: HeldRegion, states: dict[int, dict[str, Any]]) -> None:
         """Add entries and description of a region and of the optimizer state."""
         layout, region = held.region.layout, held.region
-        require_storable(layout.dtype, quoted(held.names[0][0] if held.names else ""))
+        first = held.params[0].names[0] if held.params else ""
+        require_storable(layout.dtype, quoted(first))
         key = f"region.{held.unit}.{held.index}"
         numel = (layout.shard_numel,)
         self.pieces.append(Piece(key, layout.dtype, numel, lambda: [region.shard]))
@@ -267,27 +268,27 @@ class PartMaker:
             layout.world_size,
             layout.dtype,
             layout.shard_numel,
-            held.names[0][0] if held.names else "",
+            first,
             key,
             {},
         )
         self.part.regions.append(part)
         members: dict[StateKey, list[tuple[int, int, Tensor]]] = {}
-        for i, leaf in enumerate(region.leaves):
+        for i, param in enumerate(held.params):
             # This rank has no element of the parameter, so an optimizer need not keep
             # the state here up to date. A rank with elements writes the state.
             if i in region.absent:
                 continue
-            slot = layout.parameters[i]
-            at, speaks = held.part(slot)[2], layout.holders(slot)[0] == region.rank
-            for name, value in states.get(id(leaf), {}).items():
+            ref, fqn = param.ref, param.names[0]
+            speaks = layout.holders(ref.slot)[0] == region.rank
+            for name, value in states.get(id(ref.leaf), {}).items():
                 # An entry has a single dtype, so parameters whose states differ in
                 # dtype get separate entries of the region.
-                if _is_elementwise(name, value, leaf, held.names[i][0]):
+                if _is_elementwise(name, value, ref.leaf, fqn):
                     state = (name, str(value.dtype))
-                    members.setdefault(state, []).append((i, at, value))
+                    members.setdefault(state, []).append((i, ref.offset, value))
                 elif speaks:
-                    told = self._value(name, value, held.names[i][0])
+                    told = self._value(name, value, fqn)
                     part.values.setdefault(i, {})[name] = told
         for (name, _), found in members.items():
             dtype = found[0][2].dtype
@@ -312,8 +313,8 @@ class PartMaker:
         # The values are added by ``merge``: they come from other ranks' parts, too.
         if held.handle.groups.is_first:
             part.slots = tuple(
-                Slot(names, slot.shape, slot.offset, {})
-                for names, slot in zip(held.names, layout.parameters, strict=True)
+                Slot(param.names, param.shape, param.ref.slot.offset, {})
+                for param in held.params
             )
 
     def _value(self, name: str, value: Any, fqn: str) -> Json:
@@ -369,11 +370,3 @@ def _state_pieces(
     """Yield the elements of a state's shard, with zeros for all other parameters."""
     parts = ((at, value) for _, at, value in found)
     return shard_pieces(parts, shard_numel, dtype.itemsize)
-
-
-def _first_name(held: tuple[HeldRegion, int] | HeldTensor) -> str:
-    """Return the first name of a parameter."""
-    if isinstance(held, HeldTensor):
-        return held.names[0]
-    region, i = held
-    return region.names[i][0]

@@ -278,6 +278,22 @@ def with_unused(world: World, make: Any) -> tuple[nn.Module, State]:
     return model, optim_state_dict(model, optimizer)
 
 
+def test_sharded_state_of_another_layout_is_refused(one_rank: World) -> None:
+    """It has this shard's size, and the elements of another rank."""
+    model, optimizer = trained(one_rank, "flat")
+    given = optimizer.state_dict()
+    for group in given["param_groups"]:
+        group.pop("flat_parameters", None)  # the fingerprint, as a script may do
+    average = given["state"][0]["exp_avg"].local
+    numel = average.numel()
+    given["state"][0]["exp_avg"] = ShardedValue(average, (2 * numel,), 0, numel, 1, 2)
+
+    text = message_of(lambda: optim_state_dict(model, optimizer, given))
+
+    assert "'exp_avg' of a flat parameter has shape" in text
+    assert "Save what optim_state_dict(model, optim) returns" in text
+
+
 @on_ranks(1, 2, 3)
 def test_a_parameter_without_state_gets_the_zeros_that_a_flat_one_has(
     world: World,
