@@ -77,7 +77,7 @@ def _parse(text: str) -> PeerMessage:
 class Peers:
     """The ranks of a group, for messages about ``topic``."""
 
-    __slots__ = ("_group", "_prefix", "_rank", "_topic")
+    __slots__ = ("__weakref__", "_group", "_prefix", "_rank", "_topic")
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self._group = GroupRef(group)

@@ -15,6 +15,7 @@ store, ranks without a gradient too, so that a refusal is raised on all of them.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,13 +50,16 @@ _TOLD = 64
 class _GroupCheck:
     """State of the check for an optimizer and a shard group; equal on its ranks."""
 
-    __slots__ = ("alone", "last", "peers", "trust", "writes")
+    __slots__ = ("alone", "first", "last", "peers", "trust", "writes")
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        peers = _peers.get(group)
-        if peers is None:
-            peers = _peers[group] = Peers(group, "factors")
-        self.peers = peers
+    def __init__(self, handle: FlatParamHandle) -> None:
+        assert handle.logs.reduce is not None  # its gradients were reduced
+        # The peers of the order log and no others: ranks came to the first reduction of
+        # a model together, so its keys are the same on all ranks, whatever optimizers
+        # of other models each rank has stepped.
+        self.peers = handle.logs.reduce.peers[0]
+        self.first = handle.name
+        """The first unit of the optimizer in this group."""
         # ``writes``: a rank wrote to gradients before the last step. ``alone``: other
         # ranks did not come, so that the check is off.
         self.writes = self.alone = False
@@ -63,15 +67,19 @@ class _GroupCheck:
         self.last = ""
         """Place of the last exchange, whose keys are still in the store."""
 
+    def next_place(self) -> str:
+        """Return a new place; the same on all ranks that step the same optimizers."""
+        counts = _exchanges.setdefault(self.peers, Counter())
+        counts[self.first] += 1
+        return f"factors/{self.first}/{counts[self.first]}"
+
 
 class _Watched:
     """State of the check for an optimizer that holds sharded parameters."""
 
-    __slots__ = ("__weakref__", "groups", "ordinal", "steps", "writes")
+    __slots__ = ("__weakref__", "groups", "steps", "writes")
 
-    def __init__(self, ordinal: int) -> None:
-        self.ordinal = ordinal
-        """Number of the optimizer in order of first use; equal on all ranks."""
+    def __init__(self) -> None:
         self.steps = 0
         self.writes = False
         """Whether one of ``groups`` is checked in every step."""
@@ -85,11 +93,8 @@ _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watched | None] = (
 )
 _wishing: weakref.WeakSet[_Watched] = weakref.WeakSet()
 """Optimizers that need samples of the next backward."""
-_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = (
-    weakref.WeakKeyDictionary()
-)
-_met = 0
-"""Number of optimizers that were registered so far."""
+_exchanges: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
+"""Number of exchanges of the ranks of an order log, by ``_GroupCheck.first``."""
 
 
 def expect_gradients() -> None:
@@ -129,7 +134,7 @@ def require_common_factor(optim: torch.optim.Optimizer) -> None:
             GRAD_SAMPLES.clear()
 
 
-_UNKNOWN = _Watched(-1)
+_UNKNOWN = _Watched()
 """Marks an optimizer that was never seen; None marks one that needs no check."""
 
 
@@ -140,12 +145,10 @@ def _is_in_window(step: int) -> bool:
 
 def _register_optimizer(optim: torch.optim.Optimizer) -> _Watched | None:
     """Return a new record; None without a shard group whose ranks can be compared."""
-    global _met
     shards = (handle.groups.shard for handle in handles_of(optim))
     if not any(shard is not None and can_compare(shard) for shard in shards):
         return None
-    _met += 1
-    return _Watched(_met)
+    return _Watched()
 
 
 class _Write(NamedTuple):
@@ -163,6 +166,7 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
     # Shard groups with a sampled gradient are equal on all their ranks, also if this
     # rank holds no element or saw no write.
     writes: dict[dist.ProcessGroup, list[_Write]] = {}
+    first: dict[dist.ProcessGroup, FlatParamHandle] = {}
     for region, note in list(GRAD_SAMPLES.items()):
         handle, gradient = note.handle(), note.gradient()
         mine = {id(region.flat)} | set(map(id, region.leaves))
@@ -174,6 +178,7 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
         if group is None:
             continue
         found = writes.setdefault(group, [])
+        first.setdefault(group, handle)
         # In-place writes raise the version counter of the flat gradient. Assigning
         # ``p.grad`` does not, so an assigned gradient is accepted.
         if gradient is None or gradient is not region.gradient.shard or not note.leaves:
@@ -184,26 +189,25 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
     for group, found in writes.items():
         check = watched.groups.get(group)
         if check is None:
-            check = watched.groups[group] = _GroupCheck(group)
+            check = watched.groups[group] = _GroupCheck(first[group])
         if check.alone or not (check.writes or _is_in_window(watched.steps)):
             continue
         leaves = _leaves_of(found, held) if found else []
-        place = f"{watched.ordinal}/{watched.steps}"
         # Raise after the last group, whose other ranks wait for this one.
-        told = _exchange(check, place, leaves, has_written=bool(found)) or told
+        told = _exchange(check, leaves, has_written=bool(found)) or told
     watched.writes = any(check.writes for check in watched.groups.values())
     if told is not None:
         raise _refusal(optim, told)
 
 
 def _exchange(
-    check: _GroupCheck, place: str, leaves: Sequence[_Leaf], *, has_written: bool
+    check: _GroupCheck, leaves: Sequence[_Leaf], *, has_written: bool
 ) -> str | None:
     """Exchange factors with the other ranks of the group through the key-value store.
 
     Returns: how factors differ, the same text on all ranks; or None.
     """
-    peers = check.peers
+    peers, place = check.peers, check.next_place()
     mixed = any(leaf.is_changed_otherwise for leaf in leaves)
     changed = mixed or any(leaf.factor not in (None, 1.0) for leaf in leaves)
     said = _statement(leaves)
