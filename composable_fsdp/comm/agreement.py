@@ -191,11 +191,6 @@ class Peers:
         asked = os.environ.get(TIMEOUT_VARIABLE)
         return float(asked) if asked else _SHARE * _group_timeout(self._group.get())
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first one of the group."""
-        return dist.get_group_rank(self._group.get(), self._rank) == 0
-
     def _key(self, place: str) -> str:
         """Return the key of ``place``; choose the prefix at the first call."""
         if not self._prefix:

@@ -50,7 +50,7 @@ _TOLD = 64
 class _GroupCheck:
     """State of the check for an optimizer and a shard group; equal on its ranks."""
 
-    __slots__ = ("alone", "first", "last", "peers", "trust", "writes")
+    __slots__ = ("alone", "first", "peers", "trust", "writes")
 
     def __init__(self, handle: FlatParamHandle) -> None:
         assert handle.logs.reduce is not None  # its gradients were reduced
@@ -64,8 +64,6 @@ class _GroupCheck:
         # ranks did not come, so that the check is off.
         self.writes = self.alone = False
         self.trust = 0
-        self.last = ""
-        """Place of the last exchange, whose keys are still in the store."""
 
     def next_place(self) -> str:
         """Return a new place; the same on all ranks that step the same optimizers."""
@@ -227,19 +225,17 @@ def _exchange(
     # same values.
     peers.arrive(f"{place}/all")
     check.alone = not peers.all_arrived(f"{place}/all", _PATIENCE)
-    last, check.last = check.last, place
-    if last and peers.is_first and not check.alone:
-        # All ranks are here, so none reads the keys of the last exchange any more.
-        for suffix in ("", "/wrong", "/wrote", "/changed", "/all"):
-            peers.remove(f"{last}{suffix}")
     check.writes = not check.alone and peers.heard(f"{place}/wrote") is not None
-    if not check.writes:
-        return None
-    if peers.heard(f"{place}/changed") is not None:
-        check.trust += 1
-    if check.trust >= _TRUSTED:
-        check.trust, check.writes = 0, False
-    told: str | None = peers.heard(f"{place}/wrong")
+    told: str | None = None
+    if check.writes:
+        if peers.heard(f"{place}/changed") is not None:
+            check.trust += 1
+        if check.trust >= _TRUSTED:
+            check.trust, check.writes = 0, False
+        told = peers.heard(f"{place}/wrong")
+    # The last rank that has read the keys removes the keys.
+    suffixes = ("", "/wrong", "/wrote", "/changed", "/all")
+    peers.leave(place, [place + suffix for suffix in suffixes])
     return told
 
 
