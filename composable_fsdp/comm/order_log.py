@@ -37,6 +37,10 @@ REDUCE = "reduce"
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
 
+MOST_MODES = 64
+"""Number of modes whose records are kept, and of successors. The oldest goes first, on
+all ranks alike, because all ranks record in the same rounds."""
+
 WAY_OUT = (
     "Every rank must run the same units in the same order: take decisions in the model "
     "from what is equal on all ranks. If ranks use different parameters on purpose, "
@@ -80,6 +84,7 @@ class OrderLog:
     """
 
     __slots__ = (
+        "_dropped",
         "_entries",
         "_known",
         "_last",
@@ -132,6 +137,8 @@ class OrderLog:
         """By mode and length of its run: the mode that followed."""
         self._said: list[str] = []
         """Places in the store at which this rank wrote in this round."""
+        self._dropped: list[tuple[int, list[str]]] = []
+        """Numbers of abandoned rounds, and the places at which this rank wrote."""
 
     @property
     def is_open(self) -> bool:
@@ -179,19 +186,29 @@ class OrderLog:
             return
         if self._recording or self.expected[self.position] is not None:
             self.depart(None, None)
+            # Moved to the end: the first mode is the mode whose record is the oldest.
+            self._known.pop(self._last, None)
             self._known[self._last] = self._entries
             self._recorded_in[self._last] = self.round
+            if len(self._known) > MOST_MODES:
+                oldest = next(iter(self._known))
+                del self._known[oldest], self._recorded_in[oldest]
         said, self._said = self._said, []
+        # Peers that wrote at the same places count here, and the last peer removes the
+        # keys. Only a round that wrote visits the store, for earlier rounds, too.
         if said:
-            # Peers that wrote at the same places count here, and the last peer removes
-            # the keys.
-            for peers in self.peers:
-                peers.leave(f"{self.round}", said)
+            finished = [*self._dropped, (self.round, said)]
+            self._dropped.clear()
+            for number, places in finished:
+                for peers in self.peers:
+                    peers.leave(f"{number}", places)
         self.drop()
 
     def drop(self) -> None:
         """Abandon the round in progress, if any; the records stay as they were."""
         self._open = self._recording = False
+        if self._said:
+            self._dropped.append((self.round, self._said))
         self._said = []
         self.expected, self.position = NOTHING, 0
 
@@ -213,7 +230,10 @@ class OrderLog:
             if predicted is not None:
                 wanted = self.describe_mode(predicted)
                 self._meet(place, fact, wanted, self.round - 1)
+            self._successors.pop((self._last, self._run), None)
             self._successors[self._last, self._run] = mode
+            if len(self._successors) > MOST_MODES:
+                del self._successors[next(iter(self._successors))]
         self._run = self._run + 1 if mode == self._last else 1
         self._last = mode
         self._entries = []

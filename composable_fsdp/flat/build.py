@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
@@ -185,6 +186,7 @@ def make_layout(
         plan,
         origin,
         epoch,
+        0 if plan.regions == origin else _checksum(plan.regions),
         device,
         rows=plan.options.block is Block.ROW,
         offload=plan.is_offloaded,
@@ -217,6 +219,12 @@ def leaf_memory(layout: UnitLayout) -> LeafMemory:
         # id.
         tuple([leaf.untyped_storage() for leaf in empty]),
     )
+
+
+def _checksum(layouts: Sequence[RegionLayout]) -> int:
+    """Return a checksum of names and flags, equal on all ranks for equal layouts."""
+    members = [(r.trainable, [s.fqns for s in r.parameters]) for r in layouts]
+    return zlib.crc32(repr(members).encode()) or 1
 
 
 def _reduced_together(

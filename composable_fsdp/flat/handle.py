@@ -103,6 +103,10 @@ class UnitLayout:
     current layouts, which differ after parameters were frozen or unfrozen."""
     epoch: int
     """Number of times the regions were rebuilt since ``fully_shard``."""
+    structure: int
+    """0 if the regions are those of ``fully_shard``; else a checksum of the parameters
+    in each region. The orders of steps are known per structure, so that a program which
+    freezes and unfreezes parameters in turn comes back to a known order."""
     device: torch.device
     """The compute device, which holds the full parameters."""
     rows: bool

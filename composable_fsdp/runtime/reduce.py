@@ -112,13 +112,13 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     zero_missing(handle)
     final = handle.rule.all_reduce or handle.groups.replicas == 1
     arrived = arrived_flags(handle)
-    log = handle.logs.reduce
+    log, use = handle.logs.reduce, (handle, handle.layout.structure, arrived)
     try:
         if log is not None:
-            if log.expected[log.position] == (handle, handle.layout.epoch, arrived):
+            if log.expected[log.position] == use:
                 log.position += 1
             else:
-                context.enter_backward_use(log, (handle, handle.layout.epoch, arrived))
+                context.enter_backward_use(log, use)
     finally:
         # Clear only now: the order log tells other ranks which gradients have not
         # arrived.

@@ -97,9 +97,9 @@ def _backward_use(use: object) -> Fact:
         return Fact("run backward", use.name)
     if not isinstance(use, tuple):
         return Fact("end backward")
-    handle, epoch, arrived = use
+    handle, structure, arrived = use
     # The unit was rebuilt since, so the flags no longer match its regions.
-    if epoch != handle.layout.epoch:
+    if structure != handle.layout.structure:
         return Fact("reduce old regions", handle.name)
     missing = without_gradient(handle, arrived)
     return Fact(REDUCE, handle.name, missing=tuple(missing))
@@ -116,10 +116,11 @@ def _forward_mode(mode: Hashable) -> Fact:
 def _backward_mode(mode: Hashable) -> Fact:
     """Return the fact of the mode of a backward."""
     assert isinstance(mode, tuple)
-    forward, syncs, epochs = mode
+    forward, syncs, structures = mode
     # Without a root there are no units, and no reductions.
     off = "all" if not any(syncs) else "none" if all(syncs) else "some"
-    ends = off, sum(epochs)
+    rebuilt = [each for each in structures if each]
+    ends = off, len(rebuilt), zlib.crc32(repr(structures).encode()) if rebuilt else 0
     if not forward:
         return Fact("begin backward alone", details=ends)
     of = _forward_mode(forward)
@@ -154,9 +155,10 @@ def _words(fact: Fact) -> str:
     if fact.missing:
         text += f", with none for {', '.join(map(quoted, fact.missing))}"
     if fact.action in ("begin backward", "begin backward alone"):
-        *_, off, changes = fact.details
+        *_, off, rebuilt, digest = fact.details
         text += _REDUCTIONS_OFF[str(off)]
-        text += f", after {changes} changes of requires_grad" if changes else ""
+        if rebuilt:
+            text += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
     return text
 
 

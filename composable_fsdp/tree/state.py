@@ -29,9 +29,8 @@ from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
 H = TypeVar("H")
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
-"""A reduction in a log: the unit, the unit's ``epoch``, and, per trainable region,
-which parameters had a gradient."""
-
+"""A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
+trainable region, which parameters had a gradient."""
 
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
@@ -237,14 +236,13 @@ class RuntimeContext:
             log.depart(use, ())
             return
         # The mode contains, per unit, whether reductions are on (rounds under
-        # ``no_sync`` have an order of their own), and the ``epoch`` (freezing changes
-        # the regions).
+        # ``no_sync`` have an order of their own), and the ``structure`` (freezing
+        # changes the regions).
         root = self.root()
         states = root._root_states if root is not None else ()
         syncs = tuple([state.settings.sync_gradients for state in states])
-        log.depart(
-            use, (forward, syncs, tuple([s.handle.layout.epoch for s in states]))
-        )
+        structures = tuple([s.handle.layout.structure for s in states])
+        log.depart(use, (forward, syncs, structures))
 
 
 class Summon(NamedTuple):

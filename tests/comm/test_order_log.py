@@ -7,6 +7,7 @@ import json
 import pytest
 
 from composable_fsdp.comm.order_log import (
+    MOST_MODES,
     NOTHING,
     REDUCE,
     Fact,
@@ -78,6 +79,20 @@ def test_a_round_that_was_dropped_changes_nothing() -> None:
 
     assert log.expected is NOTHING
     assert run(log, "abc") == [False, True, True]
+
+
+def test_the_records_of_few_modes_are_kept() -> None:
+    """A program whose modes never repeat, and which alternate by chance, needs no more
+    memory with each round; a mode that ran a short time ago is still known."""
+    log = new_log()
+    for index in range(3 * MOST_MODES):
+        run(log, "abc", mode=f"{index}")
+        for _ in range(index % 5):
+            run(log, "ab", mode="again")
+
+    assert len(log._known) == len(log._recorded_in) == MOST_MODES
+    assert len(log._successors) == MOST_MODES
+    assert run(log, "abc", mode=f"{index - 5}") == [False, True, True]
 
 
 @pytest.mark.parametrize(

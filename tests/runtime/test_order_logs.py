@@ -277,6 +277,20 @@ def count_store_uses(world: World, path: str, what: str) -> tuple[list[bool], in
     return used, keys(world) - before
 
 
+@contextmanager
+def failing(module: nn.Module) -> Iterator[None]:
+    """Have the backward that reaches ``module`` raise."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = module.register_full_backward_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def run_schedule(
     world: World, model: Blocks, sharded: nn.Module, what: str, index: int
 ) -> None:
@@ -302,6 +316,16 @@ def run_schedule(
     elif what == "inner":
         backward(loss_of(model.blocks[1], x))
         step(sharded, index, world.rank)
+    elif what == "freeze":
+        # Two parts of a model in turn, as a GAN trains.
+        model.blocks[0].requires_grad_(index % 2 == 0)
+        step(sharded, index, world.rank)
+    elif what == "raise":
+        # All ranks catch the error. The rounds that it ends have written keys.
+        if index == 0:
+            with pytest.raises(ZeroDivisionError), failing(model.blocks[1]):
+                step(sharded, index, world.rank)
+        step(sharded, index, world.rank)
     elif what == "recompute":
         backward(checkpoint(loss_of, sharded, x, use_reentrant=False))
     else:
@@ -316,6 +340,8 @@ SCHEDULES = (
     "two forwards",
     "inner",
     "recompute",
+    "freeze",
+    "raise",
 )
 
 
