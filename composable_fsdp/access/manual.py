@@ -11,10 +11,12 @@ from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import NOT_GATHERED, shards_are_unchanged
 from composable_fsdp.runtime import unshard as verbs
-from composable_fsdp.runtime.external_changes import adopt_external_changes_unless_meta
+from composable_fsdp.runtime.external_changes import (
+    adopt_external_changes_unless_meta,
+    follow_requires_grad,
+)
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
-from composable_fsdp.runtime.requires_grad import follow_requires_grad
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 

@@ -2,28 +2,45 @@
 
 ``module.to(dtype)``, ``to_empty``, ``load_state_dict(assign=True)`` or an assignment
 gives a module parameters with memory of their own; without detection, training would
-continue with the old values. Every iteration checks once.
+continue with the old values. Every iteration checks once::
+
+    change by the user                 detected by            answer
+    values in other memory, replaced   shards_are_unchanged   require_leaves
+    or cast parameters                 leaves_view_shards
+    frozen or unfrozen parameters      requires_grad_changed  rebuild_for_requires_grad
+    replaced, and an optimizer holds   optim                  successor
+    the old parameters
 
 A changed parameter is adopted as plain modules do: the parameter that a module shows is
 the parameter from now on, with its dtype. So an optimizer created after the change
-holds the right objects.
+holds the right objects. An optimizer that was created earlier still holds the old
+objects and would step on unused parameters without an error; ``optim`` asks
+``successor`` about these objects. ``runtime.external_changes`` calls this file between
+steps, and knows of streams, reductions and hooks.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.build import leaf_memory
+from composable_fsdp.flat.build import leaf_memory, replace_layout
 from composable_fsdp.flat.build_region import full_views, own_memory
+from composable_fsdp.flat.flat_parameter import rebind_flat_parameters
 from composable_fsdp.flat.gradients import shard_views
-from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.flat.rebuild import rebuild_handle
-from composable_fsdp.flat.replaced import record_replaced
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf, forget_leaves
+from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.planning.split import split_region
 
 
 def leaves_view_shards(handle: FlatParamHandle) -> bool:
@@ -94,7 +111,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
         for region in handle.layout.regions
     ]
     record_replaced(handle, leaves)
-    rebuild_handle(handle, leaves, device=_device(handle, current))
+    _rebuild_handle(handle, leaves, device=_device(handle, current))
     return True
 
 
@@ -249,3 +266,151 @@ def restore_full_views(handle: FlatParamHandle) -> None:
     for leaf, home in full_locations(handle):
         if not is_at(leaf, home):
             leaf.data = home
+
+
+def _rebuild_handle(
+    handle: FlatParamHandle,
+    leaves: Sequence[Sequence[nn.Parameter]],
+    *,
+    device: torch.device,
+) -> None:
+    """Rebuild the regions over new leaves, with the same layout.
+
+    The new leaves are registered in the modules and keep their gradients. Full leaves
+    are new and have no hooks.
+
+    Args:
+        handle: the unit, idle and sharded.
+        leaves: per region in slot order: this rank's part of each parameter, in any
+            memory. All leaves of a region have the same dtype, which becomes the dtype
+            of the region.
+        device: the new compute device.
+
+    Collective: none.
+    """
+    forget_leaves(handle)
+    # The layout stays, even if a narrower dtype makes shard boundaries less than
+    # 16-byte aligned: another layout would move elements between ranks.
+    before = handle.layout
+    layouts = []
+    for old, parameters in zip(before.regions, leaves, strict=True):
+        dtype = parameters[0].dtype if parameters else old.layout.dtype
+        layouts.append(replace(old.layout, dtype=dtype))
+    # ``origin`` may divide the parameters into other regions than ``plan`` does, so the
+    # new dtypes are found by slot.
+    dtypes = {slot.index: each.dtype for each in layouts for slot in each.parameters}
+    replace_layout(
+        handle,
+        replace(before.plan, regions=tuple(layouts)),
+        leaves,
+        before.places,
+        before.owners,
+        origin=tuple(
+            replace(each, dtype=dtypes[each.parameters[0].index])
+            if each.parameters
+            else each
+            for each in before.origin
+        ),
+        device=device,
+    )
+    for leaf in handle.leaves:
+        if leaf.grad is not None and leaf.grad.device != leaf.device:
+            # Torch requires ``.grad`` and the parameter to be on the same device.
+            leaf.grad = None
+    rebind_flat_parameters(handle, before.regions)
+    # Tied places that still show another parameter get the adopted parameter.
+    for parameters_of, name, leaf, _ in handle.swaps:
+        parameters_of[name] = leaf
+
+
+def rebuild_for_requires_grad(handle: FlatParamHandle) -> bool:
+    """Rebuild the regions, so that regions are trainable or frozen as their leaves are.
+
+    The unit must be idle, sharded and without memory for full parameters. Afterwards
+    the plan describes the new regions, and the new full leaves have no hooks.
+
+    Returns: whether flat parameters were retired.
+    Collective: none.
+    """
+    before = handle.layout
+    leaves = {ref.slot.index: ref.leaf for ref in param_refs(handle)}
+    # Every rank keeps the same elements: regions are only split along the planned
+    # layout, so no element moves to another rank.
+    layouts = tuple(
+        part
+        for layout in before.origin
+        for part in split_region(
+            layout, [leaves[slot.index].requires_grad for slot in layout.parameters]
+        )
+    )
+    # Places must be in the order of the new regions.
+    order = [slot.index for layout in layouts for slot in layout.parameters]
+    at = {index: i for i, index in enumerate(order)}
+    placed = sorted(
+        zip(before.places, before.owners, strict=True),
+        key=lambda pair: at[pair[0].slot_index],
+    )
+    replace_layout(
+        handle,
+        replace(before.plan, regions=layouts),
+        [[leaves[slot.index] for slot in layout.parameters] for layout in layouts],
+        tuple(place for place, _ in placed),
+        tuple(owner for _, owner in placed),
+        origin=before.origin,
+        device=before.device,
+    )
+    return rebind_flat_parameters(handle, before.regions)
+
+
+class _Place(NamedTuple):
+    """The unit and the slot that a replaced parameter had."""
+
+    handle: weakref.ref[FlatParamHandle]
+    slot: int
+    """``ParameterSlot.index``, which stays the same when the unit is rebuilt."""
+
+
+# ``Any``, because torch has no type stubs for this class.
+_places: Any = WeakIdKeyDictionary()
+_times = 0
+
+
+def record_replaced(
+    handle: FlatParamHandle, leaves: Sequence[Sequence[nn.Parameter]]
+) -> None:
+    """Record the leaves of ``handle`` that ``leaves`` will replace."""
+    global _times
+    for region, parameters in zip(handle.layout.regions, leaves, strict=True):
+        for slot, old, new in zip(
+            region.layout.parameters, region.leaves, parameters, strict=True
+        ):
+            if old is not new:
+                _places[old] = _Place(weakref.ref(handle), slot.index)
+                # A parameter that returns is a leaf again. The entry must go, because
+                # ``torch.utils.swap_tensors`` refuses a parameter that has weak
+                # references.
+                _places.pop(new, None)
+                _times += 1
+
+
+def times_replaced() -> int:
+    """Return how many parameters have been replaced so far in this process."""
+    return _times
+
+
+def successor(parameter: nn.Parameter) -> tuple[FlatParamHandle, nn.Parameter] | None:
+    """Return the unit and the leaf that replaced ``parameter``.
+
+    ``None`` if ``parameter`` was not replaced, or is a leaf again.
+    """
+    place = _places.get(parameter)
+    handle = None if place is None else place.handle()
+    if handle is None or find_leaf(parameter) is not None:
+        return None
+    # The parameter was assigned to its place again; the next forward will adopt it.
+    if any(table.get(key) is parameter for table, key, *_ in handle.swaps):
+        return None
+    for ref in param_refs(handle):
+        if ref.slot.index == place.slot:
+            return handle, ref.leaf
+    return None

@@ -23,8 +23,8 @@ from composable_fsdp.flat.flat_parameter import clear_flat_gradients, find_flat,
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import quoted, strip_wrapper
 from composable_fsdp.optim.step_hooks import install_step_hooks
+from composable_fsdp.runtime.external_changes import follow_requires_grad
 from composable_fsdp.runtime.recover import require_between_steps
-from composable_fsdp.runtime.requires_grad import follow_requires_grad
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.traversal import (
     _get_fsdp_handles,

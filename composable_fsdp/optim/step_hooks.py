@@ -18,9 +18,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from composable_fsdp.flat.external_changes import times_replaced
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.flat.replaced import times_replaced
 from composable_fsdp.flat.step_counts import count_step, is_counting_steps
 from composable_fsdp.optim.clip_check import expect_gradients, require_common_factor
 from composable_fsdp.optim.full_param_checks import (

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.external_changes import successor
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.flat.replaced import successor
 from composable_fsdp.optim.step_checks import leaf_name
 from composable_fsdp.tree.late_registration import IGNORED, PENDING, warn_of_added
 

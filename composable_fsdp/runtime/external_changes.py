@@ -1,7 +1,9 @@
 """Adoption of changes that were made to a unit's parameters outside the step.
 
 A model that was sharded on meta gets values later, and a model may be moved or cast
-before the first forward. The next use of a unit detects the change.
+before the first forward. The next use of a unit detects the change. Parameters that
+were frozen or unfrozen are found at the root's forward. ``flat.external_changes`` does
+the same without regard to streams, reductions and hooks.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from dataclasses import replace
 import torch
 
 from composable_fsdp.comm.device import make_streams, outside_transforms
-from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.external_changes import require_leaves
+from composable_fsdp.errors import PhaseError, PlanError
+from composable_fsdp.flat.external_changes import (
+    rebuild_for_requires_grad,
+    require_leaves,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, quoted
@@ -20,7 +25,7 @@ from composable_fsdp.runtime.backward import install_grad_hooks
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
-from composable_fsdp.runtime.unshard import free_oldest
+from composable_fsdp.runtime.unshard import free_oldest, release
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 
@@ -113,3 +118,28 @@ def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
     # Streams exist only on CUDA: a tree that moved there from the CPU has none yet.
     if root.device == device and context.streams is None:
         context.streams = make_streams(device)
+
+
+@outside_transforms
+def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Move parameters that were frozen or unfrozen to regions of their kind.
+
+    All ranks must have changed the same parameters.
+
+    Raises: PhaseError, while gradients of the unit wait to be reduced.
+    Collective: none, except as ``finish_reduction``.
+    """
+    finish_reduction(context)
+    if handle.reduction.due or handle.reduction.held is not None:
+        raise PhaseError(
+            f"requires_grad of parameters of unit {handle.name} was changed while its "
+            "gradients wait to be reduced (no_sync, set_requires_gradient_sync or "
+            "set_requires_all_reduce). Freeze and unfreeze after the backward that "
+            "reduces."
+        )
+    # Free the full buffers first: the regions are rebuilt below.
+    release(context, handle)
+    rebuild_for_requires_grad(handle)
+    state = next(s for s in root_of(context)._all_fsdp_states if s.handle is handle)
+    # The new regions have new full parameters without hooks.
+    install_grad_hooks(state)

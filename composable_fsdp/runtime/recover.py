@@ -33,6 +33,7 @@ from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
     adopt_external_changes_unless_meta,
+    follow_requires_grad,
 )
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.meta_buffers import require_filled
@@ -46,7 +47,6 @@ from composable_fsdp.runtime.reduce import (
     drop_unreduced_grads,
     finish_reduction,
 )
-from composable_fsdp.runtime.requires_grad import follow_requires_grad
 from composable_fsdp.runtime.unshard import (
     discard_full,
     free_oldest,
