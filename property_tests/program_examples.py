@@ -95,6 +95,28 @@ EXAMPLES: dict[str, list[Program]] = {
         for early in (False, True)
         for before in ((), (("forward", 0), ("backward",)))
     ],
+    "state that torch's functions make where ranks hold nothing": [
+        Program(
+            width=width,
+            options=Options(optimizer="adamw_foreach"),
+            actions=(*before, ("torch_get", how), ("torch_set",), *STEPS),
+        )
+        for width in (2, 3)
+        for how in ("full", "sharded")
+        for before in (
+            (),
+            (("forward", 0), ("backward",), ("zero",), ("step",)),
+            (("single", 0, "set_grad"),),
+            (("single", 1, "set_grad"), ("step",)),
+        )
+    ],
+    "a scaler and complex parameters": [
+        Program(
+            Part(core="complex"),
+            actions=(("train", 0, how),),
+        )
+        for how in ("scale", "unscale")
+    ],
     "a unit that raised inside a forward, and unshard_params": [
         below(
             Part(call="caught", again=again),
@@ -474,5 +496,9 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(), actions=(("inside_summon", what),)) for what in ("make", "step")
     ],
 }
-ON_THREE = {"a parameter that is frozen after a cast"}
-"""On two ranks they were right: a parameter has to cover the whole part of one."""
+ON_THREE = {
+    "a parameter that is frozen after a cast",
+    "state that torch's functions make where ranks hold nothing",
+    "a scaler and complex parameters",
+}
+"""On two ranks some were right: a parameter has to cover the whole part of one."""

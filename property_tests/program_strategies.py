@@ -235,7 +235,9 @@ def possible(program: Program) -> Program:
 
     ``p.data = ...`` under ``torch.func`` crashes the process. Parameters of a wrapper
     in a wrapper have names that ``functional_call`` does not find. A fused optimizer
-    raises for complex parameters, where a rank has some.
+    raises for complex parameters, where a rank has some. ``functional_call`` does not
+    put back tied parameters of a module with two names. A hook on a view that was
+    written to under ``save_on_cpu`` crashes the process.
     """
     if program.options.apart:
         program = _apart(program)
@@ -243,6 +245,10 @@ def possible(program: Program) -> Program:
     options = program.options
     if FUNCTIONAL & program.words() and "core:quantized" in program.words():
         program = replace(program, root=_without(program.root, "quantized"))
+    if CALLED_WITH & program.words():
+        program = replace(program, root=_without(program.root, "tied"))
+    if ON_CPU & program.words():
+        program = replace(program, root=_unhooked(program.root))
     if FUSED & program.words():
         program = replace(program, root=_without(program.root, "complex"))
     if options.door == "wrapper" and CALLED_WITH & program.words():
@@ -275,6 +281,7 @@ UNLIKE_LOW = {
     *("core:quantized", "option:apart"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
+ON_CPU = {"argument:on_cpu", "call:on_cpu", "core:cpu"}
 CALLED_WITH = {"call:functional", "call:functional_caught"}
 FUSED = {
     f"{kind}:{name}"
@@ -285,7 +292,12 @@ FUSED = {
 FUNCTIONAL = {"call:jvp", "call:vjp", "call:vmap"}
 
 
-def _without(part: Part, core: str) -> Part:
-    children = tuple(_without(child, core) for child in part.children)
-    kept = "linear" if part.core == core else part.core
+def _without(part: Part, *cores: str) -> Part:
+    children = tuple(_without(child, *cores) for child in part.children)
+    kept = "linear" if part.core in cores else part.core
     return replace(part, core=kept, children=children)
+
+
+def _unhooked(part: Part) -> Part:
+    use = "take" if part.use == "hook" else part.use
+    return replace(part, use=use, children=tuple(map(_unhooked, part.children)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from composable_fsdp.comm.consensus import raise_on_all_ranks
+from composable_fsdp.comm.consensus import exchange, raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
@@ -23,6 +23,7 @@ from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import flat_part, has_flats
 from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
+from composable_fsdp.optim.full_param_checks import handles_of
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
@@ -76,7 +77,25 @@ def install_optimizer_hooks(optim: object) -> None:
                     values[key] = part_for(named, key, value)
 
 
-call_before_optimizer(install_optimizer_hooks)
+def _prepare_for_dcp(optim: object) -> bool:
+    """Register both hooks, and return whether ``optim`` is in use on some rank.
+
+    In use is an optimizer that has state, or of whose parameters one has a gradient.
+
+    Collective: one exchange per shard group of the optimizer's units.
+    """
+    install_optimizer_hooks(optim)
+    if not isinstance(optim, torch.optim.Optimizer):
+        return False
+    grads = (p.grad for group in optim.param_groups for p in group["params"])
+    is_used = bool(optim.state) or any(grad is not None for grad in grads)
+    shards = (handle.groups.shard for handle in handles_of(optim))
+    for group in dict.fromkeys(shard for shard in shards if shard is not None):
+        is_used = any(each.value for each in exchange(None, is_used, group))
+    return is_used
+
+
+call_before_optimizer(_prepare_for_dcp)
 
 
 def _named(parameter: Any, *, whole: bool = False) -> Named | None:

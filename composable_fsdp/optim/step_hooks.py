@@ -8,7 +8,6 @@ look-ups: flat parameters, parameter groups, and a dictionary of known optimizer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from composable_fsdp.optim.full_param_checks import (
     require_outside_unshard_params,
     steps_on_full_params,
 )
-from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.scaler_check import (
     note_scaler_steps,
     require_common_decision,
@@ -56,14 +54,13 @@ loaded before; the second step sees the state that the first step created."""
 class _KnownOptimizer:
     """Facts about an optimizer, valid while ``at`` is unchanged."""
 
-    __slots__ = ("absent", "at", "empty", "handles", "looks")
+    __slots__ = ("absent", "at", "handles", "looks")
 
     def __init__(
         self,
         at: object,
         handles: list[FlatParamHandle],
         absent: tuple[_EmptyLeaves, ...],
-        empty: Sequence[torch.Tensor],
     ) -> None:
         self.at = at
         """The number of ``fully_shard`` calls and of replaced parameters when the
@@ -75,8 +72,6 @@ class _KnownOptimizer:
         self.absent = absent
         """Parameters without elements on this rank, per unit, whose versions steps on
         other ranks move."""
-        self.empty = empty
-        """All parameters without elements on this rank, and with some on others."""
         self.looks = 0
 
 
@@ -154,8 +149,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Install the hooks before the checks below: the hooks cut state that was loaded
         # earlier into this rank's parts, and the checks expect parts.
         install_optimizer_hooks(optim)
-        empty = [p for p in parameters_of(optim) if is_absent(p)]
-        met = _KnownOptimizer(at, handles_of(optim), _empty_leaves(optim), empty)
+        met = _KnownOptimizer(at, handles_of(optim), _empty_leaves(optim))
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
@@ -188,25 +182,6 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 count_step(met.handles)
         if met.absent:
             _count_writes_of_empty(optim, met)
-        if met.empty and not optim.state:
-            _note_steps_elsewhere(optim, met.empty)
-
-
-def _note_steps_elsewhere(
-    optim: torch.optim.Optimizer, empty: Sequence[torch.Tensor]
-) -> None:
-    """Give an optimizer without state an empty entry if other ranks have stepped.
-
-    Collective: none.
-    """
-    # ``torch.distributed.checkpoint.state_dict`` steps an optimizer without state with
-    # zero gradients. If only this rank did so, this rank would create state of
-    # parameters that no step has reached. An empty entry prevents that.
-    for ref in map(find_param, empty):
-        # ``shown``: the parameter has a gradient on the ranks that hold its elements.
-        if ref is not None and ref.region.gradient.shown[ref.index]:
-            optim.state[ref.leaf] = {}
-            return
 
 
 class _EmptyLeaves(NamedTuple):
@@ -266,11 +241,14 @@ def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -
                 if leaf.grad is None
                 and handle.layout.regions[region].gradient.shown[index]
             ]
-    if not passed:
-        return
-    mine = [p for p in parameters_of(optim) if p.numel()]
-    # If this rank's own gradients were cleared before the step, the gradients on other
-    # ranks were cleared, too, and no rank has stepped. If ``mine`` is empty, this rank
-    # holds no elements at all and cannot tell; count the write then.
-    if not mine or any(p.grad is not None for p in mine):
+    if passed and _may_have_stepped(optim):
         increment_version(passed)
+
+
+def _may_have_stepped(optim: torch.optim.Optimizer) -> bool:
+    """Return whether the step may have changed parameters, on this or another rank."""
+    # If this rank's own gradients were cleared before the step, the gradients on other
+    # ranks were cleared, too. If ``mine`` is empty, this rank holds no elements at all
+    # and cannot tell.
+    mine = [p for p in parameters_of(optim) if p.numel()]
+    return not mine or any(p.grad is not None for p in mine)

@@ -122,23 +122,26 @@ def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
                 residency.use_full(handle)
 
 
-_before_optimizer: list[Callable[[object], None]] = []
+_before_optimizer: list[Callable[[object], bool]] = []
 
 
-def call_before_optimizer(callback: Callable[[object], None]) -> None:
+def call_before_optimizer(callback: Callable[[object], bool]) -> None:
     """Have DCP functions call ``callback(optim)`` before they use an optimizer.
 
     ``optim`` imports this module and not the reverse, and registers the installation of
     its state-dict hooks here: an optimizer that creates state in its constructor gets
-    no step from DCP, and may not have stepped before.
+    no step from DCP, and may not have stepped before. ``callback`` returns whether the
+    optimizer is in use on some rank, so that DCP must not make a step.
     """
     _before_optimizer.append(callback)
 
 
 def _with_init_step(run: Call, given: dict[str, Any]) -> Any:
     """Run DCP's function that makes an optimizer create its state, if it has none."""
-    for callback in _before_optimizer:
-        callback(given.get("optim"))
+    # torch decides by the state and the gradients of this rank, which are missing on a
+    # rank without elements.
+    if any(callback(given.get("optim")) for callback in _before_optimizer):
+        return None
     with _kept(_is_init_step, True):
         return run()
 
@@ -287,8 +290,7 @@ def dcp_request() -> DcpRequest | None:
 def is_state_init_step() -> bool:
     """Return whether the running step only makes an optimizer create its state.
 
-    DCP steps with zero gradients and a learning rate of zero. A rank without elements,
-    and so without state, makes this step alone.
+    DCP steps with zero gradients and a learning rate of zero.
     """
     return _is_init_step.get()
 

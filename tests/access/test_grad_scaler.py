@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from composable_fsdp import ShardedGradScaler, fully_shard
 from composable_fsdp.comm.collectives import record
 from tests.support.models import tiny_mlp
+from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward, differences, loss_of, sgd, wide_input
 from tests.support.sharded import RankCount, one_to_three_ranks, several_ranks
 from tests.support.world import World
@@ -117,6 +118,26 @@ def test_half_precision_gradients_and_none_at_all_decide_alike(
 
     assert first == ([0.0, 0.0], 4.0)
     assert others == [([1.0, 1.0], 4.0)] * (world_size - 1)
+
+
+@on_ranks(1, 2)
+def test_gradients_of_complex_parameters_are_refused_on_all_ranks(world: World) -> None:
+    """Also on a rank that holds no element, which has nothing to unscale."""
+    model = nn.Module()
+    model.register_parameter("phase", nn.Parameter(torch.ones(1, dtype=torch.cfloat)))
+    model.forward = lambda x: (x * model.phase).abs().sum()
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = scaler_of()
+    backward(scaler.scale(model(torch.ones(2))))
+
+    with pytest.raises(
+        TypeError,
+        match=r"gradient of parameter 'phase' of dtype torch.complex64, and torch "
+        r"unscales real gradients only. Step complex parameters with an optimizer of "
+        r"their own, without a scaler.",
+    ):
+        scaler.step(optimizer)
 
 
 def test_a_scaled_loss_keeps_its_dtype_in_any_nesting() -> None:
