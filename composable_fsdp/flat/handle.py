@@ -39,7 +39,7 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 
 @dataclass(slots=True)
 class FullForm:
-    """The full buffers and leaves of a unit in a precision (``full_forms``)."""
+    """The full buffers and leaves of a unit in a precision (``flat.precision``)."""
 
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""

@@ -178,7 +178,7 @@ class FlatParameter:
         compute device is a GPU)."""
         self.shard = shard
         self.full = full
-        """The full values in the current precision (``flat.full_forms``)."""
+        """The full values in the current precision (``flat.precision``)."""
         self.leaves = leaves
         """The sharded leaves: the original parameters, in memory order."""
         slots = layout.parameters

@@ -1,4 +1,7 @@
-"""Selects the modules that keep full precision under mixed precision."""
+"""Selects the modules that keep full precision under mixed precision.
+
+The dtypes of a unit are in ``flat.precision``, the casts in ``runtime.precision``.
+"""
 
 from __future__ import annotations
 

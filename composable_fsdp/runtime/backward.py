@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import NO_EVENTS
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.full_forms import switch_form
 from composable_fsdp.flat.handle import NO_TASK, BackwardProgress, FlatParamHandle
+from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_POST, BACKWARD_PRE, illegal_move

@@ -11,12 +11,12 @@ import torch
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
+from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime import engine
 from composable_fsdp.runtime.deepcopy import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
-from composable_fsdp.tree.precision import make_precision
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 

@@ -1,4 +1,7 @@
-"""Casts of the inputs, the outputs and the buffers of a unit."""
+"""Casts of the inputs, the outputs and the buffers of a unit.
+
+``flat.precision`` says to which dtypes.
+"""
 
 from __future__ import annotations
 

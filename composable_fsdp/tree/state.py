@@ -22,9 +22,9 @@ from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.precision import Precision
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
-from composable_fsdp.tree.precision import Precision
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
 H = TypeVar("H")

@@ -1,0 +1,118 @@
+"""The precision of a unit: the dtypes of its casts, and the two forms of its values.
+
+With mixed precision, a step gathers in the compute dtype. Outside the step, and in
+evaluation if requested, parameters are shown in their own dtype: a second set of full
+buffers and leaves, created at the first use. ``handle.form`` is the current form, and
+``handle.other_form`` the other.
+
+``planning.precision`` selects the units that have mixed precision, and
+``runtime.precision`` casts inputs, outputs and buffers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from composable_fsdp.flat.build import make_form
+from composable_fsdp.flat.build_region import make_full
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.phases import Residency
+
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""Environment variable of FSDP1: "1" means that evaluation computes in the parameters'
+own dtype. Read when a unit is built."""
+
+
+@dataclass(slots=True)
+class Precision:
+    """The casts of a unit with ``mixed_precision``."""
+
+    input_dtype: torch.dtype | None
+    """Dtype of floating-point inputs; None leaves inputs unchanged."""
+    root_input_dtype: torch.dtype | None
+    """As ``input_dtype``, used instead if the unit is the root."""
+    output_dtype: torch.dtype | None
+    """Dtype of floating-point outputs; None leaves outputs unchanged."""
+    buffer_dtype: torch.dtype | None
+    """Dtype of floating-point buffers; None leaves buffers unchanged."""
+    full_in_eval: bool
+    """Whether evaluation computes in full precision. Inputs are then not cast, not even
+    by a root without parameters or with a single dtype."""
+    wide_in_eval: bool
+    """Whether evaluation in full precision uses other parameters or buffers than
+    training."""
+    buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """Original dtypes of the buffers that were cast, by FQN from the unit's module."""
+
+    def wide(self, module: nn.Module) -> bool:
+        """Return whether this forward computes in the parameters' own dtype."""
+        return self.wide_in_eval and not module.training
+
+
+def make_precision(handle: FlatParamHandle) -> Precision | None:
+    """Return the casts that the unit's options ask for; ``None`` without casts."""
+    mixed = handle.layout.plan.options.mixed_precision
+    if mixed is None:
+        return None
+    # The root casts inputs if either option is set.
+    inputs, root_inputs = mixed.cast_forward_inputs, mixed.cast_root_forward_inputs
+    # Read here, when the unit is built, and not in every forward.
+    full_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL) == "1"
+    # Without a second form and without cast buffers, evaluation uses the same tensors
+    # as training.
+    other = has_two_forms(handle) or mixed.buffer_dtype is not None
+    return Precision(
+        mixed.param_dtype if inputs else None,
+        mixed.param_dtype if inputs or root_inputs else None,
+        mixed.output_dtype,
+        mixed.buffer_dtype,
+        full_in_eval=full_in_eval,
+        wide_in_eval=full_in_eval and other,
+    )
+
+
+def has_two_forms(handle: FlatParamHandle) -> bool:
+    """Return whether the compute dtype differs from the dtype of the parameters."""
+    options = handle.layout.plan.options
+    return any(
+        options.dtypes(r.layout.dtype).compute != r.layout.dtype
+        for r in handle.layout.regions
+    )
+
+
+def switch_form(handle: FlatParamHandle) -> bool:
+    """Make the other precision current; the unit must be sharded and hold no memory.
+
+    Returns: True if full leaves were created now, which have no hooks yet.
+    Collective: none.
+    """
+    assert handle.residency is Residency.SHARDED
+    form, other = handle.form, handle.other_form
+    form.readable = None
+    made = other is None
+    if other is None:
+        form.regions = tuple([region.full for region in handle.layout.regions])
+        # The buffers outlive the caller's inference mode, so they must not be inference
+        # tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            for region in handle.layout.regions:
+                region.full = make_full(
+                    region.layout,
+                    region.leaves,
+                    region.shard,
+                    region.layout.dtype,
+                    region.rank,
+                    region.device,
+                    offload=region.offload,
+                )
+        other = make_form(handle.layout, form.unreadable, full_precision=True)
+        other.regions = tuple([region.full for region in handle.layout.regions])
+    else:
+        for region, full in zip(handle.layout.regions, other.regions, strict=True):
+            region.full = full
+    handle.form, handle.other_form = other, form
+    return made
