@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_fsdp.access.settings import units_of
+from composable_fsdp.access.schedule import set_reshard
+from composable_fsdp.access.settings import set_sync, units_of
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
@@ -26,7 +27,6 @@ from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.planning import walk
-from composable_fsdp.runtime.unshard import record_gathers
 from composable_fsdp.tree.traversal import inside_wrappers
 
 _named_modules = nn.Module.named_modules
@@ -54,19 +54,17 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         (s.settings.sync_gradients, s.settings.reshard_after_backward) for s in states
     ]
     for state in states:
-        state.settings.sync_gradients = False
+        set_sync(state, False)
         # SHARD_GRAD_OP keeps full parameters to save all-gathers. Without a reduction
         # normally no optimizer step follows, so they stay valid for the next forward.
         if not state.options.reshard_after_forward:
-            state.settings.reshard_after_backward = False
-            record_gathers(state.handle)
+            set_reshard(state, False)
     try:
         yield
     finally:
-        for state, values in zip(states, before, strict=True):
-            state.settings.sync_gradients, state.settings.reshard_after_backward = (
-                values
-            )
+        for state, (sync, reshard) in zip(states, before, strict=True):
+            set_sync(state, sync)
+            set_reshard(state, reshard)
 
 
 @torch.no_grad()

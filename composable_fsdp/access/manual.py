@@ -99,10 +99,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             current = torch.cuda.current_stream(handle.layout.device)
             context.streams.gather.wait_stream(current)
         verbs.unshard(context, handle)
-    if not handle.writes.gathered_at:
-        # Gathered before the record began, for the forward or backward that is running.
-        handle.writes.gathered_at = verbs.shard_versions(handle)
-    handle.kept_full = True
+    verbs.hold_by_hand(handle)
     pending = UnshardHandle(handle)
     if async_op:
         return pending

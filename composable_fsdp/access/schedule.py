@@ -106,9 +106,14 @@ def set_reshard_after_backward(
     """
     require_flag("set_reshard_after_backward", reshard_after_backward)
     for state in units_of(module, "set_reshard_after_backward", recurse=recurse):
-        state.settings.reshard_after_backward = reshard_after_backward
-        if not reshard_after_backward:
-            record_gathers(state.handle)
+        set_reshard(state, reshard_after_backward)
+
+
+def set_reshard(state: _FSDPState, reshard_after_backward: bool) -> None:
+    """Set whether a unit frees its full parameters after backward."""
+    state.settings.reshard_after_backward = reshard_after_backward
+    if not reshard_after_backward:
+        record_gathers(state.handle)
 
 
 def state_of_unit(module: nn.Module, what: str) -> _FSDPState:

@@ -162,7 +162,9 @@ def apply(
     )
     # Read before build_units, which runs param_init_fn: the first forward checks that
     # buffers which were on meta have been filled.
-    awaiting = [on_meta and _have_meta_buffers(target.members) for target in targets]
+    awaiting = [
+        i for i, t in enumerate(targets) if on_meta and _have_meta_buffers(t.members)
+    ]
     if on_meta and init is None and not sync:
         for target in targets:
             mark_meta_buffers(target.members)
@@ -172,13 +174,12 @@ def apply(
         ranks=ranks,
         device=device,
         before=before,
+        awaiting=awaiting,
         api=application.request.api,
     )
     for each, target in zip(states, targets, strict=True):
         install_state_dict_hooks(each)
         install_part_hooks(each, target.members)
-    for each, awaits in zip(states, awaiting, strict=True):
-        each.searches.awaits_buffers = awaits
     # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
     # registration of modules and parameters, DDP around units.
     modules_were_sharded()

@@ -15,7 +15,7 @@ from torch import Tensor
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, part_of
-from composable_fsdp.flat.residency import set_versions, version_of
+from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
 from composable_fsdp.naming import join_name, quoted
 
 _AT_ONCE = 1 << 20
@@ -47,7 +47,7 @@ def copy_writes_to_shards(handle: FlatParamHandle) -> None:
         if leaf._version != version
     }
     # Autograd saved the versions after the write, so those versions stay readable.
-    handle.form.readable = tuple(map(version_of, handle.form.placed))
+    accept_versions(handle)
     for region in handle.layout.regions:
         for index, leaf in enumerate(region.full.leaves):
             if id(leaf) in written:

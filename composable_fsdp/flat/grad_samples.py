@@ -49,6 +49,10 @@ class _SampleRequest:
     def __init__(self) -> None:
         self.backwards = 0
 
+    def set(self, backwards: int) -> None:
+        """Request samples of the next ``backwards`` backwards."""
+        self.backwards = backwards
+
 
 SAMPLE_REQUEST = _SampleRequest()
 GRAD_SAMPLES: weakref.WeakKeyDictionary[FlatParameter, GradSample] = (
@@ -75,7 +79,7 @@ def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
         _sample_region(handle, region)
     if found:
         # No sample means that no group has peers to compare with: stop asking.
-        SAMPLE_REQUEST.backwards = SAMPLE_REQUEST.backwards - 1 if GRAD_SAMPLES else 0
+        SAMPLE_REQUEST.set(SAMPLE_REQUEST.backwards - 1 if GRAD_SAMPLES else 0)
 
 
 def sample_again() -> None:

@@ -66,6 +66,10 @@ class FullForm:
     """The full buffer of each region, once the unit has two forms."""
 
 
+RETAINED = 1 << 30
+"""Offset of ``open_calls`` for a backward that builds a graph: the unit stays full."""
+
+
 @dataclass(slots=True)
 class BackwardProgress:
     """How far a graph task is in a unit. Each graph task has an object of its own."""
@@ -79,7 +83,7 @@ class BackwardProgress:
     graph task reduces then."""
     open_calls: int = 0
     """Number of forwards in ``tapes`` whose inputs have not got their gradient yet.
-    Larger by ``runtime.backward.RETAINED`` if the backward builds a graph, so that the
+    Larger by ``RETAINED`` if the backward builds a graph, so that the
     unit stays unsharded."""
     expected_calls: int = 0
     """Number of open calls whose input hooks will run. If ``expected_calls`` equals

@@ -20,6 +20,7 @@ from torch import nn
 from composable_fsdp.flat.build import make_form
 from composable_fsdp.flat.build_region import make_full
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.residency import forget_readable
 from composable_fsdp.phases import Residency
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
@@ -92,7 +93,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
     """
     assert handle.residency is Residency.SHARDED
     form, other = handle.form, handle.other_form
-    form.readable = None
+    forget_readable(form)
     made = other is None
     if other is None:
         form.regions = tuple([region.full for region in handle.layout.regions])

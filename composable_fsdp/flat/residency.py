@@ -29,7 +29,7 @@ from composable_fsdp.flat.functional_params import (
     restore_functional_params,
     save_functional_params,
 )
-from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, FullForm
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.phases import Residency, illegal_move
@@ -160,6 +160,9 @@ def free_full(handle: FlatParamHandle) -> None:
     """
     if SHARDED not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, SHARDED)
+    if handle.form.readable is not None:  # ``make_unreadable``, inlined
+        set_versions(handle.form.placed, handle.form.unreadable)
+        handle.form.readable = None
     # The views, and with them the full leaves, stay valid objects without memory.
     for full in handle.form.gather_lists[0]:
         try:  # ``memory.free``, inlined
@@ -173,6 +176,9 @@ def defer_free(handle: FlatParamHandle) -> None:
     """Mark a unit whose memory is freed later, behind its last reader on the GPU."""
     if FREE_PENDING not in handle.residency.followers:
         raise illegal_move(handle.name, handle.residency, FREE_PENDING)
+    if handle.form.readable is not None:  # ``make_unreadable``, inlined
+        set_versions(handle.form.placed, handle.form.unreadable)
+        handle.form.readable = None
     handle.residency = FREE_PENDING
 
 
@@ -216,6 +222,11 @@ def make_readable(handle: FlatParamHandle) -> None:
         handle.form.readable = now
 
 
+def accept_versions(handle: FlatParamHandle) -> None:
+    """Take the versions of the full leaves as they are now, after writes to them."""
+    handle.form.readable = tuple(map(version_of, handle.form.placed))
+
+
 def make_unreadable(handle: FlatParamHandle) -> None:
     """Make autograd refuse to read the full leaves from now on.
 
@@ -224,6 +235,11 @@ def make_unreadable(handle: FlatParamHandle) -> None:
     if handle.form.readable is not None:
         set_versions(handle.form.placed, handle.form.unreadable)
         handle.form.readable = None
+
+
+def forget_readable(form: FullForm) -> None:
+    """Record that autograd must not read the leaves of a form that is put aside."""
+    form.readable = None
 
 
 def find_unreadable(text: str) -> str | None:

@@ -99,7 +99,7 @@ def expect_gradients() -> None:
     """Have gradients sampled before the next steps; called when a module is sharded."""
     _watched.clear()
     _wishing.clear()
-    SAMPLE_REQUEST.backwards = _BACKWARDS
+    SAMPLE_REQUEST.set(_BACKWARDS)
 
 
 def require_common_factor(optim: torch.optim.Optimizer) -> None:
@@ -122,13 +122,13 @@ def require_common_factor(optim: torch.optim.Optimizer) -> None:
     # every step until ``_TRUSTED`` writes were accepted.
     if watched.writes or _is_in_window(watched.steps + 1):
         _wishing.add(watched)
-        SAMPLE_REQUEST.backwards = _BACKWARDS
+        SAMPLE_REQUEST.set(_BACKWARDS)
     elif SAMPLE_REQUEST.backwards:
         # Turn sampling off for all optimizers only if no other optimizer still needs
         # samples.
         _wishing.discard(watched)
         if not _wishing:
-            SAMPLE_REQUEST.backwards = 0
+            SAMPLE_REQUEST.set(0)
             GRAD_SAMPLES.clear()
 
 

@@ -30,18 +30,20 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import NO_EVENTS
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK, BackwardProgress, FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK, RETAINED, FlatParamHandle
 from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
-from composable_fsdp.phases import BACKWARD_POST, BACKWARD_PRE, illegal_move
+from composable_fsdp.phases import BACKWARD_POST, illegal_move
 from composable_fsdp.runtime.graph_task import (
+    begin_unit_backward,
     current_task,
-    register_task_end,
+    join_unannounced,
     reset_failed_graph_tasks,
 )
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
+    expect_gradients,
     reduce_gradients,
     unshard_in_backward,
 )
@@ -60,8 +62,6 @@ from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 _AccumulateGradFeeder: Any = torch._C._functions.DelayedError
 FSDP_HOOK_KEY = -1
 """Key of our hook in the hook dicts of a full parameter and of a module's forward."""
-RETAINED = 1 << 30
-"""Offset of ``open_calls`` for a backward that builds a graph: the unit stays full."""
 
 
 class UnitForward:
@@ -194,7 +194,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     assert context is not None
     _require_same_layout(call)
     if handle.backward.task != task:
-        _begin_unit_backward(context, state, task)
+        begin_unit_backward(context, state, task)
     mode = handle.layout.plan.options.backward_prefetch
     # A call with an alias ends by ``input_done``, which then reshards and reduces; a
     # call without an alias ends with the graph task.
@@ -255,7 +255,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     assert context is not None
     _require_same_layout(call)
     if handle.backward.task != task:
-        _begin_unit_backward(context, state, task)
+        begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end
     # of the graph task reshards the unit.
     if handle.backward.open_calls < RETAINED:
@@ -279,23 +279,6 @@ def _require_same_layout(call: UnitForward) -> None:
             "assignment), and the buffers of then are gone. Run backward before the "
             "next forward, or change them between steps."
         )
-
-
-def _begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Add the unit to the graph task, and count the gradients that the task brings."""
-    register_task_end(context, state, task)
-    handle = state.handle
-    if BACKWARD_PRE not in handle.phase.followers:
-        raise illegal_move(handle.name, handle.phase, BACKWARD_PRE)
-    handle.phase = BACKWARD_PRE
-    # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a parameter if
-    # ``autograd.grad`` captures the gradient.
-    pending = 0 if context.captures else sum(map(will_run, handle.form.accumulators))
-    # With ``create_graph`` the graph of this backward reads the parameters again.
-    retained = RETAINED if torch.is_grad_enabled() else 0
-    handle.backward = BackwardProgress(task, pending, retained)
-    if pending:
-        handle.reduction.due = True
 
 
 def install_grad_hooks(state: _FSDPState) -> None:
@@ -433,12 +416,9 @@ def _on_unexpected_grad(state: _FSDPState, handle: FlatParamHandle) -> None:
             "tensor from the forward, or keep it on an attribute of the unit's module "
             "from the first forward on."
         )
-    handle.reduction.due = True
+    expect_gradients(handle)
     if handle.backward.task == NO_TASK:
-        task = current_task()
-        register_task_end(context, state, task)
-        # -1 never counts down to 0, so the final callback of the graph task reduces.
-        handle.backward = BackwardProgress(task, pending=-1)
+        join_unannounced(context, state, current_task())
 
 
 def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import count
 
 import torch
@@ -32,6 +32,7 @@ def build_units(
     device: torch.device,
     api: str = API,
     before: Callable[[int], None] | None = None,
+    awaiting: Container[int] = (),
 ) -> list[_FSDPState]:
     """Build every unit of a call of ``fully_shard``, nested units first.
 
@@ -46,6 +47,7 @@ def build_units(
         api: name of the API in the registry; default ``fully_shard``.
         before: called with the index of each target just before the unit is sharded;
             default None.
+        awaiting: indices of the targets whose buffers were on meta; default none.
 
     Returns: the states, in the order of ``targets``.
     Collective: none.
@@ -59,7 +61,7 @@ def build_units(
         target, state = targets[index], states[index]
         if before is not None:
             before(index)
-        _fill(state, target, ranks, device, application)
+        _fill(state, target, ranks, device, application, index in awaiting)
         if state is not root_state:
             set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
@@ -87,8 +89,20 @@ def _fill(
     ranks: RankLayout,
     device: torch.device,
     number: int,
+    awaits_buffers: bool,
 ) -> None:
-    """Build the handle of a new state and fill the state; ``number`` is the call's."""
+    """Build the handle of a new state and fill the state.
+
+    Args:
+        state: the state that the registry made.
+        target: the planned unit.
+        ranks: the shard and replicate groups.
+        device: the compute device.
+        number: number of the call of ``fully_shard``.
+        awaits_buffers: whether buffers of the unit were on meta.
+
+    Collective: none.
+    """
     options = target.plan.options
     groups = ranks.for_strategy(options.strategy)
     handle = build_handle(target, groups=groups, device=device)
@@ -105,5 +119,5 @@ def _fill(
             None if options.reshard_after_forward else False,
             prefetches_forward=options.forward_prefetch,
         ),
-        searches=ForwardSearches(),
+        searches=ForwardSearches(awaits_buffers=awaits_buffers),
     )

@@ -10,8 +10,6 @@ hook must also divide. The hook may give either tensor another dtype through ``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,35 +20,33 @@ from composable_fsdp.flat.reduce_rule import ReduceRule, split_factor
 from composable_fsdp.flat.region import TrainableRegion
 
 
-def call_comm_hook(rule: ReduceRule, regions: Sequence[TrainableRegion]) -> None:
-    """Have the hook reduce each region, and store the result in ``temporary``.
+def call_comm_hook(rule: ReduceRule, region: TrainableRegion) -> Tensor:
+    """Have the hook reduce the region, with sums that wait for an all-reduce.
 
+    Returns: the result ``(shard_numel,)``.
     Collective: the collectives of the hook.
     Raises: FSDPError, if the result has not ``shard_numel`` elements.
     """
     assert rule.hook is not None
-    for region in regions:
-        # Pass detached tensors: a hook may give them other memory through ``.data``.
-        gradient = region.reduce.buffer.detach()
-        if region.reduce.partial is not None:
-            # Sums that waited for an all-reduce join this reduction.
-            gradient.add_(region.reduce.partial)
-            region.reduce.partial = None
-        # A shard group of a single rank needs no scatter: the hook reduces in place.
-        if region.layout.world_size == 1:
-            rule.hook(rule.hook_state, gradient)
-            result = gradient
-        else:
-            assert region.reduce.temporary is not None
-            result = region.reduce.temporary.detach()
-            rule.hook(rule.hook_state, gradient, result)
-        if result.numel() != region.layout.shard_numel:
-            raise FSDPError(
-                f"A communication hook left {result.numel()} elements; expected the "
-                f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
-                "gradient into the last argument and keep its size."
-            )
-        region.reduce.temporary = result
+    # Pass detached tensors: a hook may give them other memory through ``.data``.
+    gradient = region.reduce.buffer.detach()
+    if region.reduce.partial is not None:
+        gradient.add_(region.reduce.partial)
+    # A shard group of a single rank needs no scatter: the hook reduces in place.
+    if region.layout.world_size == 1:
+        rule.hook(rule.hook_state, gradient)
+        result = gradient
+    else:
+        assert region.reduce.temporary is not None
+        result = region.reduce.temporary.detach()
+        rule.hook(rule.hook_state, gradient, result)
+    if result.numel() != region.layout.shard_numel:
+        raise FSDPError(
+            f"A communication hook left {result.numel()} elements; expected the "
+            f"{region.layout.shard_numel} of this rank's shard. Write the reduced "
+            "gradient into the last argument and keep its size."
+        )
+    return result
 
 
 class DefaultState:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from composable_fsdp.comm.device import make_streams, outside_transforms
+from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError, PlanError
 from composable_fsdp.flat.external_changes import (
     rebuild_for_requires_grad,
@@ -26,6 +26,7 @@ from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import free_oldest, release
+from composable_fsdp.tree.root import set_streams
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 
@@ -117,7 +118,7 @@ def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
         root.handle.layout = replace(root.handle.layout, device=device)
     # Streams exist only on CUDA: a tree that moved there from the CPU has none yet.
     if root.device == device and context.streams is None:
-        context.streams = make_streams(device)
+        set_streams(context, device)
 
 
 @outside_transforms

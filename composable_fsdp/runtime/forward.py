@@ -58,10 +58,16 @@ from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in, to_device
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.precision import cast_floating, cast_inputs
-from composable_fsdp.runtime.recover import begin_iteration, is_live, recover
+from composable_fsdp.runtime.recover import (
+    begin_iteration,
+    end_iteration,
+    is_live,
+    recover,
+)
 from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
 from composable_fsdp.runtime.unshard import (
     drop_unused,
+    hold_for_backward,
     prefetch_forward,
     reshard,
     shard_versions,
@@ -312,7 +318,7 @@ def post_forward(
         state.remaining -= {id(module)}
     ended = context.outermost is state and not calls
     if ended:
-        context.outermost = context.frame = None
+        end_iteration(context)
         if context.prefetched:
             drop_unused(context)
         for log in context.forward_logs:
@@ -324,9 +330,7 @@ def post_forward(
         for unit in context.lists:
             if unit.remaining:
                 _reshard_late_modules(context, unit)
-    # An outer call of the unit, or another module of the unit, still needs the
-    # parameters.
-    if calls or state.remaining:
+    if calls or state.remaining:  # an outer call or another module needs the parameters
         return replaced
     phase = BACKWARD_PRE if awaited else IDLE
     if phase not in handle.phase.followers:
@@ -335,10 +339,7 @@ def post_forward(
     if (state.settings.reshard_after_forward or not awaited) and not stays_full:
         reshard(context, handle)
     elif handle.residency is UNSHARDED and not stays_full:
-        # The full buffer stays for backward. The modules show the sharded parameters,
-        # because ``zero_grad`` or an optimizer may ask for parameters before backward.
-        residency.use_sharded(handle)
-        handle.kept_full = False
+        hold_for_backward(handle)
     return replaced
 
 
@@ -355,8 +356,7 @@ def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
         raise illegal_move(handle.name, handle.phase, phase)
     handle.phase = phase
     if awaited and not state.settings.reshard_after_forward:
-        residency.use_sharded(handle)
-        handle.kept_full = False
+        hold_for_backward(handle)
     else:
         reshard(context, handle)
 

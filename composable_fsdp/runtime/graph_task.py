@@ -23,23 +23,30 @@ from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
 from composable_fsdp.flat.grad_samples import SAMPLE_REQUEST, sample_gradients
 from composable_fsdp.flat.gradients import has_arrived
-from composable_fsdp.flat.handle import LEAVES, NO_BACKWARD, FlatParamHandle
+from composable_fsdp.flat.handle import (
+    LEAVES,
+    NO_BACKWARD,
+    RETAINED,
+    BackwardProgress,
+    FlatParamHandle,
+)
 from composable_fsdp.flat.residency import SHARDED, find_unreadable
-from composable_fsdp.phases import Phase
+from composable_fsdp.phases import BACKWARD_PRE, Phase, illegal_move
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
     drop_unreduced_grads,
+    expect_gradients,
     finish_reduction,
     reduce_gradients,
 )
 from composable_fsdp.runtime.requested_grads import requesting_other_tensors
 from composable_fsdp.runtime.unshard import (
+    end_use,
     free_oldest,
-    keep_full,
     reshard,
 )
-from composable_fsdp.runtime.unused_params import finish_unused_params
+from composable_fsdp.runtime.unused_params import finish_unused_params, will_run
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -119,6 +126,30 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
+
+
+def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
+    """Add the unit to the graph task, and count the gradients that the task brings."""
+    register_task_end(context, state, task)
+    handle = state.handle
+    if BACKWARD_PRE not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, BACKWARD_PRE)
+    handle.phase = BACKWARD_PRE
+    # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a parameter if
+    # ``autograd.grad`` captures the gradient.
+    pending = 0 if context.captures else sum(map(will_run, handle.form.accumulators))
+    # With ``create_graph`` the graph of this backward reads the parameters again.
+    retained = RETAINED if torch.is_grad_enabled() else 0
+    handle.backward = BackwardProgress(task, pending, retained)
+    if pending:
+        expect_gradients(handle)
+
+
+def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:
+    """Add a unit to the graph task whose gradient came without a pre-backward."""
+    register_task_end(context, state, task)
+    # -1 never counts down to 0, so the final callback of the graph task reduces.
+    state.handle.backward = BackwardProgress(task, pending=-1)
 
 
 class TaskEnd:
@@ -213,19 +244,18 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         handle = state.handle
         if handle.backward.task != task:
             continue
-        reset_backward(handle)
-        if state.settings.sync_gradients and has_arrived(handle):
+        # ``reset_backward`` and a part of ``has_arrived``, inlined: two calls per unit.
+        handle.backward = NO_BACKWARD
+        handle.phase = Phase.IDLE
+        waits = handle.reduction.due and has_arrived(handle)
+        if waits and state.settings.sync_gradients:
             reduce_gradients(context, handle)
         if handle.running.calls:
             # This backward ran inside a forward of the unit, which still reads the
             # parameters.
             handle.phase = Phase.FORWARD
             continue
-        handle.kept = keep
-        if state.settings.reshard_after_backward:
-            reshard(context, handle)
-        else:
-            keep_full(context, handle)
+        end_use(context, handle, state.settings.reshard_after_backward, kept=keep)
     # A nested graph task (a reentrant checkpoint) ends here; the end of the outermost
     # graph task does the rest.
     if context.tasks:
@@ -238,12 +268,13 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             # The gradients arrived under ``no_sync``, or wait for the all-reduce over
             # the replicate group, and this backward has not reached the unit.
             reduce_gradients(context, handle)
-        if not keep and context.outermost is None:
-            handle.kept = False
-            if not state.settings.reshard_after_backward:
-                keep_full(context, handle)
-            elif handle.residency is not SHARDED:
-                reshard(context, handle)
+        reshards = state.settings.reshard_after_backward
+        if (
+            not keep
+            and context.outermost is None
+            and (handle.kept or not reshards or handle.residency is not SHARDED)
+        ):
+            end_use(context, handle, reshards, kept=False)
     context.prefetched.clear()
     if root.settings.is_last_backward:
         finish_reduction(context)

@@ -49,6 +49,7 @@ from composable_fsdp.runtime.reduce import (
 )
 from composable_fsdp.runtime.unshard import (
     discard_full,
+    end_use,
     free_oldest,
     reshard,
     shard_versions,
@@ -126,6 +127,11 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     context.frame = _module_call()
 
 
+def end_iteration(context: RuntimeContext) -> None:
+    """Record that the forward that began the iteration has ended or raised."""
+    context.outermost = context.frame = None
+
+
 def require_current_full_params(handle: FlatParamHandle) -> bool:
     """Return whether a unit that was kept full after backward can be used as is.
 
@@ -183,7 +189,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
 
     Collective: none, except as ``finish_reduction`` if ``drop_gradients`` is False.
     """
-    context.outermost = context.frame = None
+    end_iteration(context)
     context.tasks.clear()
     context.dead.clear()
     context.filling.clear()
@@ -201,8 +207,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         handle.running.calls.clear()
         handle.running.lent.clear()
         reset_backward(handle)
-        handle.kept = False
-        reshard(context, handle)
+        end_use(context, handle, reshards=True, kept=False)
         if drop_gradients:
             drop_unreduced_grads(handle)
     for unit in context.lists:
@@ -281,9 +286,8 @@ def require_idle(state: _FSDPState, what: str) -> RuntimeContext:
     require_between_steps(state, what)
     context = ensure_root(state)
     for handle in context.handles:
-        handle.kept = False
-        if handle.residency is not SHARDED:
-            reshard(context, handle)
+        if handle.kept or handle.residency is not SHARDED:
+            end_use(context, handle, reshards=True, kept=False)
     free_oldest(context, keep=0)
     for unit in root_of(context)._root_states:
         adopt_external_changes(unit)

@@ -90,6 +90,11 @@ def copy_grads_to_reduce_buffers(
         region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
 
 
+def expect_gradients(handle: FlatParamHandle) -> None:
+    """Record that gradients will arrive, or have arrived, that must be reduced."""
+    handle.reduction.due = True
+
+
 def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """Average the arrived gradients over the ranks and give each parameter its part.
 
@@ -315,7 +320,9 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
     works: list[torch.distributed.Work | None] = []
     for regions in handle.layout.reduce_groups:
         if rule.hook is not None and final:
-            call_comm_hook(rule, regions)
+            for region in regions:
+                region.reduce.temporary = call_comm_hook(rule, region)
+                region.reduce.partial = None
             continue
         # All regions of a group have the same reduce dtype, hence the same division.
         before, _, average = regions[0].reduce.division
@@ -377,8 +384,10 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
     by_hook = handle.rule.hook is not None
     hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
-        target, reduce = _target(region), region.reduce
-        gradient, temporary = region.gradient, reduce.temporary
+        gradient, reduce = region.gradient, region.reduce
+        temporary = reduce.temporary
+        target = gradient.shard if temporary is None else temporary  # as ``_target``
+        assert target is not None
         divisor = reduce.division.after
         if divisor != 1 and target.numel() and not by_hook:
             target.div_(divisor)
@@ -401,11 +410,7 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         if region.flat is not None:
             show_flat_gradient(region, arrived)
             continue
-        if temporary is None:
-            # ``gradient.shard`` was made for this reduction, so no earlier gradient is
-            # shown.
-            gradient.shown = arrived
-        elif gradient.shown != arrived:
+        if gradient.shown != arrived:
             note_shown(region, arrived)
         for leaf, view, hit in zip(region.leaves, gradient.views, arrived, strict=True):
             if hit:

@@ -41,7 +41,7 @@ def capture(handles: Sequence[FlatParamHandle], run: Callable[[], Any]) -> Any:
     """
     contexts = {id(c): c for c in map(_context, handles)}.values()
     for context in contexts:
-        # ``_begin_unit_backward`` then counts no gradients of the unit.
+        # ``begin_unit_backward`` then counts no gradients of the unit.
         context.captures = True
     try:
         return run()

@@ -34,7 +34,6 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     make_readable,
     make_unreadable,
-    set_versions,
 )
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
@@ -179,9 +178,6 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
-    if handle.form.readable is not None:  # ``make_unreadable``, inlined
-        set_versions(handle.form.placed, handle.form.unreadable)
-        handle.form.readable = None
     if context.streams is None:
         residency.free_full(handle)
     else:
@@ -230,6 +226,44 @@ def keep_full(context: RuntimeContext, handle: FlatParamHandle) -> None:
         reshard(context, handle)
 
 
+def end_use(
+    context: RuntimeContext, handle: FlatParamHandle, reshards: bool, *, kept: bool
+) -> None:
+    """Reshard the unit, or keep the full buffers for the next forward.
+
+    Args:
+        context: the context of the tree.
+        handle: the unit.
+        reshards: whether the unit is resharded after its backward.
+        kept: whether the full buffers stay until the end of the next backward
+            (``create_graph=True``).
+
+    Collective: none.
+    """
+    handle.kept = kept
+    if reshards:
+        reshard(context, handle)
+    else:
+        keep_full(context, handle)
+
+
+def hold_for_backward(handle: FlatParamHandle) -> None:
+    """Put the sharded parameters back after a forward, and keep the full buffers.
+
+    ``zero_grad`` or an optimizer may ask for parameters before backward.
+    """
+    residency.use_sharded(handle)
+    handle.kept_full = False
+
+
+def hold_by_hand(handle: FlatParamHandle) -> None:
+    """Keep the full parameters, which are shown or will be, for the next forward."""
+    if not handle.writes.gathered_at:
+        # Gathered before the record began, for the forward or backward that is running.
+        handle.writes.gathered_at = shard_versions(handle)
+    handle.kept_full = True
+
+
 def record_gathers(handle: FlatParamHandle) -> None:
     """Record the versions of the shards at every all-gather from now on."""
     if handle.writes.gathered_at is None:
@@ -266,8 +300,7 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
     On CUDA the gather stream waits for the last reader and frees; the CPU does not
     wait. Collective: none.
     """
-    handle.kept = False
-    reshard(context, handle)
+    end_use(context, handle, reshards=True, kept=False)
     if handle.residency is FREE_PENDING:
         assert context.streams is not None
         assert handle.events.free is not None

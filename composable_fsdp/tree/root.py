@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
+
 from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted
@@ -78,11 +80,16 @@ def _initialise(top: _FSDPState) -> None:
     context.precisions = tuple(
         s for s in root._root_states if s.precision and s.precision.buffer_dtype
     )
-    context.streams = make_streams(root.device)
+    set_streams(context, root.device)
+    assign_order_logs(context)
+
+
+def set_streams(context: RuntimeContext, device: torch.device) -> None:
+    """Give the tree the side streams of its compute device."""
+    context.streams = make_streams(device)
     if context.streams is not None:
         # Shards in host memory are read by copies that an optimizer must not overtake.
         context.streams.reads_host = context.offload
-    assign_order_logs(context)
 
 
 def forget_root(context: RuntimeContext) -> None:
