@@ -110,6 +110,21 @@ EXAMPLES: dict[str, list[Program]] = {
             (("single", 1, "set_grad"), ("step",)),
         )
     ],
+    "states of a unit with two names": [
+        Program(
+            Part(children=(Part(), Part(again=0), Part())),
+            options=options,
+            actions=(
+                ("train", 0),
+                ("typed_save", kind, True),
+                ("train", 1),
+                ("typed_load",),
+                *STEPS,
+            ),
+        )
+        for kind in ("LOCAL_STATE_DICT", "SHARDED_STATE_DICT", "FULL_STATE_DICT")
+        for options in (Options(door="wrapper"), Options())
+    ],
     "a scaler and complex parameters": [
         Program(
             Part(core="complex"),

@@ -257,7 +257,7 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
             if handle.layout.trainable
             else None
         )
-        if owner is not None and not owner.sync_gradients:
+        if owner is not None and not owner.settings.sync_gradients:
             raise PhaseError(
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
                 f"{name} inside no_sync, where gradients are not reduced. Call it "

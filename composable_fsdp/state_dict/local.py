@@ -16,6 +16,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import quoted
+from composable_fsdp.planning.walk import named
 from composable_fsdp.state_dict.dcp_caller import is_checkpointing
 from composable_fsdp.tree.traversal import walk_states
 
@@ -48,8 +49,16 @@ def plan_of(handle: FlatParamHandle) -> Plan:
 
 
 def plans_of(module: nn.Module) -> dict[str, Plan]:
-    """Return the plans of all units in ``module`` by name; its own name is empty."""
-    return {fqn: plan_of(state.handle) for fqn, _, state in walk_states(module)}
+    """Return the plans of all units in ``module`` by name; its own name is empty.
+
+    A unit that is registered under several names has an entry for each.
+    """
+    plans = {id(each): plan_of(state.handle) for _, each, state in walk_states(module)}
+    return {
+        fqn: plans[id(each)]
+        for fqn, each in named(module, every_path=True)
+        if id(each) in plans
+    }
 
 
 def require_plan(handle: FlatParamHandle, found: object) -> None:
