@@ -18,6 +18,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
@@ -117,8 +118,8 @@ def test_copies_in_host_memory_are_the_full_parameters(
                 assert extra.max() < (1e-5 if rank0_only else world.world_size)
 
 
-def full(handle: Any) -> list[nn.Parameter]:
-    return [leaf for region in handle.layout.regions for leaf in region.full_leaves]
+def full(handle: FlatParamHandle) -> list[nn.Parameter]:
+    return [leaf for region in handle.layout.regions for leaf in region.full.leaves]
 
 
 @pytest.mark.req("D-12")
