@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from composable_fsdp.access.schedule import state_of_unit
@@ -92,12 +91,11 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             adopt_external_changes_unless_meta(state)
             if requires_grad_changed(handle):
                 follow_requires_grad(context, handle)
-        if context.streams is not None and context.outermost is None:
+        if context.outermost is None:
             # The optimizer wrote the shards on the caller's stream, so the gather
             # stream waits for that stream. Inside a forward the wait has happened
             # already; another wait would end the overlap with compute.
-            current = torch.cuda.current_stream(handle.layout.device)
-            context.streams.gather.wait_stream(current)
+            context.streams.wait_for_caller()
         verbs.unshard(context, handle)
     verbs.hold_by_hand(handle)
     pending = UnshardHandle(handle)

@@ -171,9 +171,8 @@ def _unshard_state(
         raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
     handle.phase = Phase.SUMMON
     UNSHARDED.add(id(handle))
-    if context.streams is not None:
-        # The optimizer wrote the shards on the caller's stream.
-        context.streams.gather.wait_stream(torch.cuda.current_stream(state.device))
+    # The optimizer wrote the shards on the caller's stream.
+    context.streams.wait_for_caller()
     apart = offload_to_cpu or any(_casts(handle))
     # A region that is not sharded shows ``shard`` itself as ``full``: keep a copy,
     # which is restored if the writes must not be kept.

@@ -1,10 +1,10 @@
-"""CUDA streams and events of a root; on CPU, ``None`` in their place.
+"""CUDA streams and events of a root; on CPU, null objects in their place.
 
 Communication overlaps with compute on two side streams: all-gathers run on the gather
 stream, reductions on the reduce stream. On CPU, collectives are issued with
 ``async_op=True`` and the CPU waits for the ``Work`` at the points where CUDA waits for
 an event. The CPU waits for the GPU only if shards are offloaded: at the end of backward
-(``synchronize``), and before an optimizer step that no backward precedes.
+(``Streams.synchronize``), and before an optimizer step that no backward precedes.
 
 Checked on torch 2.13 (CPU); the CUDA calls are the public functions of ``torch.cuda``.
 Private: ``torch._C._functorch.peek_interpreter_stack`` and
@@ -99,7 +99,60 @@ NO_EVENTS = UnitEvents(_NoEvent)
 
 
 class Streams:
-    """The side streams of a root, shared by all units below the root.
+    """The streams of a root on CPU: one order of work, so nothing waits for anything.
+
+    ``CudaStreams`` stands in the place of this null object on CUDA.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "compute",
+        "device",
+        "gather",
+        "host_waits",
+        "reads_host",
+        "reduce",
+        "stepped",
+    )
+
+    gather: torch.cuda.Stream
+    """The stream of all-gathers. CUDA only."""
+    reduce: torch.cuda.Stream
+    """The stream of reductions. CUDA only."""
+    compute: torch.cuda.Stream
+    """The stream that was current when the iteration began. CUDA only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.host_waits = True
+        """Whether collectives are issued with ``async_op=True``, and the host waits for
+        the works; else the streams wait."""
+        self.reads_host = False
+        """Whether all-gathers read shards in host memory, so that optimizers must wait
+        for the gather stream."""
+        self.stepped: StreamEvent | None = None
+        """End of the last optimizer step, on the stream of the step; ``None`` before
+        the first step."""
+
+    def begin_iteration(self) -> None:
+        """Make the gather stream wait for the stream of the caller of the forward."""
+
+    def wait_for_caller(self) -> None:
+        """Make the gather stream wait for the current stream, which wrote shards."""
+
+    def wait_for_step(self) -> None:
+        """Make the gather stream wait for the end of the last step, if any."""
+
+    def synchronize(self) -> None:
+        """Make the CPU wait for all work of the side streams."""
+
+    def users(self, events: UnitEvents) -> list[torch.cuda.Stream]:
+        """Return the streams that write reduce buffers and ``.grad``; none on CPU."""
+        return []
+
+
+class CudaStreams(Streams):
+    """The side streams of a root on CUDA, shared by all units below the root.
 
     ::
 
@@ -108,32 +161,57 @@ class Streams:
         compute   reduce buffers              the end of the reduction on reduce
     """
 
-    __slots__ = (
-        "__weakref__",
-        "compute",
-        "device",
-        "gather",
-        "reads_host",
-        "reduce",
-        "stepped",
-    )
+    __slots__ = ()
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
+        self.host_waits = False
         # Each storage is allocated and freed while its owner is the current stream,
         # after that stream has waited for the last reader on the other stream. So
         # ``record_stream`` is not needed, and memory use does not depend on timing.
         self.gather = _Stream(device, priority=-1)
         self.reduce = _Stream(device, priority=-1)
         self.compute = torch.cuda.current_stream(device)
-        """The stream that was current when the iteration began."""
-        self.reads_host = False
-        """Whether all-gathers read shards in host memory, so that optimizers must wait
-        for the gather stream."""
-        self.stepped: StreamEvent | None = None
-        """End of the last optimizer step, on the stream of the step; ``None`` before
-        the first step."""
         _watch_steps(self)
+
+    def begin_iteration(self) -> None:
+        """Make the gather stream wait for the stream of the caller of the forward."""
+        self.compute = torch.cuda.current_stream(self.device)
+        # The optimizer wrote the shards on the caller's stream; the gather stream reads
+        # them.
+        self.gather.wait_stream(self.compute)
+
+    def wait_for_caller(self) -> None:
+        """Make the gather stream wait for the current stream, which wrote shards."""
+        self.gather.wait_stream(torch.cuda.current_stream(self.device))
+
+    def wait_for_step(self) -> None:
+        """Make the gather stream wait for the end of the last step, if any."""
+        # Needed if a backward does not follow its own forward at once: backward through
+        # a retained graph, or of the first of two forwards. Waiting for the compute
+        # stream instead would also wait for all compute since the step.
+        if self.stepped is not None:
+            self.gather.wait_event(self.stepped.event)
+
+    def synchronize(self) -> None:
+        """Make the CPU wait for all work of the side streams."""
+        # Only offloaded units call this function in a step: at the end of backward,
+        # before the host reads gradients.
+        self.gather.synchronize()
+        self.reduce.synchronize()
+
+    def users(self, events: UnitEvents) -> list[torch.cuda.Stream]:
+        """Return the streams that write reduce buffers and ``.grad``, current first.
+
+        Usually a single stream. Several streams occur because AccumulateGrad hooks run
+        on the stream that was current at construction, other backward hooks on the
+        stream of the matching forward, and the final callback on the caller's stream.
+        """
+        found = [torch.cuda.current_stream(self.device)]
+        for stream in (self.compute, events.leaf_stream, events.reduce_owner):
+            if stream is not None and stream not in found:
+                found.append(stream)
+        return found
 
 
 _live: weakref.WeakSet[Streams] = weakref.WeakSet()
@@ -176,15 +254,6 @@ def _note_step(optim: object, args: object, kwargs: object) -> None:
         streams.stepped.record(torch.cuda.current_stream(streams.device))
 
 
-def wait_for_step(streams: Streams) -> None:
-    """Make the gather stream wait for the end of the last optimizer step, if any."""
-    # Needed if a backward does not follow its own forward at once: backward through a
-    # retained graph, or of the first of two forwards. Waiting for the compute stream
-    # instead would also wait for all compute since the step.
-    if streams.stepped is not None:
-        streams.gather.wait_event(streams.stepped.event)
-
-
 def copy_async(target: Tensor, source: Tensor) -> None:
     """Issue a copy on the current stream; the CPU does not wait.
 
@@ -220,15 +289,6 @@ def outside_transforms(
     return run
 
 
-def synchronize(streams: Streams | None) -> None:
-    """Make the CPU wait for all work of the side streams."""
-    # Only offloaded units call this function in a step: at the end of backward, before
-    # the host reads gradients.
-    if streams is not None:
-        streams.gather.synchronize()
-        streams.reduce.synchronize()
-
-
 def make_events(device: torch.device) -> UnitEvents:
     """Return events for a unit on a CUDA device, ``NO_EVENTS`` on any other device."""
     if device.type != "cuda":
@@ -236,6 +296,6 @@ def make_events(device: torch.device) -> UnitEvents:
     return UnitEvents(partial(StreamEvent, device))
 
 
-def make_streams(device: torch.device) -> Streams | None:
-    """Return side streams for a CUDA device, ``None`` for any other device."""
-    return Streams(device) if device.type == "cuda" else None
+def make_streams(device: torch.device) -> Streams:
+    """Return side streams for a CUDA device, the null object for any other device."""
+    return CudaStreams(device) if device.type == "cuda" else Streams(device)

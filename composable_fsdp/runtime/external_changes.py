@@ -117,7 +117,7 @@ def _move_unit(state: _FSDPState, context: RuntimeContext | None) -> None:
     if root.device != device and not root.handle.layout.regions:
         root.handle.layout = replace(root.handle.layout, device=device)
     # Streams exist only on CUDA: a tree that moved there from the CPU has none yet.
-    if root.device == device and context.streams is None:
+    if root.device == device and context.streams.host_waits:
         set_streams(context, device)
 
 

@@ -128,7 +128,7 @@ def pre_forward(
         # A forward that a KeyboardInterrupt ended has run no hook, so ``outermost`` may
         # be stale: ``is_live`` asks the call stack.
         begin_iteration(context, state)
-        if context.streams is not None:
+        if not context.streams.host_waits:
             replaced = to_device(args, kwargs, state.device, copies)
             if replaced is not None:
                 args, kwargs = replaced
@@ -464,11 +464,9 @@ def _copy_writes(state: _FSDPState) -> None:
     if was_current:
         # The shards changed to what the full parameters are.
         handle.writes.gathered_at = shard_versions(handle)
-    if context.streams is not None:
-        # The gather stream may gather this unit again in the same forward, and must
-        # read the shard after the copy.
-        current = torch.cuda.current_stream(handle.layout.device)
-        context.streams.gather.wait_stream(current)
+    # The gather stream may gather this unit again in the same forward, and must read
+    # the shard after the copy.
+    context.streams.wait_for_caller()
 
 
 def _after_raise(state: _FSDPState) -> None:

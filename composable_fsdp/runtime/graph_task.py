@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from composable_fsdp.comm.device import wait_for_step
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
@@ -119,10 +118,9 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
     if task not in context.tasks:
         if context.dead:
             reset_failed_graph_tasks(context)
-        if context.streams is not None:
-            # The gather stream waited for the caller's stream when the forward began.
-            # The shards may have changed since (an optimizer step), so wait again.
-            wait_for_step(context.streams)
+        # The gather stream waited for the caller's stream when the forward began. The
+        # shards may have changed since (an optimizer step), so wait again.
+        context.streams.wait_for_step()
         context.tasks[task] = []
         _engine.queue_callback(TaskEnd(context, task))
     context.tasks[task].append(state)
@@ -255,7 +253,10 @@ def finish_task(context: RuntimeContext, task: int) -> None:
             # parameters.
             handle.phase = Phase.FORWARD
             continue
-        end_use(context, handle, state.settings.reshard_after_backward, kept=keep)
+        reshards = state.settings.reshard_after_backward
+        # Usually the last ``input_done`` has resharded the unit.
+        if keep or handle.kept or not reshards or handle.residency is not SHARDED:
+            end_use(context, handle, reshards, kept=keep)
     # A nested graph task (a reentrant checkpoint) ends here; the end of the outermost
     # graph task does the rest.
     if context.tasks:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from composable_fsdp.comm.device import copy_async, synchronize
+from composable_fsdp.comm.device import copy_async
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import note_shown, own_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -101,7 +101,7 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
         return
     # The only point of a step at which the CPU waits. The wait includes copies of
     # shards to the device, which an optimizer is about to overwrite.
-    synchronize(context.streams)
+    context.streams.synchronize()
     hooked: list[nn.Parameter] = []
     for handle in context.handles:
         for region in handle.layout.trainable:
@@ -138,7 +138,7 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
     """Wait for the gradients that are being copied to the host, and discard them."""
     if not context.offload:
         return
-    synchronize(context.streams)
+    context.streams.synchronize()
     for handle in context.handles:
         for region in handle.layout.trainable:
             region.host_copy = None
@@ -147,7 +147,7 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
 def synchronize_copy_stream(context: RuntimeContext) -> None:
     """Wait until no copy to the device reads shards; the host may then write shards."""
     if context.offload:
-        synchronize(context.streams)
+        context.streams.synchronize()
 
 
 def on_device(handle: FlatParamHandle, shard: Tensor) -> Tensor:

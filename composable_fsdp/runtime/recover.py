@@ -117,12 +117,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     # The order log keeps a separate order of uses for each mode.
     mode = (state.fqn, training, torch.is_grad_enabled())
     context.tape = ForwardRecord(mode, schedule)
-    streams = context.streams
-    if streams is not None:
-        streams.compute = torch.cuda.current_stream(state.device)
-        # The optimizer wrote the shards on the caller's stream; the gather stream reads
-        # them.
-        streams.gather.wait_stream(streams.compute)
+    context.streams.begin_iteration()
     context.outermost = state
     context.frame = _module_call()
 

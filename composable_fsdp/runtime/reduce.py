@@ -66,7 +66,7 @@ def copy_grads_to_reduce_buffers(
     if context.reducing is not None and context.reducing.handle is handle:
         # The reduction in flight reads the reduce buffers, so finish before writing.
         finish_reduction(context)
-    users = [] if context.streams is None else _users(context.streams, handle)
+    users = context.streams.users(handle.events)
     for stream in users[1:]:
         users[0].wait_stream(stream)
     if not handle.reduction.has_memory:
@@ -134,7 +134,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         ready_gradient(region)
     reduction = Reduction(handle, [], arrived, final=final)
     context.reducing = reduction
-    if context.streams is not None:
+    if not context.streams.host_waits:
         _reduce_on_stream(context.streams, reduction)
         return
     _choose_targets(handle, final=final)
@@ -147,14 +147,13 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
 def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
     """Issue the reduction on the reduce stream, behind the streams of the gradients."""
     handle = reduction.handle
-    for stream in _users(streams, handle):
+    for stream in streams.users(handle.events):
         streams.reduce.wait_stream(stream)
     with torch.cuda.stream(streams.reduce):
         # Targets that are allocated here belong to the reduce stream, which waits for
         # the other streams (as above) before the next allocation.
         _choose_targets(handle, final=reduction.final)
         _issue(handle, final=reduction.final, async_op=False)
-        assert handle.events.reduce is not None
         # The wait before the buffers are freed need not include the copies to the host.
         # The result of a communication hook, however, may be a reduce buffer, which the
         # copies read.
@@ -164,24 +163,6 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
             _apply_reduced_gradients(reduction)
         if handle.rule.hook is not None:
             handle.events.reduce.record(streams.reduce)
-
-
-def _users(streams: Streams, handle: FlatParamHandle) -> list[torch.cuda.Stream]:
-    """Return the streams that write reduce buffers and ``.grad``, current stream first.
-
-    Usually a single stream. Several streams occur because AccumulateGrad hooks run on
-    the stream that was current at construction, other backward hooks on the stream of
-    the matching forward, and the final callback on the caller's stream.
-    """
-    found = [torch.cuda.current_stream(handle.layout.device)]
-    for stream in (
-        streams.compute,
-        handle.events.leaf_stream,
-        handle.events.reduce_owner,
-    ):
-        if stream is not None and stream not in found:
-            found.append(stream)
-    return found
 
 
 def finish_reduction(context: RuntimeContext) -> None:
@@ -199,7 +180,7 @@ def finish_reduction(context: RuntimeContext) -> None:
         return
     context.reducing = None
     handle, streams = reduction.handle, context.streams
-    if streams is None:
+    if streams.host_waits:
         for work in reduction.works:
             work.wait()
         if (
@@ -214,10 +195,9 @@ def finish_reduction(context: RuntimeContext) -> None:
         # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
         # that stream writes ``.grad``. The reduce stream writes buffers that no
         # parameter shows.
-        current, *others = _users(streams, handle)
+        current, *others = streams.users(handle.events)
         for stream in others:
             current.wait_stream(stream)
-        assert handle.events.reduce is not None
         handle.events.reduce.wait()
         if not handle.layout.offload:
             _apply_reduced_gradients(reduction)
@@ -241,11 +221,10 @@ def drop_reduction(context: RuntimeContext) -> None:
     handle = reduction.handle
     for work in reduction.works:
         work.wait()
-    if context.streams is not None:
-        # Wait for the stream and not for the event: if a hook raised, the event has not
-        # been recorded for this reduction.
-        for stream in _users(context.streams, handle):
-            stream.wait_stream(context.streams.reduce)
+    # Wait for the stream and not for the event: if a hook raised, the event has not
+    # been recorded for this reduction.
+    for stream in context.streams.users(handle.events):
+        stream.wait_stream(context.streams.reduce)
     for region in handle.layout.trainable:
         region.reduce.temporary = None
     free_reduce(handle)

@@ -63,7 +63,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         handle.writes.gathered_at = shard_versions(handle)
     if not handle.form.needs_gather:
         residency.hold_full(handle)
-    elif context.streams is None:
+    elif context.streams.host_waits:
         residency.allocate_full(handle)
         handle.ready = _gather(handle, async_op=True)
     else:
@@ -96,12 +96,10 @@ def _unshard_on_stream(
             # reader.
             context.retiring.remove(handle)
             residency.gather_again(handle)
-            assert handle.events.free is not None
             handle.events.free.wait()
         else:
             residency.allocate_full(handle)
         _gather(handle, async_op=False)
-        assert handle.events.gather is not None
         handle.events.gather.record(streams.gather)
     handle.ready = handle.events.gather
 
@@ -127,16 +125,14 @@ def free_oldest(context: RuntimeContext, *, keep: int) -> None:
 
     Collective: none.
     """
-    streams = context.streams
-    if streams is None or len(context.retiring) <= keep:
+    if len(context.retiring) <= keep:  # always on CPU
         return
     # Freeing is legal at any time: the gather stream waits for the last reader, and
     # every later allocation of the gather stream from this memory comes after that
     # wait.
-    with torch.cuda.stream(streams.gather):
+    with torch.cuda.stream(context.streams.gather):
         while len(context.retiring) > keep:
             handle = context.retiring.popleft()
-            assert handle.events.free is not None
             handle.events.free.wait()
             residency.free_full(handle)
 
@@ -178,10 +174,9 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     if not handle.form.needs_gather:
         residency.drop_full(handle)
         return
-    if context.streams is None:
+    if context.streams.host_waits:
         residency.free_full(handle)
     else:
-        assert handle.events.free is not None
         current = torch.cuda.current_stream(handle.layout.device)
         # AccumulateGrad hooks run on the stream that was current at construction; the
         # last reader of the parameters may be on the forward's stream. ``wait_stream``
@@ -302,8 +297,6 @@ def release(context: RuntimeContext, handle: FlatParamHandle) -> None:
     """
     end_use(context, handle, reshards=True, kept=False)
     if handle.residency is FREE_PENDING:
-        assert context.streams is not None
-        assert handle.events.free is not None
         context.retiring.remove(handle)
         with torch.cuda.stream(context.streams.gather):
             handle.events.free.wait()

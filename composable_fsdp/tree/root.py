@@ -87,9 +87,8 @@ def _initialise(top: _FSDPState) -> None:
 def set_streams(context: RuntimeContext, device: torch.device) -> None:
     """Give the tree the side streams of its compute device."""
     context.streams = make_streams(device)
-    if context.streams is not None:
-        # Shards in host memory are read by copies that an optimizer must not overtake.
-        context.streams.reads_host = context.offload
+    # Shards in host memory are read by copies that an optimizer must not overtake.
+    context.streams.reads_host = context.offload
 
 
 def forget_root(context: RuntimeContext) -> None:

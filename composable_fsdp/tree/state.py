@@ -176,8 +176,8 @@ class RuntimeContext:
         """Whether any unit keeps its shards in host memory."""
         self.precisions: tuple[_FSDPState, ...] = ()
         """Units whose buffers are cast."""
-        self.streams: Streams | None = None
-        """The side streams; ``None`` on CPU."""
+        self.streams = Streams(device)
+        """The side streams; a null object on CPU."""
         # Replaced, and not cleared, when an iteration begins: hooks in the autograd
         # graph still refer to the record of their own forward.
         self.tape = ForwardRecord()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy
+from composable_fsdp.comm.device import CudaStreams
 from composable_fsdp.runtime import offload
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.offloading import (
@@ -144,7 +145,7 @@ def wait_per_unit(world: World) -> list[int]:
     waits: list[object] = []
     counts = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "synchronize", waits.append)
+        patch.setattr(CudaStreams, "synchronize", lambda self: waits.append(self))
         backward(loss_of(model, x))
         counts.append(len(waits))
         with torch.no_grad():

@@ -26,6 +26,7 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
+from composable_fsdp.comm.device import Streams
 from composable_fsdp.runtime import offload
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.offloading import (
@@ -272,7 +273,7 @@ def slow_copies(model: nn.Module) -> Iterator[list[Callable[[], object]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "copy_async", issue)
-        patch.setattr(offload, "synchronize", synchronize)
+        patch.setattr(Streams, "synchronize", synchronize)
         yield waiting
 
 
@@ -346,7 +347,7 @@ def test_the_cpu_waits_once_in_a_step(
     x = wide_input(6)(0, 0)
     model(x)
     waits: list[object] = []
-    monkeypatch.setattr(offload, "synchronize", waits.append)
+    monkeypatch.setattr(Streams, "synchronize", lambda self: waits.append(self))
 
     loss = loss_of(model, x)
     assert waits == []

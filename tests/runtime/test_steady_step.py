@@ -20,6 +20,7 @@ _PACKAGE = Path(composable_fsdp.__file__).parent
 
 FILES = {
     "comm/collectives.py",
+    "comm/device.py",
     "comm/order_log.py",
     "flat/gradients.py",
     "flat/residency.py",

@@ -143,11 +143,16 @@ class _Nothing:
         pass
 
     record = synchronize = wait = wait_event = wait_stream = _ignore
+    begin_iteration = wait_for_caller = wait_for_step = _ignore
 
 
 class _Streams(_Nothing):
     gather = reduce = compute = _Nothing()
     stepped = None
+    host_waits = False
+
+    def users(self, events: object) -> list[_Nothing]:
+        return [_Nothing()]
 
 
 @contextmanager

@@ -312,7 +312,7 @@ def _of_streams(order: StreamOrder) -> Patches:
     def current_stream(device: object = None) -> FakeStream:
         return order.current
 
-    make: Callable[[torch.device], Any] = device_layer.Streams
+    make: Callable[[torch.device], Any] = device_layer.CudaStreams
     return [
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
