@@ -503,6 +503,23 @@ EXAMPLES: dict[str, list[Program]] = {
             ("view_as", "mul_", None),
         ]
     ],
+    "a part of a unit that is full by hand, after a step": [
+        Program(
+            Part(children=(Part(), Part())),
+            options=Options(optimizer=optimizer, strategy=strategy),
+            actions=(
+                ("forward", 0),
+                ("backward",),
+                *((("unshard_unit", unit, False)) for unit in (0, 1, 2)),
+                ("step",),
+                ("call_core", unit, 0),
+                *STEPS,
+            ),
+        )
+        for optimizer in ("adamw_fused", "adamw_single", "sgd")
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+        for unit in (0, 1)
+    ],
     "a whole unit's part called apart": [
         below(Part(call=call), strategy="NO_SHARD")
         for call in ("core", "method", "forward")

@@ -237,7 +237,7 @@ def possible(program: Program) -> Program:
     in a wrapper have names that ``functional_call`` does not find. A fused optimizer
     raises for complex parameters, where a rank has some. ``functional_call`` does not
     put back tied parameters of a module with two names. A hook on a view that was
-    written to under ``save_on_cpu`` crashes the process.
+    written to may crash the process.
     """
     if program.options.apart:
         program = _apart(program)
@@ -247,7 +247,7 @@ def possible(program: Program) -> Program:
         program = replace(program, root=_without(program.root, "quantized"))
     if CALLED_WITH & program.words():
         program = replace(program, root=_without(program.root, "tied"))
-    if ON_CPU & program.words():
+    if WRITING & program.words():
         program = replace(program, root=_unhooked(program.root))
     if FUSED & program.words():
         program = replace(program, root=_without(program.root, "complex"))
@@ -281,7 +281,7 @@ UNLIKE_LOW = {
     *("core:quantized", "option:apart"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
-ON_CPU = {"argument:on_cpu", "call:on_cpu", "core:cpu"}
+WRITING = {f"use:{use}" for use in ("set", "mul_", "mul_view", "iadd", "relu_")}
 CALLED_WITH = {"call:functional", "call:functional_caught"}
 FUSED = {
     f"{kind}:{name}"

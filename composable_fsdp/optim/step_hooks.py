@@ -8,6 +8,7 @@ look-ups: flat parameters, parameter groups, and a dictionary of known optimizer
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import times_replaced
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.step_counts import count_step, is_counting_steps
 from composable_fsdp.optim.clip_check import expect_gradients, require_common_factor
@@ -180,8 +182,27 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                     handle.writes.gathered_at = shard_versions(handle)
             else:
                 count_step(met.handles)
+                _hide_old_values(met.handles)
         if met.absent:
             _count_writes_of_empty(optim, met)
+
+
+def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:
+    """Show sharded parameters where a step has made the full ones of ``unshard`` old.
+
+    The next forward refuses the old values; so do parts of the unit from now on.
+    Collective: none.
+    """
+    for link in handles:
+        handle = link()
+        # A unit in forward or backward reads the full parameters.
+        if (
+            handle is not None
+            and handle.residency is residency.UNSHARDED
+            and handle.backward.task == NO_TASK
+            and not handle.running.calls
+        ):
+            residency.use_sharded(handle)
 
 
 class _EmptyLeaves(NamedTuple):
