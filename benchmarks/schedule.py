@@ -13,12 +13,12 @@ time.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from composable_fsdp.comm import device as device_layer
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.region import TrainableRegion
 
 
 class Event(NamedTuple):
@@ -81,11 +83,12 @@ class Schedule:
         """Call the collectives of our units by the units' names."""
         for handle in handles:
             for region in handle.layout.regions:
-                buffers = (region.full.buffer, getattr(region, "reduce_buffer", None))
+                buffers = [region.full.buffer]
+                if isinstance(region, TrainableRegion):
+                    buffers.append(region.reduce.buffer)
                 for buffer in buffers:
-                    if buffer is not None:
-                        key = buffer.untyped_storage()._cdata
-                        self.names[key] = handle.full_fqn or "root"
+                    key = buffer.untyped_storage()._cdata
+                    self.names[key] = handle.full_fqn or "root"
 
     def in_flight(self) -> list[tuple[str, set[str]]]:
         """Per computation, the collectives that were sent before and awaited later."""
@@ -255,15 +258,10 @@ def on_streams(
         return schedule.current
 
     for handle in handles:
-        for name in ("gather_event", "free_event", "reduce_event"):
-            setattr(handle, name, Mark(schedule))
-    streams = SimpleNamespace(
-        gather=make_stream(),
-        reduce=make_stream(),
-        compute=schedule.compute_stream,
-        stepped=None,
-    )
+        handle.events = device_layer.UnitEvents(cast("Any", lambda: Mark(schedule)))
     patches: list[tuple[Any, str, Any]] = [
+        (device_layer, "_Stream", make_stream),
+        (device_layer, "_live", weakref.WeakSet()),
         (torch.cpu, "Stream", make_stream),
         (torch.cpu, "Event", lambda *a, **k: Mark(schedule)),
         *((module, "stream", use) for module in (torch.cpu, torch.cuda)),
@@ -273,7 +271,7 @@ def on_streams(
         for target, name, value in patches:
             stack.enter_context(patch.object(target, name, value))
         root = "composable_fsdp.tree.root.make_streams"
-        stack.enter_context(patch(root, lambda device: streams))
+        stack.enter_context(patch(root, device_layer.CudaStreams))
         yield
 
 

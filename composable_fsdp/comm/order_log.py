@@ -49,6 +49,15 @@ WAY_OUT = (
 """Last sentences of every ``DesyncError`` of this module."""
 
 
+ONE_RANK_RAISED = (
+    "If a rank catches an exception of a forward or a backward and goes on, every rank "
+    "has to leave the same forward or backward at the same place: let the ranks agree "
+    "(an all-reduce of a flag) whether a sample is skipped before they call the model, "
+    "or let the exception end the program."
+)
+"""Last sentence of the ``DesyncError`` after an exception on some ranks."""
+
+
 class Fact(NamedTuple):
     """An action of a rank, in the form in which ranks send and compare actions."""
 
@@ -94,6 +103,7 @@ class OrderLog:
         "_run",
         "_said",
         "_successors",
+        "_torn",
         "describe",
         "describe_mode",
         "expected",
@@ -137,6 +147,9 @@ class OrderLog:
         """By mode and length of its run: the mode that followed."""
         self._said: list[str] = []
         """Places in the store at which this rank wrote in this round."""
+        self._torn: tuple[int, int] | None = None
+        """Number of the last abandoned round, and of its uses, if other ranks may wait
+        in collectives of that round which this rank has left out."""
         self._dropped: list[tuple[int, list[str]]] = []
         """Numbers of abandoned rounds, and the places at which this rank wrote."""
 
@@ -202,13 +215,24 @@ class OrderLog:
             for number, places in finished:
                 for peers in self.peers:
                     peers.leave(f"{number}", places)
-        self.drop()
+        self._close()
 
     def drop(self) -> None:
-        """Abandon the round in progress, if any; the records stay as they were."""
-        self._open = self._recording = False
+        """Abandon the round in progress, if any; the records stay as they were.
+
+        If the round has further uses, the next round begins by a meeting of all ranks.
+        """
+        # The number of further uses is not known while this rank records.
+        if self._recording or (self._open and self.expected[self.position] is not None):
+            uses = len(self._entries) if self._recording else self.position
+            self._torn = self.round, uses
         if self._said:
             self._dropped.append((self.round, self._said))
+        self._close()
+
+    def _close(self) -> None:
+        """Leave the round that has ended or was abandoned."""
+        self._open = self._recording = False
         self._said = []
         self.expected, self.position = NOTHING, 0
 
@@ -216,6 +240,8 @@ class OrderLog:
         """Begin a round: compare the predicted mode with ``mode``, find the record."""
         self.round += 1
         self._open = True
+        if self._torn is not None:
+            self._meet_after_tear(*self._torn)
         # The mode of a round is predicted from the mode before, and from how many
         # rounds in a row had that mode: an evaluation after every 100 steps is
         # predicted from the second time on. Without experience, a mode that ran twice
@@ -229,7 +255,8 @@ class OrderLog:
             # for all ranks to write the same mode.
             if predicted is not None:
                 wanted = self.describe_mode(predicted)
-                self._meet(place, fact, wanted, self.round - 1)
+                story = self._story(place, fact, wanted, self.round - 1)
+                self._meet(place, story, WAY_OUT)
             self._successors.pop((self._last, self._run), None)
             self._successors[self._last, self._run] = mode
             if len(self._successors) > MOST_MODES:
@@ -241,12 +268,30 @@ class OrderLog:
         self.expected = self._known.get(mode, NOTHING)
         self.position = 0
 
+    def _meet_after_tear(self, torn: int, uses: int) -> None:
+        """Wait until every rank has abandoned round ``torn`` after ``uses`` uses, too.
+
+        A rank that has not would be in a collective of that round, with which the next
+        collective of this rank would pair.
+
+        Raises: DesyncError, if a rank went on, or stopped at another use.
+        """
+        place = f"{self.round}/torn"
+        self._say(place, Fact("begin after a raise", details=(torn, uses)))
+        story = (
+            f"This rank begins {self.what} {self.round} after an exception that ended "
+            f"{self.what} {torn} at use {uses}."
+        )
+        self._meet(place, story, ONE_RANK_RAISED)
+        self._torn = None
+
     def _leave_record(self, place: str, use: object, wanted: object) -> None:
         """Write the use that differs from the record, and wait for the other ranks."""
         fact = self.describe(use)
         self._say(place, fact)
         since = self._recorded_in[self._last]
-        self._meet(place, fact, self.describe(wanted), since)
+        story = self._story(place, fact, self.describe(wanted), since)
+        self._meet(place, story, WAY_OUT)
 
     def _say(self, place: str, fact: Fact) -> None:
         """Write ``fact`` at ``place``.
@@ -268,17 +313,20 @@ class OrderLog:
                     f"{WAY_OUT}"
                 )
 
-    def _meet(self, place: str, fact: Fact, wanted: Fact, since: int) -> None:
-        """Wait until every rank has left its record at ``place``, too.
-
-        Raises: DesyncError, if a rank does not arrive in time.
-        """
+    def _story(self, place: str, fact: Fact, wanted: Fact, since: int) -> str:
+        """Return how ``fact`` differs from the record of round ``since``, in words."""
         fact, wanted = contrast(fact, wanted)
-        story = (
+        return (
             f"In {self.what} {self.round}, at {_at(place)}, this rank {self.word(fact)}"
             f"{waiting(self.note(), wanted)}, where the order recorded in {self.what} "
             f"{since} has: {self.word(wanted)}."
         )
+
+    def _meet(self, place: str, story: str, way_out: str) -> None:
+        """Wait until every rank has come to ``place``, too.
+
+        Raises: DesyncError, if a rank does not arrive in time.
+        """
         # All arrivals before the first wait: ranks of another group may wait for this
         # rank.
         for peers in self.peers:
@@ -293,7 +341,7 @@ class OrderLog:
             if absent:
                 raise DesyncError(
                     f"{story} Ranks {absent} did not follow within "
-                    f"{peers.timeout():g} s. {WAY_OUT}"
+                    f"{peers.timeout():g} s. {way_out}"
                 )
 
 
@@ -332,4 +380,4 @@ def waiting(note: Note, fact: Fact) -> str:
 def _at(place: str) -> str:
     """Return the position inside the round that ``place`` names, in words."""
     position = place.rpartition("/")[2]
-    return "its beginning" if position == "mode" else f"use {position}"
+    return f"use {position}" if position.isdecimal() else "its beginning"

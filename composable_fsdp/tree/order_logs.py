@@ -139,6 +139,7 @@ _WORDS = {
     "begin backward": "begins the backward of a forward of {unit} in {} mode {} "
     "gradients",
     "begin backward alone": "begins the backward of no forward",
+    "begin after a raise": "begins after an exception that ended number {} at use {}",
 }
 """By action: the text, with the unit and the details."""
 

@@ -22,6 +22,11 @@ def new_log() -> OrderLog:
     return OrderLog("forward", (), _fact, _fact, str)
 
 
+def torn(log: OrderLog) -> tuple[int, int] | None:
+    """The round that was abandoned before its end, and after how many uses."""
+    return log._torn
+
+
 def _fact(use: object) -> Fact:
     return Fact(str(use))
 
@@ -78,7 +83,24 @@ def test_a_round_that_was_dropped_changes_nothing() -> None:
     log.drop()
 
     assert log.expected is NOTHING
+    assert torn(log) == (2, 2)
     assert run(log, "abc") == [False, True, True]
+
+
+def test_only_a_round_with_further_uses_is_torn() -> None:
+    """Other ranks wait for a rank that leaves out uses, and for no other."""
+    log = new_log()
+    run(log, "abc")
+    assert torn(log) is None  # ended
+    log.depart("a", "train")
+    log.position += 2
+    log.drop()
+    assert torn(log) is None  # all uses were there
+    log.depart("a", "train")
+    log.drop()
+    assert torn(log) == (3, 1)
+    run(log, "abc")
+    assert torn(log) is None  # the ranks have met
 
 
 def test_the_records_of_few_modes_are_kept() -> None:
