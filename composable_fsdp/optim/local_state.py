@@ -85,7 +85,7 @@ def require_plans(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def local_part(named: Named, name: str, value: Any) -> Any:
-    """Return a copy of ``value``, if the shape is this rank's or the value is a scalar.
+    """Return a copy of this rank's state ``value``, which must fit the parameter.
 
     Args:
         named: the parameter.
@@ -95,13 +95,15 @@ def local_part(named: Named, name: str, value: Any) -> Any:
     Returns: a new tensor; ``value`` itself if it is no tensor.
 
     Collective: none.
-    Raises: CheckpointError, for another shape.
+    Raises: CheckpointError, for state of a cut parameter that is neither a scalar nor
+    of this rank's shape.
     """
     if isinstance(value, LocalValue):
         value = value.plain()
     if not isinstance(value, Tensor):
         return value
-    if value.ndim == 0 or value.shape == named.parameter.shape:
+    # State of a parameter that this rank holds whole may have any shape.
+    if not named.is_cut or value.ndim == 0 or value.shape == named.parameter.shape:
         # Clone the value, which may be memory of the optimizer that was saved.
         return value.clone()
     raise CheckpointError(

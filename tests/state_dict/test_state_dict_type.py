@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from contextlib import suppress
 from typing import Any
@@ -258,6 +259,27 @@ def test_local_state_goes_out_and_comes_back_without_communication(
     again = optim_state_dict(fresh, optimizer)
     for name, values in again["state"].items():
         assert differences(values, whole[1]["state"][name]) == {}
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL], ids=lambda kind: kind.name)
+@on_ranks(2)
+def test_state_of_whole_parameters_may_have_any_shape(
+    world: World, kind: StateDictType
+) -> None:
+    """Adafactor's rows and columns go out and in, whatever the type of state dict."""
+    model = fully_shard(tiny_mlp(), strategy=ShardingStrategy.NO_SHARD)
+    optimizer: Any = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+
+    with state_dict_type(model, kind):
+        state = optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, state))
+
+    after = optimizer.state_dict()["state"]
+    for number, values in before["state"].items():
+        assert differences(after[number], values) == {}
 
 
 def check_local_in_a_plain_module(world: World) -> bool:
