@@ -269,7 +269,9 @@ def post_forward(
         return None
     recomputing = current_task() != NO_TASK
     if output is None and sys.exc_info()[0] is not None and not recomputing:
-        _after_raise(state)
+        # The error of the forward goes first, before one of a prefetched all-gather.
+        with suppress(RuntimeError):
+            _after_raise(state)
         return None
     precision, replaced = state.precision, None
     if precision is not None and precision.output_dtype is not None:

@@ -182,8 +182,10 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     ``drop_gradients`` also discards gradients that have arrived and were not reduced.
     Waits for collectives that this rank has issued.
 
+    Raises: RuntimeError, if such a collective has failed. Every unit is reset before.
     Collective: none, except as ``finish_reduction`` if ``drop_gradients`` is False.
     """
+    failed: RuntimeError | None = None
     end_iteration(context)
     context.tasks.clear()
     context.dead.clear()
@@ -202,14 +204,20 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         handle.running.calls.clear()
         handle.running.lent.clear()
         reset_backward(handle)
-        end_use(context, handle, reshards=True, kept=False)
+        try:
+            end_use(context, handle, reshards=True, kept=False)
+        except RuntimeError as error:  # of a prefetched all-gather
+            failed = failed or error
+            end_use(context, handle, reshards=True, kept=False)
         if drop_gradients:
             drop_unreduced_grads(handle)
     for unit in context.lists:
         unit.remaining = frozenset()
+    free_oldest(context, keep=0)
     finish_reduction(context)
     finish_d2h_grad_copies(context)
-    free_oldest(context, keep=0)
+    if failed is not None:
+        raise failed
 
 
 def require_between_steps(state: _FSDPState, what: str) -> None:

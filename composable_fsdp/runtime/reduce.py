@@ -180,32 +180,35 @@ def finish_reduction(context: RuntimeContext) -> None:
         return
     context.reducing = None
     handle, streams = reduction.handle, context.streams
-    if streams.host_waits:
-        for work in reduction.works:
-            work.wait()
-        if (
-            reduction.final
-            and handle.groups.replicas > 1
-            and handle.groups.shard_world_size > 1
-            and handle.rule.hook is None
-        ):
-            _replicate(handle)
-        _apply_reduced_gradients(reduction)
-    else:
-        # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
-        # that stream writes ``.grad``. The reduce stream writes buffers that no
-        # parameter shows.
-        current, *others = streams.users(handle.events)
-        for stream in others:
-            current.wait_stream(stream)
-        handle.events.reduce.wait()
-        if not handle.layout.offload:
+    try:
+        if streams.host_waits:
+            for work in reduction.works:
+                work.wait()
+            if (
+                reduction.final
+                and handle.groups.replicas > 1
+                and handle.groups.shard_world_size > 1
+                and handle.rule.hook is None
+            ):
+                _replicate(handle)
             _apply_reduced_gradients(reduction)
-        for stream in others:
-            stream.wait_stream(current)
-    for region in handle.layout.trainable:
-        region.reduce.temporary = None
-    free_reduce(handle)
+        else:
+            # Autograd, optimizers and users access ``.grad`` on the compute stream, so
+            # only that stream writes ``.grad``. The reduce stream writes buffers that
+            # no parameter shows.
+            current, *others = streams.users(handle.events)
+            for stream in others:
+                current.wait_stream(stream)
+            handle.events.reduce.wait()
+            if not handle.layout.offload:
+                _apply_reduced_gradients(reduction)
+            for stream in others:
+                stream.wait_stream(current)
+    finally:
+        # Also after a collective that failed, or a hook of the user that raised.
+        for region in handle.layout.trainable:
+            region.reduce.temporary = None
+        free_reduce(handle)
 
 
 def drop_reduction(context: RuntimeContext) -> None:

@@ -143,9 +143,10 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
     On CPU the host waits for the collective; on CUDA the current stream waits. From now
     on autograd may read the full parameters. Collective: none.
     """
-    if handle.ready is not None:
-        handle.ready.wait()
-        handle.ready = None
+    ready, handle.ready = handle.ready, None
+    # Cleared before the wait: after a collective that failed, nothing waits again.
+    if ready is not None:
+        ready.wait()
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
     make_readable(handle)
@@ -157,11 +158,11 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Nothing happens to a unit that is sharded already. A unit that is kept for a second
     backward (``kept``) only gets the sharded parameters back. Collective: none.
     """
-    if handle.ready is not None:
+    ready, handle.ready = handle.ready, None
+    if ready is not None:
         # The unit was prefetched and not used; the all-gather still writes into the
         # memory.
-        handle.ready.wait()
-        handle.ready = None
+        ready.wait()
     handle.kept_full = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
