@@ -13,7 +13,7 @@ from torch import nn
 
 import composable_fsdp
 from composable_fsdp import fully_shard
-from composable_fsdp.runtime import graph_task
+from composable_fsdp.runtime import graph_task, recover
 from tests.support.world import fake_world
 
 _PACKAGE = Path(composable_fsdp.__file__).parent
@@ -39,8 +39,9 @@ FILES = {
 def test_a_steady_step_enters_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of five units, after the first steps, enter ``FILES``."""
     entered: set[str] = set()
-    # Without the flat parameters that models of other tests have.
+    # Without the flat parameters and the registrations that models of other tests have.
     monkeypatch.setattr(graph_task, "FLAT_PARAMS", {})
+    monkeypatch.setattr(recover, "PENDING", {})
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
