@@ -200,10 +200,13 @@ def finish_reduction(context: RuntimeContext) -> None:
             for stream in others:
                 current.wait_stream(stream)
             handle.events.reduce.wait()
-            if not handle.layout.offload:
-                _apply_reduced_gradients(reduction)
-            for stream in others:
-                stream.wait_stream(current)
+            try:
+                if not handle.layout.offload:
+                    _apply_reduced_gradients(reduction)
+            finally:
+                # Before the buffers are freed, which one of these streams allocated.
+                for stream in others:
+                    stream.wait_stream(current)
     finally:
         # Also after a collective that failed, or a hook of the user that raised.
         for region in handle.layout.trainable:
