@@ -389,6 +389,16 @@ EXAMPLES: dict[str, list[Program]] = {
             actions=(("forward", 0), ("backward",), ("clip_as_plain",), ("step",)),
         ),
     ],
+    "a result in a function": [
+        *(
+            Program(Part(core=core, form="thunk"), actions=STEPS)
+            for core in ("tensor_hook", "mul")
+        ),
+        *(
+            below(Part(core="tensor_hook", form="thunk"), Part(), prefetch=prefetch)
+            for prefetch in ("BACKWARD_PRE", None)
+        ),
+    ],
     "a result that nobody sees": [
         below(Part(core=core, form=form), prefetch=prefetch, actions=(("train", 0),))
         for core in ("mul", "div", "pow", "prelu", "rms", "linear")

@@ -18,7 +18,6 @@ REFUSALS: list[tuple[set[str], str]] = [
     (
         {
             "form:set_thing",
-            "form:thunk",
             "form:late_thunk",
             "call:jvp",
             "call:vjp",
@@ -51,6 +50,11 @@ REFUSALS: list[tuple[set[str], str]] = [
     (
         {"option:fill", "action:fill"},
         "while set_reduce_scatter_unused_params gives every parameter one",
+    ),
+    # Gradients asked for where no rank reduces.
+    (
+        {"action:sync", "argument:no_sync"},
+        "(inside no_sync, where gradients are not reduced|while gradients of no_sync)",
     ),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),

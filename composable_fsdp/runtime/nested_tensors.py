@@ -16,8 +16,10 @@ from collections.abc import (
     MutableSequence,
     Set,
 )
+from contextlib import suppress
 from dataclasses import is_dataclass
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -59,8 +61,11 @@ def _collect(value: object, found: list[Tensor], seen: set[int]) -> None:
 def _inside(leaf: object) -> Iterable[object]:
     """Return the items or attributes of an object that pytree does not know.
 
-    Properties are not called. Modules, types and callables have no items.
+    Properties are not called. Items of a function are the tensors that the function
+    captured. Modules, types and other callables have no items.
     """
+    if isinstance(leaf, FunctionType):
+        return _captured(leaf)
     if isinstance(leaf, (type, nn.Module)) or callable(leaf):
         return ()
     if isinstance(leaf, Mapping):
@@ -71,6 +76,16 @@ def _inside(leaf: object) -> Iterable[object]:
     slots = [s for kind in type(leaf).__mro__ for s in getattr(kind, "__slots__", ())]
     held = [getattr(leaf, slot) for slot in slots if hasattr(leaf, slot)]
     return [*held, *getattr(leaf, "__dict__", {}).values()]
+
+
+def _captured(function: FunctionType) -> Iterable[Tensor]:
+    """Yield the tensors of enclosing functions that ``function`` reads."""
+    # Tensors alone: other variables may lead to everything that a program holds.
+    for cell in function.__closure__ or ():
+        # A cell is empty until the variable is assigned.
+        with suppress(ValueError):
+            if isinstance(cell.cell_contents, Tensor):
+                yield cell.cell_contents
 
 
 def map_tensors(
