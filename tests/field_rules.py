@@ -134,7 +134,16 @@ def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
 
 
 def shared_fields(modules: dict[str, Module]) -> list[str]:
-    """Fields of the package's classes that more than one file writes.
+    """Fields of the package's classes that more than one file writes."""
+    return [
+        f"{of}.{name}: {', '.join(sorted(files))}"
+        for (of, name), files in sorted(written_fields(modules).items())
+        if len(files) > 1
+    ]
+
+
+def written_fields(modules: dict[str, Module]) -> dict[tuple[str, str], set[str]]:
+    """Return by class and field: the modules that write the field.
 
     A constructor writes its own fields and does not count, nor does a method of the
     class that the constructor calls.
@@ -157,11 +166,7 @@ def shared_fields(modules: dict[str, Module]) -> list[str]:
                     (of,) = owners[node.attr]
                 if node.attr in types.fields.get(of, ()):
                     written.setdefault((of, node.attr), set()).add(module.name)
-    return [
-        f"{of}.{name}: {', '.join(sorted(files))}"
-        for (of, name), files in sorted(written.items())
-        if len(files) > 1
-    ]
+    return written
 
 
 def _functions(tree: ast.AST, cls: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -170,6 +170,14 @@ def test_few_fields_are_written_from_several_files(package: dict[str, Module]) -
     assert len(shared) <= field_rules.MAX_SHARED_FIELDS
 
 
+def test_the_layout_of_a_unit_is_never_changed(package: dict[str, Module]) -> None:
+    """A layout is replaced as a whole."""
+    written = {cls for cls, _ in field_rules.written_fields(package)}
+
+    assert "FlatParamHandle" in written
+    assert "UnitLayout" not in written
+
+
 def test_fields_written_from_two_files_are_found(tmp_path: Path) -> None:
     """Writes count by the class of the object; a constructor's own do not count."""
     package = fake_package(

@@ -97,7 +97,9 @@ NO_BACKWARD = BackwardProgress(NO_TASK)
 """The progress of every unit outside backward. Never changed."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not ``frozen=True``, whose constructor takes five times as long: a test holds that no
+# field is written.
+@dataclass(slots=True, eq=False)
 class UnitLayout:
     """The regions of a unit and the places of its parameters. Replaced as a whole."""
 
@@ -142,8 +144,7 @@ class UnitLayout:
     """The sharded leaf of each place."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LeafMemory:
+class LeafMemory(NamedTuple):
     """Where the data of a unit's leaves is expected (``flat.external_changes``)."""
 
     leaves: tuple[nn.Parameter, ...]

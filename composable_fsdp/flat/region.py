@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from composable_fsdp.flat.reduce_rule import NO_DIVISION
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, ShardCuts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FullBuffer:
+class FullBuffer(NamedTuple):
     """The full values of a region in a precision. Replaced as a whole."""
 
     buffer: Tensor
