@@ -274,7 +274,7 @@ def shard_versions(handle: FlatParamHandle) -> tuple[int, ...]:
     # Optimizer steps are counted separately: fused kernels do not change the versions,
     # and a rank without elements of the unit sees no write.
     step_counts.start_counting_steps()
-    flats = [r.flat for r in handle.layout.regions if r.flat is not None]
+    flats = handle.writes.flat_parameters
     return (handle.writes.steps, *(x._version for x in (*handle.leaves, *flats)))
 
 
