@@ -125,6 +125,17 @@ EXAMPLES: dict[str, list[Program]] = {
         for kind in ("LOCAL_STATE_DICT", "SHARDED_STATE_DICT", "FULL_STATE_DICT")
         for options in (Options(door="wrapper"), Options())
     ],
+    "state of other shapes where a rank holds all": [
+        Program(
+            Part(core=core),
+            width=2,
+            options=Options(optimizer="adagrad_fused", early=True, strategy=strategy),
+            actions=(*before, ("step",), ("summon", 0, False, True)),
+        )
+        for core in ("prelu", "linear")
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+        for before in ((), (("forward", 0), ("backward",)))
+    ],
     "a scaler and complex parameters": [
         Program(
             Part(core="complex"),
@@ -542,5 +553,6 @@ ON_THREE = {
     "a parameter that is frozen after a cast",
     "state that torch's functions make where ranks hold nothing",
     "a scaler and complex parameters",
+    "state of other shapes where a rank holds all",
 }
 """On two ranks some were right: a parameter has to cover the whole part of one."""

@@ -278,7 +278,7 @@ UNLIKE_LOW = {
     *("dtype:float32", "dtype:bfloat16", "form:partly"),
     *("call:functional", "call:functional_caught"),
     *("core:batchnorm", "core:buffered", "core:spectralnorm", "core:complex"),
-    *("core:quantized", "option:apart"),
+    *("core:quantized", "option:apart", "call:core"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
 WRITING = {f"use:{use}" for use in ("set", "mul_", "mul_view", "iadd", "relu_")}

@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.flat_parameter import (
     FlatParamRecord,
@@ -26,6 +28,8 @@ from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.names import Group
 
+_PATIENCE = 5.0
+"""Seconds to wait for ranks that do not step."""
 _REASONS: Final = {
     "Muon": "orthogonalises whole matrices",
     "Adafactor": "scales by means over rows, columns and whole parameters",
@@ -148,6 +152,52 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
 
 
 def require_own_state(optim: torch.optim.Optimizer) -> None:
+    """Refuse state whose shapes do not fit the shards.
+
+    Collective: none. If a rank holds each parameter whole or not at all, and so cannot
+    see by shapes what other ranks refuse, ranks tell each other through the key-value
+    store and wait for each other, at most ``_PATIENCE`` seconds.
+    Raises: CompositionError, on all ranks.
+    """
+    own: CompositionError | None = None
+    try:
+        _require_own_shapes(optim)
+    except CompositionError as error:
+        own = error
+    told = None
+    for group in _groups_to_ask(optim):
+        peers = Peers(group, "own state")
+        if own is not None:
+            peers.say("refused", str(own.args[0]))
+        peers.arrive("all")
+        if peers.all_arrived("all", _PATIENCE):
+            told = peers.heard("refused") or told
+            peers.leave("left", ["refused", "all"])
+    if own is not None:
+        raise own
+    if told is not None:
+        raise CompositionError(f"On another rank: {told}")
+
+
+def _groups_to_ask(optim: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
+    """Return shard groups of which some rank holds no parameter in part."""
+    partly: dict[dist.ProcessGroup, set[int]] = {}
+    for parameter in (p for group in optim.param_groups for p in group["params"]):
+        found = cut_leaf(parameter)
+        if found is None:
+            continue
+        ref = param_ref(*found)
+        assert ref.handle.groups.shard is not None  # it is cut
+        ranks = partly.setdefault(ref.handle.groups.shard, set())
+        holders = ref.region.layout.holders(ref.slot)
+        if len(holders) > 1:
+            ranks.update(holders)
+    return [
+        g for g, ranks in partly.items() if len(ranks) < g.size() and can_compare(g)
+    ]
+
+
+def _require_own_shapes(optim: torch.optim.Optimizer) -> None:
     """Refuse state whose shapes do not fit this rank's shards.
 
     Raises: CompositionError.
