@@ -472,6 +472,22 @@ EXAMPLES: dict[str, list[Program]] = {
         for then in ("products", "product_and_backward", "penalty")
         for prefetch in ("BACKWARD_PRE", None)
     ],
+    "a parameter that is frozen before backward, and gradients for all": [
+        below(
+            Part(core=core),
+            actions=(
+                ("forward", 0),
+                ("freeze_piece", index, False),
+                ("backward",),
+                ("step",),
+                *STEPS,
+            ),
+            fill=True,
+            optimizer="adamw",
+        )
+        for core in ("linear", "spectralnorm")
+        for index in (0, 1, 2)
+    ],
     "a parameter that is frozen before backward": [
         below(
             Part(core=core),

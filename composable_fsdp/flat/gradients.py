@@ -346,9 +346,11 @@ def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
     """
     if handle.rule.fill:
         # With ``set_reduce_scatter_unused_params`` every parameter counts as arrived,
-        # so that all ranks reduce the same parameters.
+        # so that all ranks reduce the same parameters; except if it was frozen after
+        # the forward.
         arrived = tuple(
-            bytes([1]) * len(r.reduce.arrived) for r in handle.layout.trainable
+            bytes([leaf.requires_grad for leaf in region.leaves])
+            for region in handle.layout.trainable
         )
     else:
         arrived = tuple(
