@@ -239,6 +239,10 @@ def possible(program: Program) -> Program:
     put back tied parameters of a module with two names. A hook on a view that was
     written to may crash the process.
     """
+    words = program.words()
+    # A backward that does not reach a root leaves its gradients of ``no_sync``.
+    if "call:skip" in words and LOCAL & words:
+        program = replace(program, options=replace(program.options, apart=False))
     if program.options.apart:
         program = _apart(program)
     program = replace(program, root=legal(program.root))
@@ -281,6 +285,7 @@ UNLIKE_LOW = {
     *("core:quantized", "option:apart", "call:core"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
+LOCAL = {"argument:no_sync", "argument:accumulate", "action:sync"}
 WRITING = {f"use:{use}" for use in ("set", "mul_", "mul_view", "iadd", "relu_")}
 CALLED_WITH = {"call:functional", "call:functional_caught"}
 FUSED = {
