@@ -282,7 +282,7 @@ UNLIKE_LOW = {
     *("dtype:float32", "dtype:bfloat16", "form:partly"),
     *("call:functional", "call:functional_caught"),
     *("core:batchnorm", "core:buffered", "core:spectralnorm", "core:complex"),
-    *("core:quantized", "option:apart", "call:core"),
+    *("core:quantized", "option:apart", "call:core", "form:late_thunk"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
 LOCAL = {"argument:no_sync", "argument:accumulate", "action:sync"}
