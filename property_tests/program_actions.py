@@ -549,6 +549,7 @@ def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
             on_grad(output, fail)
 
     handle = piece(side, index).core.register_forward_hook(hook)
+    torch.manual_seed(batch)
     y = output_of(side.model, side.inputs(batch))
     loss = loss_of(side.model, y)
     handle.remove()

@@ -247,7 +247,9 @@ def possible(program: Program) -> Program:
         program = _apart(program)
     program = replace(program, root=legal(program.root))
     options = program.options
-    if FUNCTIONAL & program.words() and "core:quantized" in program.words():
+    # A recomputation that checkpoint stops early leaves the other data in its place.
+    stopped = {*FUNCTIONAL, "call:checkpoint"}
+    if stopped & program.words() and "core:quantized" in program.words():
         program = replace(program, root=_without(program.root, "quantized"))
     if CALLED_WITH & program.words():
         program = replace(program, root=_without(program.root, "tied"))
@@ -255,6 +257,10 @@ def possible(program: Program) -> Program:
         program = replace(program, root=_unhooked(program.root))
     if FUSED & program.words():
         program = replace(program, root=_without(program.root, "complex"))
+        # Torch's fused SGD reads momentum that is not there yet for 16 and more
+        # elements of bfloat16.
+        if "dtype:bfloat16" in program.words():
+            options = replace(options, optimizer="momentum")
     if options.door == "wrapper" and CALLED_WITH & program.words():
         options = replace(options, door="composable")
     if options.low and UNLIKE_LOW & program.words():
