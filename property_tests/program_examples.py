@@ -318,6 +318,15 @@ EXAMPLES: dict[str, list[Program]] = {
             below(Part(), actions=(("forward", 0), ("parameter_gradients", 0, how)))
             for how in ("strict", "unused", "zeros")
         ),
+        Program(
+            Part(frozen=2),
+            actions=(
+                ("forward", 0),
+                ("freeze_all", True),
+                ("backward", 0, "inputs"),
+                ("step",),
+            ),
+        ),
     ],
     "a write between forward and backward": [
         below(

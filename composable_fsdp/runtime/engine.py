@@ -184,7 +184,10 @@ def _in_graph(given: Any) -> tuple[Any, ...]:
     forms = [[r.full.leaves for r in handle.layout.regions]]
     if handle.other_form is not None:
         forms.append([each.leaves for each in handle.other_form.regions])
-    return (given, *(list(chain.from_iterable(form))[index] for form in forms))
+    # A parameter that was unfrozen since the forward is in no graph, as in the plain
+    # model, and torch refuses tensors that require no grad.
+    full = [list(chain.from_iterable(form))[index] for form in forms]
+    return (given, *[leaf for leaf in full if leaf.requires_grad])
 
 
 def _units(inputs: Sequence[Any]) -> list[FlatParamHandle]:
