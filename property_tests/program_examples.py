@@ -319,12 +319,11 @@ EXAMPLES: dict[str, list[Program]] = {
             for how in ("strict", "unused", "zeros")
         ),
         Program(
-            Part(frozen=2),
+            Part(form="removed", frozen=2),
             actions=(
-                ("forward", 0),
+                ("forward", 0, "evaluation"),
                 ("freeze_all", True),
                 ("backward", 0, "inputs"),
-                ("step",),
             ),
         ),
     ],
