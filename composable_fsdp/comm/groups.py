@@ -19,17 +19,18 @@ from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 class GroupRef:
     """A weak reference to a process group, which torch.distributed keeps alive."""
 
-    __slots__ = ("_ref",)
+    __slots__ = ("ref",)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # If a model held the group strongly and outlived ``destroy_process_group``, the
         # threads of the group would run until interpreter exit, where they sometimes
         # abort the process.
-        self._ref = weakref.ref(group)
+        self.ref = weakref.ref(group)
+        """Called by the collectives of every step, which saves two function calls."""
 
     def get(self) -> dist.ProcessGroup:
         """Return the group. Raises: PhaseError, if the group was destroyed."""
-        group = self._ref()
+        group = self.ref()
         if group is None:
             raise PhaseError(
                 "The process group that this module was sharded over was destroyed "
@@ -53,7 +54,6 @@ class Groups:
 
     __slots__ = (
         "_replicate",
-        "_shard",
         "can_average",
         "rank",
         "replicas",
@@ -69,21 +69,18 @@ class Groups:
         self.replicas = replicate.size() if replicate is not None else 1
         self.rank = shard.rank() if shard is not None else 0
         alone = shard is None or self.shard_world_size == 1
-        self._shard = None if alone or shard is None else GroupRef(shard)
-        # For the collectives of every step, which so save two function calls.
-        self.shard_ref = None if alone or shard is None else weakref.ref(shard)
-        """Weak reference to ``shard``; dead after the group was destroyed."""
+        self.shard_ref = None if alone or shard is None else GroupRef(shard)
         alone = replicate is None or self.replicas == 1
         self._replicate = None if alone or replicate is None else GroupRef(replicate)
         self.can_average = all(
-            _is_nccl(each.get()) for each in (self._shard, self._replicate) if each
+            _is_nccl(each.get()) for each in (self.shard_ref, self._replicate) if each
         )
         """Whether collectives of GPU tensors can average; gloo can only sum."""
 
     @property
     def shard(self) -> dist.ProcessGroup | None:
         """The ranks that divide the parameters."""
-        return None if self._shard is None else self._shard.get()
+        return None if self.shard_ref is None else self.shard_ref.get()
 
     @property
     def replicate(self) -> dist.ProcessGroup | None:
@@ -93,7 +90,7 @@ class Groups:
     @property
     def present(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of several ranks: shard, then replicate."""
-        return tuple(each.get() for each in (self._shard, self._replicate) if each)
+        return tuple(each.get() for each in (self.shard_ref, self._replicate) if each)
 
     @property
     def in_first_replica(self) -> bool:

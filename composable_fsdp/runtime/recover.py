@@ -196,7 +196,10 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     if drop_gradients:
         # Drop the reduction instead of finishing: the user may have called
         # ``zero_grad`` since backward raised.
-        drop_reduction(context)
+        try:
+            drop_reduction(context)
+        except RuntimeError as error:
+            failed = error
     for handle in context.handles:
         for call in handle.running.calls:
             if call is not None:

@@ -180,38 +180,32 @@ def finish_reduction(context: RuntimeContext) -> None:
         return
     context.reducing = None
     handle, streams = reduction.handle, context.streams
-    try:
-        if streams.host_waits:
-            for work in reduction.works:
-                work.wait()
-            if (
-                reduction.final
-                and handle.groups.replicas > 1
-                and handle.groups.shard_world_size > 1
-                and handle.rule.hook is None
-            ):
-                _replicate(handle)
+    if streams.host_waits:
+        for work in reduction.works:
+            work.wait()
+        if (
+            reduction.final
+            and handle.groups.replicas > 1
+            and handle.groups.shard_world_size > 1
+            and handle.rule.hook is None
+        ):
+            _replicate(handle)
+        _apply_reduced_gradients(reduction)
+    else:
+        # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
+        # that stream writes ``.grad``. The reduce stream writes buffers that no
+        # parameter shows.
+        current, *others = streams.users(handle.events)
+        for stream in others:
+            current.wait_stream(stream)
+        handle.events.reduce.wait()
+        if not handle.layout.offload:
             _apply_reduced_gradients(reduction)
-        else:
-            # Autograd, optimizers and users access ``.grad`` on the compute stream, so
-            # only that stream writes ``.grad``. The reduce stream writes buffers that
-            # no parameter shows.
-            current, *others = streams.users(handle.events)
-            for stream in others:
-                current.wait_stream(stream)
-            handle.events.reduce.wait()
-            try:
-                if not handle.layout.offload:
-                    _apply_reduced_gradients(reduction)
-            finally:
-                # Before the buffers are freed, which one of these streams allocated.
-                for stream in others:
-                    stream.wait_stream(current)
-    finally:
-        # Also after a collective that failed, or a hook of the user that raised.
-        for region in handle.layout.trainable:
-            region.reduce.temporary = None
-        free_reduce(handle)
+        for stream in others:
+            stream.wait_stream(current)
+    for region in handle.layout.trainable:
+        region.reduce.temporary = None
+    free_reduce(handle)
 
 
 def drop_reduction(context: RuntimeContext) -> None:
@@ -315,9 +309,8 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
         targets = [_target(r) for r in regions]
         if before != 1 and rule.hook is None:
             torch._foreach_div_(buffers, before)
-        if groups.shard_ref is not None:
-            group = groups.shard_ref() or groups.shard  # raises if it was destroyed
-            assert group is not None
+        if (ref := groups.shard_ref) is not None:
+            group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
             works.append(
                 collectives.reduce_scatter_flat(
                     targets, buffers, group, average=average, async_op=async_op

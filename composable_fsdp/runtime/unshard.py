@@ -80,8 +80,7 @@ def _gather(
     ref = handle.groups.shard_ref
     if ref is None:
         return None
-    group = ref() or handle.groups.shard  # raises if the group was destroyed
-    assert group is not None
+    group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
     return collectives.all_gather_flat(full, shards, group, async_op=async_op)
 
 

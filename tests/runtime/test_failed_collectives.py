@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -78,22 +79,49 @@ def test_a_unit_whose_collective_failed_is_sharded_and_its_memory_free(
     failing[what] = calls
     with pytest.raises(Lost):
         step(model, x)
-    # What was in flight when the step failed is told once more, and then is gone.
-    for _ in range(2):
-        try:
-            model.state_dict()
-            break
-        except Lost:
-            failing.clear()
     failing.clear()
+    # What was in flight when the step failed is told once more, and then is gone.
+    with suppress(Lost):
+        model.state_dict()
     model.state_dict()
 
+    require_between_steps(model)
+    model.zero_grad()
+    step(model, x)
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+@pytest.mark.req("X-06")
+def test_a_reduction_that_failed_behind_a_raise_is_told_once(
+    failing: dict[str, int],
+) -> None:
+    """A module's backward raises while the reduction of another unit is in flight."""
+    model = shard()
+    x = torch.ones(2, 4)
+    step(model, x)
+    model.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = model[2].register_full_backward_pre_hook(fail)
+    failing["reduce_scatter_flat"] = 0
+    with pytest.raises(ZeroDivisionError):
+        step(model, x)
+    hook.remove()
+    failing.clear()
+    with pytest.raises(Lost):
+        model.state_dict()
+    model.state_dict()
+
+    require_between_steps(model)
+
+
+def require_between_steps(model: nn.Module) -> None:
+    """Every unit is sharded and idle, and has no memory for full values."""
     for handle in _get_fsdp_handles(model):
         assert handle.residency is Residency.SHARDED
         assert handle.phase is Phase.IDLE
         assert not handle.reduction.has_memory
         for region in handle.layout.regions:
             assert region.full.buffer.untyped_storage().nbytes() == 0
-    model.zero_grad()
-    step(model, x)
-    assert all(p.grad is not None for p in model.parameters() if p.numel())
