@@ -3,8 +3,8 @@
 A forward that normalises or clamps weights writes to the full leaves, whose memory is
 freed afterwards. Two kinds of write are detected. An in-place write increments the
 version counter of the leaf, which every forward compares. A write through ``.data``
-does not: the first forwards compare checksums, and if such a write is found, every
-later forward copies all parameters.
+does not: the first forwards compare the bits of all parameters (large ones by a
+checksum), and if such a write is found, every later forward copies all parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
 from composable_fsdp.naming import join_name, quoted
 
+_COPIED = 1 << 18
+"""Number of elements up to which a snapshot is a copy. A copy and a comparison take two
+operations, checksums before and after take nine, but a copy takes memory."""
 _AT_ONCE = 1 << 20
 """Number of elements per checksum operation; bounds the memory for intermediate
 results."""
@@ -80,29 +83,40 @@ def _copy_write_to_shard(
     set_versions((sharded,), (versions,))
 
 
-def checksums(handle: FlatParamHandle) -> list[Tensor] | None:
-    """Return a checksum of each region's full parameters; ``None`` under fake tensors.
-
-    Equal on all ranks, because the full parameters are.
+def snapshot(handle: FlatParamHandle) -> list[Tensor] | None:
+    """Return copies or checksums of the full parameters; None under fake tensors.
 
     Collective: none.
     """
-    if any(type(region.full.buffer) is not Tensor for region in handle.layout.regions):
-        return None
-    return [_checksum(region.full.buffer) for region in handle.layout.regions]
+    found = []
+    for region in handle.layout.regions:
+        full = region.full.buffer
+        if type(full) is not Tensor:
+            return None
+        found.append(_bits(full).clone())
+    return found
 
 
-def _checksum(full: Tensor) -> Tensor:
-    """Return a checksum of ``full``: integers, each for up to ``_AT_ONCE`` elements."""
+def is_unchanged(handle: FlatParamHandle, before: list[Tensor]) -> bool:
+    """Return whether the full parameters are those of the snapshot ``before``.
+
+    Equal on all ranks, because the full parameters are. Collective: none.
+    """
+    now = [_bits(region.full.buffer) for region in handle.layout.regions]
+    return all(map(torch.equal, before, now))
+
+
+def _bits(full: Tensor) -> Tensor:
+    """Return ``full`` as integers; if large, a checksum per ``_AT_ONCE`` elements."""
     if full.is_complex():
         full = torch.view_as_real(full).flatten()
     # Integers make the sum independent of the order of additions, and NaN equals NaN.
     words = full.view(_WORDS[full.element_size()])
+    if words.numel() <= _COPIED:
+        return words
     # Weights make a permutation of the elements change the sum.
-    weights = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=full.device)
-    if len(words) <= _AT_ONCE:
-        return (words * weights).sum()
     parts = torch.split(words, _AT_ONCE)
+    weights = torch.arange(1, len(parts[0]) + 1, device=full.device)
     return torch.stack([(part * weights[: len(part)]).sum() for part in parts])
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm.agreement import can_compare
@@ -59,25 +61,26 @@ GRAD_SAMPLES: weakref.WeakKeyDictionary[FlatParameter, GradSample] = (
     weakref.WeakKeyDictionary()
 )
 """The latest sample of each region."""
-_places: weakref.WeakKeyDictionary[
-    FlatParameter, tuple[Tensor | None, tuple[int, ...]]
-] = weakref.WeakKeyDictionary()
-"""Positions chosen for each region, computed once; None if there is no sample of it."""
 
 
 def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
     """Sample the gradients of all units with a shard group. Collective: none."""
-    # Only sharded units: the ranks of a replicated unit hold equal gradients.
-    found = [
-        (handle, region)
-        for handle in handles
-        if handle.groups.shard is not None
-        for region in handle.layout.trainable
-        if region.gradient.shard is not None
-    ]
-    for handle, region in found:
-        _sample_region(handle, region)
-    if found:
+    groups: dict[dist.ProcessGroup, bool] = {}
+    sampled = False
+    for handle in handles:
+        # Only sharded units: the ranks of a replicated unit hold equal gradients.
+        group = handle.groups.shard
+        if group is None:
+            continue
+        if group not in groups:
+            groups[group] = can_compare(group)
+        for region in handle.layout.trainable:
+            gradient = region.gradient.shard
+            if gradient is not None:
+                sampled = True
+                if groups[group]:
+                    _sample(handle, region, gradient)
+    if sampled:
         # No sample means that no group has peers to compare with: stop asking.
         SAMPLE_REQUEST.set(SAMPLE_REQUEST.backwards - 1 if GRAD_SAMPLES else 0)
 
@@ -88,49 +91,49 @@ def sample_again() -> None:
         handle, gradient = note.handle(), note.gradient()
         del GRAD_SAMPLES[region]
         # A sample of a gradient that was replaced since is dropped and not taken again.
-        if handle is not None and gradient is region.gradient.shard is not None:
-            _sample_region(handle, region)
+        is_current = gradient is region.gradient.shard
+        if handle is not None and gradient is not None and is_current:
+            _sample(handle, region, gradient)
 
 
-@torch.no_grad()
-def _sample_region(handle: FlatParamHandle, region: FlatParameter) -> None:
-    """Sample the gradient of ``region``, if the region has positions to sample."""
-    gradient = region.gradient.shard
-    assert gradient is not None
-    known = _places.get(region)
-    if known is None or (known[0] is not None and known[0].device != gradient.device):
-        # The positions are a tensor on the gradient's device, chosen once per region.
-        known = _places[region] = _choose(handle, region, gradient.device)
-    places, leaves = known
-    if places is None:
-        return
+def _sample(handle: FlatParamHandle, region: FlatParameter, gradient: Tensor) -> None:
+    """Sample ``gradient``, the flat gradient of ``region``."""
     # A region without elements here is noted, too: the ranks of a group must agree on
     # which regions were sampled.
+    places, leaves = _choose(region.cuts.parts, gradient.device)
     GRAD_SAMPLES[region] = GradSample(
         weakref.ref(handle),
         weakref.ref(gradient),
         gradient._version,
         places,
         leaves,
-        gradient.index_select(0, places),
+        # Detached, because gradients are enabled inside a backward with
+        # ``create_graph``.
+        gradient.detach().index_select(0, places),
     )
 
 
+# Units of equal layout have equal positions. The cache keeps a few KB per layout.
+@lru_cache(maxsize=256)
 def _choose(
-    handle: FlatParamHandle, region: FlatParameter, device: torch.device
-) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Choose positions, evenly spread over each leaf; None if ranks cannot compare."""
-    group = handle.groups.shard
-    if group is None or not can_compare(group):
-        return None, ()
+    parts: tuple[tuple[int, int, int], ...], device: torch.device
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Choose positions in a flat gradient, evenly spread over each leaf.
+
+    Args:
+        parts: ``ShardCuts.parts`` of the region.
+        device: the device of the flat gradient.
+
+    Returns: the positions, int64, and the index of the leaf at each position.
+    Collective: none.
+    """
     # At least 1, so that every leaf with elements is sampled.
-    most = max(1, min(_PER_LEAF, _PER_REGION // len(region.gradient.views)))
+    most = max(1, min(_PER_LEAF, _PER_REGION // len(parts)))
     chosen = [
-        (view.storage_offset() + view.numel() * i // count, index)
-        for index, view in enumerate(region.gradient.views)
-        if view is not None
-        for count in [min(most, view.numel())]
+        (offset + (stop - start) * i // count, index)
+        for index, (start, stop, offset) in enumerate(parts)
+        for count in [min(most, stop - start)]
         for i in range(count)
     ]
-    places = torch.tensor([place for place, _ in chosen], device=device)
-    return places.long(), tuple(leaf for _, leaf in chosen)
+    places = torch.tensor([place for place, _ in chosen], dtype=torch.int64)
+    return places.to(device), tuple([leaf for _, leaf in chosen])

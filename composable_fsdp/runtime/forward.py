@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.forward_writes import (
-    checksums,
     copy_all_to_shards,
     copy_writes_to_shards,
+    is_unchanged,
+    snapshot,
     was_written,
 )
 from composable_fsdp.flat.functional_params import save_functional_params
@@ -166,11 +167,10 @@ def pre_forward(
                 del hooks[REFUSE]
         handle.parts_open = True
     if not recomputing:
-        # Checksums find writes through ``.data`` in the first two forwards; see
-        # ``_copy_writes``.
+        # Find writes through ``.data`` in the first two forwards; see ``_copy_writes``.
         if searches.looks and not calls:
             searches.looks -= 1
-            searches.sums = checksums(handle) if handle.form.needs_gather else None
+            searches.before = snapshot(handle) if handle.form.needs_gather else None
         if FORWARD not in handle.phase.followers:
             raise illegal_move(handle.name, handle.phase, FORWARD)
         handle.phase = FORWARD
@@ -294,7 +294,7 @@ def post_forward(
     # ``was_written``, inlined for speed.
     if (
         tuple(map(version_of, handle.form.placed)) != handle.form.readable
-        or searches.sums is not None
+        or searches.before is not None
         or searches.writes_data
         or handle.running.lent
     ):
@@ -449,10 +449,10 @@ def _copy_writes(state: _FSDPState) -> None:
     assert context is not None
     write_casts_back(handle)
     # Writes through ``.data`` leave the version counter unchanged. Two forwards compare
-    # checksums; if either finds a write, every later forward copies all parameters.
-    if searches.sums is not None and len(handle.running.calls) == 1:
-        sums, searches.sums = searches.sums, None
-        if not all(map(torch.equal, sums, checksums(handle) or sums)):
+    # all values; if either finds a write, every later forward copies all parameters.
+    if searches.before is not None and len(handle.running.calls) == 1:
+        values, searches.before = searches.before, None
+        if not is_unchanged(handle, values):
             searches.writes_data = True
     in_place = was_written(handle)
     if not in_place and not searches.writes_data:
@@ -480,7 +480,7 @@ def _after_raise(state: _FSDPState) -> None:
         # matters more than a refusal of the write.
         with suppress(RuntimeError):
             _copy_writes(state)
-    state.searches.sums = None
+    state.searches.before = None
     running, calls = handle.running, handle.running.calls
     if calls:
         call = calls.pop()

@@ -34,6 +34,7 @@ from composable_fsdp.runtime.container_copies import (
 )
 
 _PLAIN = (int, float, bool, str, bytes, type(None))
+_PLAIN_TYPES: frozenset[type] = frozenset(_PLAIN)
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -41,6 +42,9 @@ def tensors_in(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, _PLAIN):
+        return []
+    # A kernel size, or a normalized shape: pytree would take 6 us.
+    if isinstance(value, (tuple, list)) and _PLAIN_TYPES.issuperset(map(type, value)):
         return []
     found: list[Tensor] = []
     _collect(value, found, set())

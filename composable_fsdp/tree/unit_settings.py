@@ -68,7 +68,7 @@ class ForwardSearches:
     Searches take too long for every step, so only the first forwards search.
     """
 
-    __slots__ = ("awaits_buffers", "kept_at", "looks", "scans", "sums", "writes_data")
+    __slots__ = ("awaits_buffers", "before", "kept_at", "looks", "scans", "writes_data")
 
     def __init__(
         self, *, looks: int = 2, writes_data: bool = False, awaits_buffers: bool = False
@@ -81,8 +81,9 @@ class ForwardSearches:
         self.looks = looks
         """Number of further forwards that check for writes to weights through
         ``.data``."""
-        self.sums: list[Tensor] | None = None
-        """Checksums of the full parameters when such a forward began."""
+        self.before: list[Tensor] | None = None
+        """``flat.forward_writes.snapshot`` of the full parameters when such a forward
+        began."""
         self.writes_data = writes_data
         """Whether such a write was found. Every later forward then copies its weights
         to the shards."""

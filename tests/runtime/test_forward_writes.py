@@ -19,6 +19,7 @@ from composable_fsdp import (
     fully_shard,
     unshard,
 )
+from composable_fsdp.flat import forward_writes
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import (
     PATHS,
@@ -326,3 +327,28 @@ def test_parameters_of_another_shape_are_refused_by_name(ranks: RankCount) -> No
     for text in ranks(2).run(call_with_shards):
         assert "parameter 'unit.0.weight'" in text
         assert "expected the full shape (6, 6), got (1, 6)" in text
+
+
+@pytest.mark.req("P-06")
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+)
+def test_a_large_buffer_is_compared_by_checksums_that_see_each_element(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """A changed element, and two exchanged elements, in any block; NaN equals NaN."""
+    monkeypatch.setattr(forward_writes, "_COPIED", 4)
+    monkeypatch.setattr(forward_writes, "_AT_ONCE", 8)
+    full = torch.arange(1, 22).to(dtype)
+    full[3] = float("nan")
+    before = forward_writes._bits(full).clone()
+    words = full.numel() * (2 if dtype.is_complex else 1)
+
+    assert before.shape == (-(-words // 8),)
+    assert torch.equal(forward_writes._bits(full), before)
+    for index in range(full.numel() - 1):
+        changed, exchanged = full.clone(), full.clone()
+        changed[index] = 0
+        exchanged[[index, index + 1]] = full[[index + 1, index]]
+        assert not torch.equal(forward_writes._bits(changed), before)
+        assert not torch.equal(forward_writes._bits(exchanged), before)
