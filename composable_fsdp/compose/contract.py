@@ -247,14 +247,15 @@ def _outline(module: nn.Module) -> _Outline:
         current = stack.pop()
         if current is None:
             continue
-        for table in (current._parameters, current._buffers, current._modules):
-            for key, value in table.items():
+        # ``nn.Module`` finds these attributes by ``__getattr__``, which is slower.
+        held = vars(current)
+        for table in (held["_parameters"], held["_buffers"], held["_modules"]):
+            if table:  # most are empty
                 # A key registered with None has no name in ``named_parameters()``.
-                if value is not None:
-                    outline.append(key)
+                outline += [key for key, each in table.items() if each is not None]
             outline.append(None)
-        if current._modules:
-            stack += reversed(current._modules.values())
+        if held["_modules"]:
+            stack += reversed(held["_modules"].values())
     return outline
 
 

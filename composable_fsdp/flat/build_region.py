@@ -99,8 +99,8 @@ def _fill_shard(
         if stop > start:
             source = parameter.detach().reshape(-1)
             if not sharded:
-                source = source[start:stop]
-            shard[at : at + stop - start].copy_(source)
+                source = source.narrow(0, start, stop - start)
+            shard.narrow(0, at, stop - start).copy_(source)
 
 
 def _make_sharded_leaves(
@@ -165,8 +165,10 @@ def make_full(
         own_slice = buffer[start : start + layout.shard_numel]
     parts, _ = full_views(layout, buffer)
     full_leaves = tuple(
-        full_leaf(part, leaf, trainable=layout.trainable)
-        for part, leaf in zip(parts, leaves, strict=True)
+        [
+            full_leaf(part, leaf, trainable=layout.trainable)
+            for part, leaf in zip(parts, leaves, strict=True)
+        ]
     )
     if is_cut:
         # Views can be created only while the storage has memory. The views stay valid
@@ -185,8 +187,10 @@ def full_views(
     # tensors that autograd saved (the gathered values are the same again). A piece also
     # has no ``_base`` that the garbage collector would have to visit.
     pieces = buffer.unsafe_split_with_sizes(cuts.sizes)
+    # ``resize_`` gives a piece its shape; a view would be a second tensor, and
+    # ``.data`` of the view a third.
     parts = [
-        pieces[i] if len(slot.shape) == 1 else pieces[i].view(slot.shape).data
+        pieces[i] if len(slot.shape) == 1 else pieces[i].resize_(slot.shape)
         for i, slot in zip(cuts.parameters, layout.parameters, strict=True)
     ]
     return parts, tuple([pieces[i] for i in cuts.gaps])

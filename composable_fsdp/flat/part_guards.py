@@ -56,10 +56,11 @@ def find_guards(
     if groups.world_size == 1:
         return ()
     # A module that owns parameters and has a forward is a part.
-    parts = {id(owner): owner for owner in owners if has_forward(owner)}
-    without = {id(owner) for owner in owners} - parts.keys()
+    parts = {id(owner): owner for owner in owners}
+    without = {key for key, owner in parts.items() if not has_forward(owner)}
     # For containers without a forward, the modules around them are the parts.
     if without:
+        parts = {key: each for key, each in parts.items() if key not in without}
         for module in modules:
             parts.update(_readers(module, without))
     for module in modules:

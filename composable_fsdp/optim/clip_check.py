@@ -97,8 +97,9 @@ _exchanges: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDict
 
 def expect_gradients() -> None:
     """Have gradients sampled before the next steps; called when a module is sharded."""
-    _watched.clear()
-    _wishing.clear()
+    if _watched:
+        _watched.clear()
+        _wishing.clear()
     SAMPLE_REQUEST.set(_BACKWARDS)
 
 

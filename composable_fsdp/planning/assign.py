@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from composable_fsdp.compose.registry import (
-    foreign_fsdp,
     get_state,
     incompatible_api,
     other_apis,
@@ -190,11 +189,12 @@ def _check_root(module: nn.Module, api: str) -> None:
             "manages, gradients included. Apply replicate to a module above it, to "
             "what fully_shard left over, or use HYBRID_SHARD."
         )
-    if foreign := foreign_fsdp(module):
+    other, foreign = other_apis(module)
+    if foreign:
         raise CompositionError(_foreign_text("", foreign))
     # ``replicate`` finds its own name here: the contract registers the state before
     # planning.
-    if (other := incompatible_api(module)) and other != api:
+    if other and other != api:
         raise CompositionError(
             f"{api} got a {type(module).__name__} that {other} already manages; "
             "the two keep parameters in different places. Apply one of them to this "

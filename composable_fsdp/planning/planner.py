@@ -113,6 +113,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
     """Build the ``Target`` of unit ``index``; append its warnings to ``notes``."""
     sizes = request.sizes or partial(group_sizes, world_size=request.world_size)
     found = [_places(occurrences, index) for _, occurrences in unit.parameters]
+    by = unit.options.group_by
     known = [
         (
             names,
@@ -120,7 +121,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             parameter.shape,
             parameter.dtype,
             parameter.requires_grad,
-            group_of(unit.options.group_by, join_name(unit.fqn, names[0]), parameter),
+            by and group_of(by, join_name(unit.fqn, names[0]), parameter),
         )
         for (names, places, _), (parameter, _) in zip(
             found, unit.parameters, strict=True
@@ -129,7 +130,7 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
     # The cache keeps all arguments alive. ``options`` would keep the user's
     # ``group_by``, and the model that this function may refer to, so such units bypass
     # the cache.
-    build_unit = _build if unit.options.group_by is None else _build.__wrapped__
+    build_unit = _build if by is None else _build.__wrapped__
     build = build_unit(
         unit.fqn,
         type(unit.modules[0]).__name__,
@@ -202,8 +203,9 @@ def _places(
     # Nearly every parameter has a single place; this branch saves three dicts per
     # parameter.
     if len(occurrences) == 1:
-        o = occurrences[0]
-        first = _relative(o, index)
+        (o,) = occurrences
+        # A unit at the root of the walk: names are relative already.
+        first = o.fqn if len(o.chain) == 1 else _relative(o, index)
         return (first,), ((first, o.name),), (o.module,)
     names: dict[str, None] = {}
     places: dict[tuple[int, str], tuple[str, str]] = {}
@@ -222,7 +224,7 @@ def _relative(place: Occurrence, index: int) -> str:
     """Return the name of ``place`` from the module of unit ``index``."""
     # A unit's module that is reachable along two paths has two names. The prefix to
     # remove is the name on the path of this occurrence, which the chain records.
-    for unit, length in reversed(place.chain):
+    for unit, length in place.chain[::-1]:
         if unit == index:
             return place.fqn[length + 1 :] if length else place.fqn
     raise AssertionError(f"{place.fqn} is not below unit {index}")
