@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
 )
 
 from composable_fsdp.comm.agreement import Peers
+from composable_fsdp.comm.meeting import History
 
 BACKEND = "null"
 
@@ -146,8 +147,9 @@ def null_world(world_size: int) -> Iterator[None]:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
     dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=world_size)
     arrived = mock.patch.object(Peers, "all_arrived", return_value=True)
+    met = mock.patch.object(History, "gather")
     try:
-        with arrived:
+        with arrived, met:
             yield
     finally:
         dist.destroy_process_group()

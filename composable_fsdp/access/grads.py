@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from composable_fsdp.access.schedule import set_reshard
 from composable_fsdp.access.settings import set_sync, units_of
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     find_flat,
@@ -97,7 +98,8 @@ def clip_grad_norm_(
         ranks; NaN or inf on every rank if the norm of any rank is NaN or inf.
     Collective: per shard group among the parameters an all-reduce of one number (two
         numbers for the ``inf`` norm). All ranks must pass the same parameters.
-    Raises: ValueError, unless ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for
+    Raises: DesyncError, if another rank does not make this call, before anything is
+        sent; ValueError, unless ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for
         an argument that is no parameter; RuntimeError for ``error_if_nonfinite``, on
         all ranks alike and before any gradient is scaled.
     """
@@ -141,6 +143,9 @@ def clip_grad_norm_(
     # send the same dtype as the other ranks.
     is_double = not dtypes.isdisjoint((torch.float64, torch.complex128))
     dtype = torch.float64 if is_double else torch.float32
+    if sharded:
+        # A training loop repeats this call, and an expected call visits no store.
+        meet(sharded, _clip_call(norm_type, dtype, len(parameters)), always=False)
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
     total = _total_norm(plain, sharded, kind)
@@ -165,6 +170,23 @@ _NO_GRADIENTS = (
     "clip_grad_norm_ found no gradient on this rank: nothing is clipped here. Call it "
     "after backward and before zero_grad, with the model or its parameters."
 )
+
+
+def _clip_call(norm_type: float, dtype: torch.dtype, count: int) -> Call:
+    """Return the call of ``clip_grad_norm_`` as ranks compare it."""
+    return Call(
+        "clip_grad_norm_",
+        f"{count} parameters",
+        (f"norm_type={norm_type:g}", f"{dtype}"),
+        _CLIP_EVERYWHERE,
+    )
+
+
+_CLIP_EVERYWHERE = (
+    "The norm is a sum over all ranks: call clip_grad_norm_ on every rank, with the "
+    "same parameters, also on a rank that will skip the step."
+)
+"""The end of an error of a rank that clips alone."""
 
 
 class _Kind(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from composable_fsdp.access.schedule import state_of_unit
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.external_changes import requires_grad_changed
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
@@ -16,6 +17,7 @@ from composable_fsdp.runtime.external_changes import (
 )
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
+from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
@@ -63,7 +65,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     Collective: the unit's all-gather over its shard group, if the unit is sharded or
         keeps the full parameters of a forward for backward.
     Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError,
-        inside ``unshard_params``.
+        inside ``unshard_params``; DesyncError, if another rank makes another call,
+        before anything is sent.
 
     >>> pending = unshard(model.head, async_op=True)
     >>> hidden = model.body(x)
@@ -84,6 +87,8 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
         verbs.discard_full(context, handle)
     verbs.record_gathers(handle)
     if handle.residency in NOT_GATHERED:
+        if handle.form.needs_gather:
+            meet_over([state], Call("unshard", state.title), always=False)
         if context.outermost is None and not shards_are_unchanged(handle):
             # After ``p.data = ...``, a cast, or a change of requires_grad: the buffers
             # must be rebuilt before the all-gather reads them. Inside a forward the

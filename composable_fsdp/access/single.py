@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
+from composable_fsdp.access.same_values import brief
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
+from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -41,6 +44,7 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
     found = find_parameter(module, fqn, "get_full_param")
     if not isinstance(found, ParamRef):
         return found.detach().clone()
+    _meet(found, "get_full_param", fqn, always=False)
     return gather_slot(found, found.leaf.detach())
 
 
@@ -63,6 +67,7 @@ def set_full_param(module: nn.Module, fqn: str, value: Tensor) -> None:
     if not isinstance(found, ParamRef):
         found.copy_(value)
     else:
+        _meet(found, "set_full_param", fqn, value=value)
         # A unit that is unsharded now would show the old values: free its full
         # parameters, which forward or backward gathers again.
         free_all_full_params(unit_of(found))
@@ -83,6 +88,7 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     found = find_parameter(module, fqn, "get_full_grad")
     if not isinstance(found, ParamRef):
         return None if found.grad is None else found.grad.detach().clone()
+    _meet(found, "get_full_grad", fqn, always=False)
     handle, leaf = found.handle, found.leaf
     group = handle.groups.shard
     part = leaf_gradients(found.region, handle)[found.index]
@@ -113,16 +119,39 @@ def set_full_grad(module: nn.Module, fqn: str, value: Tensor | None) -> None:
     """
     found = find_parameter(module, fqn, "set_full_grad")
     leaf = found.leaf if isinstance(found, ParamRef) else found
+    if value is not None:
+        value = _checked(found, fqn, value, "set_full_grad")
+    if isinstance(found, ParamRef):
+        _meet(found, "set_full_grad", fqn, value=value)
     if value is None:
         _set_grad(found, None)
         return
-    value = _checked(found, fqn, value, "set_full_grad")
     if not leaf.requires_grad:
         raise PhaseError(
             f"set_full_grad was called for parameter {quoted(fqn)}, which is frozen. "
             "Call requires_grad_() on it first."
         )
     _set_grad(found, found.part_of(value) if isinstance(found, ParamRef) else value)
+
+
+def _meet(
+    found: ParamRef,
+    what: str,
+    fqn: str,
+    *,
+    value: Tensor | None = None,
+    always: bool = True,
+) -> None:
+    """Wait until every rank of the unit makes this call, with a value like ``value``.
+
+    Raises: DesyncError.
+    """
+    details: tuple[str, ...] = (repr(strip_wrapper(fqn)),)
+    if what.startswith("set"):
+        details += (brief(value),)
+    replicas = what.startswith("set")
+    call = Call(what, unit_of(found).title, details)
+    meet_over([unit_of(found)], call, replicas=replicas, always=always)
 
 
 def unit_of(found: ParamRef) -> _FSDPState:

@@ -20,12 +20,14 @@ from composable_fsdp.access.same_values import require_same_values
 from composable_fsdp.access.settings import units_of
 from composable_fsdp.access.unsharded_unit import _unshard_state
 from composable_fsdp.comm.consensus import failed_rank, send_failure
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import synchronize_copy_stream
 from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import free_oldest
+from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.root import ensure_root, forget_root
 from composable_fsdp.tree.state import (
     RuntimeContext,
@@ -84,7 +86,8 @@ def unshard_params(
     Raises: PhaseError, inside forward, backward or another such block; the exception of
         the block, and DesyncError on the other ranks: on all ranks the units that the
         failing rank holds keep their old values; DesyncError, naming a parameter that
-        ``check_same`` found to differ: no value is written.
+        ``check_same`` found to differ: no value is written; DesyncError, if another
+        rank makes another call, before anything is sent.
 
     >>> with unshard_params(model, writeback=True):
     ...     model.head.weight.data.zero_()
@@ -217,6 +220,9 @@ def _unshard_states(
     ``what`` names the caller in messages; ``how`` is passed to ``_unshard_state``.
     Collective, Raises: as ``unshard_params``.
     """
+    call = _call(states, what, writeback=writeback, check_same=check_same, **how)
+    # A block in a training loop repeats, and an expected call visits no store.
+    meet_over(states, call, replicas=writeback, always=False)
     failed: dict[Route, int | None] = {}
     with ExitStack() as stack:
         shown = [
@@ -257,6 +263,21 @@ def _unshard_states(
             "and all ranks have the values from before the block. Look at the error of "
             f"rank {rank}."
         )
+
+
+def _call(states: Sequence[_FSDPState], what: str, **how: bool) -> Call:
+    """Return the block as ranks compare it, with the arguments that are set."""
+    decide = ("writeback", "rank0_only", "with_grads", "check_same")
+    details = tuple(f"{name}=True" for name in decide if how.get(name))
+    name = what.partition("(")[0]
+    return Call(name, states[0].title if states else "", details, _ENTER_EVERYWHERE)
+
+
+_ENTER_EVERYWHERE = (
+    "Full values are gathered from all ranks: enter the block on every rank, outside "
+    "of any 'if rank == 0'. rank0_only=True spares the others the memory."
+)
+"""The end of an error of a rank that enters a block alone."""
 
 
 def _routes(states: Sequence[_FSDPState]) -> dict[Route, torch.device]:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.nodes import group_timeout
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
 """Environment variable: seconds to wait for other ranks in ``missing``; 0 switches all
@@ -188,20 +189,39 @@ class Peers:
 
     def timeout(self) -> float:
         """Return the number of seconds that ``missing`` waits."""
-        asked = os.environ.get(TIMEOUT_VARIABLE)
-        return float(asked) if asked else _SHARE * _group_timeout(self._group.get())
+        return seconds_to_wait(self._group.get())
 
     def _key(self, place: str) -> str:
         """Return the key of ``place``; choose the prefix at the first call."""
         if not self._prefix:
             group = self._group.get()
-            # Groups of disjoint ranks may have the same name, so the name alone is
-            # ambiguous.
-            first = dist.get_global_rank(group, 0)
-            name = f"{group.group_name}@{first}/{self._topic}"
+            name = f"{name_in_store(group)}/{self._topic}"
             _roots[name] += 1
             self._prefix = f"composable_fsdp/{name}/{_roots[name]}"
         return f"{self._prefix}/{place}"
+
+
+def name_in_store(group: dist.ProcessGroup) -> str:
+    """Return a name of the group, equal on its ranks and different from other groups'.
+
+    Collective: none.
+    """
+    # Groups of disjoint ranks may have the same name, so the name alone is ambiguous.
+    return f"{group.group_name}@{dist.get_global_rank(group, 0)}"
+
+
+def seconds_to_wait(group: dist.ProcessGroup) -> float:
+    """Return the number of seconds that a rank waits for other ranks of ``group``.
+
+    Collective: none.
+    """
+    asked = os.environ.get(TIMEOUT_VARIABLE)
+    return float(asked) if asked else _SHARE * group_timeout(group)
+
+
+def key_value_store() -> Any:
+    """Return the store that the default group was created with; do not keep it."""
+    return _store()
 
 
 def _store() -> Any:
@@ -209,14 +229,3 @@ def _store() -> Any:
     # Never cached: a reference would keep the threads of the store alive after
     # ``destroy_process_group``.
     return distributed_c10d._get_default_store()
-
-
-def _group_timeout(group: Any) -> float:
-    """Return the smallest timeout of the group's backends, in seconds."""
-    limits = [distributed_c10d.default_pg_timeout]
-    for device in group._device_types:
-        options: Any = getattr(group._get_backend(device), "options", None)
-        if hasattr(options, "_timeout"):
-            limits.append(options._timeout)
-    # The default of torch.distributed only counts if no backend has a timeout.
-    return min(limits[1:] or limits).total_seconds()

@@ -14,11 +14,17 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.errors import PlanError
+
+TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
+"""Environment variable: seconds that a rank waits for the others in ``save`` and
+``load``. Default: the timeout of the model's process group."""
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 """Environment variable, set by torchrun: the number of ranks per node."""
@@ -116,12 +122,23 @@ def _known(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
     return group
 
 
-def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | None:
+def private_group(
+    ranks: tuple[int, ...], purpose: str, timeout: float | None = None
+) -> dist.ProcessGroup | None:
     """Return a gloo group of the global ranks ``ranks`` for ``purpose``.
 
-    ``None`` if ``ranks`` has a single rank. No other code sends on the group, so the
-    group can be used at the same time as collectives of training, and by another thread
-    if the thread has a purpose of its own.
+    No other code sends on the group, so the group can be used at the same time as
+    collectives of training, and by another thread if the thread has a purpose of its
+    own.
+
+    Args:
+        ranks: the global ranks of the group, in order.
+        purpose: what the group is for; each purpose has a group of its own.
+        timeout: seconds that a collective over the group waits, if this call creates
+            the group; ``TIMEOUT_VARIABLE`` takes precedence. Default: those of the
+            default group.
+
+    Returns: the group; None if ``ranks`` has a single rank.
 
     Collective: creates the group at the first call, none later; all of ``ranks`` must
     call, other ranks need not.
@@ -130,12 +147,15 @@ def private_group(ranks: tuple[int, ...], purpose: str) -> dist.ProcessGroup | N
         return None
     group = _known(ranks, purpose)
     if group is None:
+        assert dist.group.WORLD is not None
+        told = os.environ.get(TIMEOUT_VARIABLE) or timeout
+        limit = timedelta(seconds=float(told or group_timeout(dist.group.WORLD)))
         described = f"composable_fsdp {purpose}"
         # With all ranks, the public function is sufficient.
         if len(ranks) == dist.get_world_size():
-            group = dist.new_group(backend="gloo", group_desc=described)
+            group = dist.new_group(timeout=limit, backend="gloo", group_desc=described)
         else:
-            group = _group_of_some(ranks, described)
+            group = _group_of_some(ranks, described, limit)
         assert group is not None
         _made[ranks, purpose] = weakref.ref(group)
     return group
@@ -145,7 +165,9 @@ _count: Counter[str] = Counter()
 """Number of groups created per name."""
 
 
-def _group_of_some(ranks: tuple[int, ...], described: str) -> dist.ProcessGroup:
+def _group_of_some(
+    ranks: tuple[int, ...], described: str, timeout: timedelta
+) -> dist.ProcessGroup:
     """Create a gloo group by calls on its own ranks only.
 
     Private names of torch, checked on 2.13.
@@ -164,7 +186,7 @@ def _group_of_some(ranks: tuple[int, ...], described: str) -> dist.ProcessGroup:
         dist.Backend("gloo"),
         distributed_c10d._get_default_store(),
         f"{name} {_count[name]}",  # type: ignore[arg-type]  # torch's GroupName
-        timeout=distributed_c10d.default_pg_timeout,
+        timeout=timeout,
         group_desc=described,
     )
     # ``_new_process_group_helper`` does not register the ranks of the group;
@@ -172,3 +194,17 @@ def _group_of_some(ranks: tuple[int, ...], described: str) -> dist.ProcessGroup:
     places = {rank: i for i, rank in enumerate(ranks)}
     distributed_c10d._world.pg_group_ranks[group] = places
     return group
+
+
+def group_timeout(group: Any) -> float:
+    """Return the smallest timeout of the group's backends, in seconds.
+
+    Collective: none.
+    """
+    limits = [distributed_c10d.default_pg_timeout]
+    for device in group._device_types:
+        options: Any = getattr(group._get_backend(device), "options", None)
+        if hasattr(options, "_timeout"):
+            limits.append(options._timeout)
+    # The default of torch.distributed only counts if no backend has a timeout.
+    return min(limits[1:] or limits).total_seconds()

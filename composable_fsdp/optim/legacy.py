@@ -19,7 +19,7 @@ from composable_fsdp.optim.load import state_to_load
 from composable_fsdp.optim.names import Group, groups_of, require_pair
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from composable_fsdp.optim.save import full_state, sharded_state
-from composable_fsdp.optim.units import shard_groups, units_known
+from composable_fsdp.optim.units import meet_for_state, shard_groups, units_known
 
 
 def full_optim_state_dict(
@@ -43,7 +43,7 @@ def full_optim_state_dict(
     Collective: as ``optim_state_dict`` for the full type; all ranks must call.
     Raises: as ``optim_state_dict``.
     """
-    given = _own_state(model, optim, "full_optim_state_dict")
+    given = _own_state(model, optim, "full_optim_state_dict", first_only=rank0_only)
     return full_state(model, [optim], [given], first_only=rank0_only, to_cpu=True)
 
 
@@ -70,7 +70,7 @@ def shard_full_optim_state_dict(
     what = "shard_full_optim_state_dict"
     groups = partial(_groups, model, optim, optim_input, what)
     units = units_known(model, optim)
-    (result,) = state_to_load(units, model, groups, full_optim_state_dict)
+    (result,) = state_to_load(units, model, groups, full_optim_state_dict, what=what)
     return result
 
 
@@ -103,7 +103,13 @@ def scatter_full_optim_state_dict(
     groups = partial(_groups, model, optim, optim_input, what)
     units = units_known(model, optim)
     (result,) = state_to_load(
-        units, model, groups, full_optim_state_dict, from_first=True, group=group
+        units,
+        model,
+        groups,
+        full_optim_state_dict,
+        from_first=True,
+        group=group,
+        what=what,
     )
     return result
 
@@ -130,10 +136,19 @@ def sharded_optim_state_dict(
 
 
 def _own_state(
-    model: nn.Module, optim: torch.optim.Optimizer, what: str
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    what: str,
+    *,
+    first_only: bool = False,
 ) -> dict[str, Any]:
-    """Return the optimizer's own state; an error is raised on all ranks."""
-    with raise_on_all_ranks(shard_groups(units_known(model, optim))):
+    """Return the optimizer's own state; an error is raised on all ranks.
+
+    Raises: DesyncError, if another rank does not call ``what``.
+    """
+    units = units_known(model, optim)
+    meet_for_state(units, what, first_only=first_only)
+    with raise_on_all_ranks(shard_groups(units)):
         require_pair(model, optim, what)
         return local_state_dict(optim)
 
@@ -156,10 +171,11 @@ def flatten_sharded_optim_state_dict(
     ``optim_state_dict_to_load``.
     Raises: as ``optim_state_dict_to_load``.
     """
-    require_pair(model, optim, "flatten_sharded_optim_state_dict")
+    what = "flatten_sharded_optim_state_dict"
+    require_pair(model, optim, what)
     units = units_known(model, optim)
     (result,) = state_to_load(
-        units, model, lambda: [optim.param_groups], sharded_optim_state_dict
+        units, model, lambda: [optim.param_groups], sharded_optim_state_dict, what=what
     )
     return result
 

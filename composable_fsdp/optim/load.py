@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.access.same_values import brief_of_all
 from composable_fsdp.comm.consensus import require_success_on_all_ranks
+from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.config import (
     FULL_BY_DEFAULT,
     FullOptimStateDictConfig,
@@ -41,7 +43,7 @@ from composable_fsdp.optim.names import (
 from composable_fsdp.optim.sharded import own_part, part_for, require_own_parts
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.step_checks import needs_whole_params, require_elementwise
-from composable_fsdp.optim.units import units_known
+from composable_fsdp.optim.units import meet_for_state, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.state_dict.sharded import ShardedValue
@@ -166,6 +168,7 @@ def state_to_load(
     from_first: bool = False,
     group: dist.ProcessGroup | None = None,
     given: Mapping[int, str] | None = None,
+    what: str = "optim_state_dict_to_load",
 ) -> list[dict[str, Any]]:
     """Cut this rank's parts out of ``saved``; see ``optim_state_dict_to_load``.
 
@@ -183,6 +186,7 @@ def state_to_load(
         group: with ``from_first``, the ranks that take part; default: those of
             ``units``.
         given: names, by ``id``, of parameters that ``model`` does not hold.
+        what: the function that the user called.
 
     Returns: a state dict per optimizer.
 
@@ -192,6 +196,8 @@ def state_to_load(
     # The structure is sent first, so that all ranks run the same checks before the
     # first tensor is sent. A rank that raised alone would leave the others in a
     # broadcast.
+    if from_first:
+        meet(ranks_of_broadcast(units, group), Call(what, details=("rank0_only=True",)))
     senders = broadcast_groups(units, group) if from_first else ()
     shared = share_structure(saved, senders)
     with require_success_on_all_ranks(
@@ -213,6 +219,10 @@ def state_to_load(
                 _require_shapes(chain(*mine), saved, elementwise=each)
             # Refuse here, before the loop below gathers or broadcasts the first tensor.
             require_own_parts(list(chain(*groups)), saved, from_first=bool(senders))
+    if not local and not from_first:
+        # No rank sends, so only this meeting tells that a rank loads alone, or another
+        # state.
+        meet_for_state(units, what, _brief(saved), replicas=True)
     state_of = {}
     # Sort by name: each tensor of the first rank is one broadcast, and the order of the
     # parameters in the optimizers may differ between ranks.
@@ -235,6 +245,21 @@ def state_to_load(
     chosen = [_chosen(state_of, each, named=named) for each in options]
     # A state keyed by names stays per original, because flat parameters have no names.
     return chosen if named else list(map(flatten_state, groups_of, chosen))
+
+
+def _brief(saved: dict[str, Any]) -> str:
+    """Return a short text about a state, equal on ranks that load an equal state."""
+    state = saved["state"]
+    if any(
+        isinstance(v, ShardedValue) for each in state.values() for v in each.values()
+    ):
+        # A rank without elements of a parameter may lack the entry.
+        return "sharded values"
+    return brief_of_all(
+        (f"{fqn}.{name}", value)
+        for fqn, values in state.items()
+        for name, value in values.items()
+    )
 
 
 def _split(items: list[T], sizes: list[int]) -> list[list[T]]:

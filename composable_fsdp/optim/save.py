@@ -27,7 +27,7 @@ from composable_fsdp.optim.own_state_dict import joined_state, local_state_dict
 from composable_fsdp.optim.sharded import as_sharded
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
-from composable_fsdp.optim.units import shard_groups, units_known
+from composable_fsdp.optim.units import meet_for_state, shard_groups, units_known
 from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.state_dict.settings import get_state_dict_type
 from composable_fsdp.tree.traversal import _get_fsdp_states
@@ -78,6 +78,11 @@ def optim_state_dict(
     units = units_known(model, optim)
     settings = units[0].settings.state_dict if units else FULL_BY_DEFAULT
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    config = settings.optim_state_dict_config
+    first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    if not is_local:
+        kind = settings.state_dict_type.name
+        meet_for_state(units, "optim_state_dict", kind, first_only=first_only)
     # Local state needs no collective, so no other rank waits for this rank's error.
     with raise_on_all_ranks([] if is_local else shard_groups(units)):
         optims = require_pairs(model, optim, "optim_state_dict")
@@ -88,12 +93,10 @@ def optim_state_dict(
             # settings.
             get_state_dict_type(model)
         given = _given(optims, optim_state_dict)
-    config = settings.optim_state_dict_config
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return sharded_state(model, optims, given, to_cpu=config.offload_to_cpu)
     if is_local:
         return local_state(model, optims, given, to_cpu=config.offload_to_cpu)
-    first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     return full_state(
         model, optims, given, first_only=first_only, to_cpu=config.offload_to_cpu
     )

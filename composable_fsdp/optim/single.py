@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.access.gather import gather_slot
+from composable_fsdp.access.same_values import brief_of_all
 from composable_fsdp.access.single import closest_names, find_parameter, unit_of
 from composable_fsdp.comm.consensus import raise_on_all_ranks
 from composable_fsdp.errors import CheckpointError, CompositionError
@@ -20,7 +21,7 @@ from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.state_exchange import require_same_state
 from composable_fsdp.optim.step_checks import require_elementwise
-from composable_fsdp.optim.units import shard_groups
+from composable_fsdp.optim.units import meet_for_state, shard_groups
 
 
 def get_full_optim_state(
@@ -83,7 +84,7 @@ def set_full_optim_state(
     name that the optimizer does not keep, before anything is written. A rank without
     any state cannot check names.
     """
-    found, named = _find(model, optim, fqn, "set_full_optim_state")
+    found, named = _find(model, optim, fqn, "set_full_optim_state", state)
     state_of = over_originals(optim).state
     own = known = state_of.get(named.parameter, {})
     if named.is_absent:
@@ -125,11 +126,18 @@ def set_full_optim_state(
 
 
 def _find(
-    model: nn.Module, optim: torch.optim.Optimizer, fqn: str, what: str
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    fqn: str,
+    what: str,
+    state: dict[str, Any] | None = None,
 ) -> tuple[ParamRef | nn.Parameter, Named]:
     """Find the parameter by name and check that ``optim`` holds the parameter.
 
-    For ``get_full_optim_state``, an error is raised on all ranks of the shard group.
+    Waits until every rank makes this call, with equal values ``state``. For
+    ``get_full_optim_state``, an error is raised on all ranks of the shard group.
+
+    Raises: DesyncError, CompositionError.
     """
     found = find_parameter(model, fqn, what)
     if isinstance(found, ParamRef):
@@ -137,7 +145,11 @@ def _find(
     else:
         named = Named(fqn, found, None)
     sends = what == "get_full_optim_state"
-    units = [unit_of(found)] if isinstance(found, ParamRef) and sends else []
+    units = [unit_of(found)] if isinstance(found, ParamRef) else []
+    values = () if state is None else (brief_of_all(state.items()),)
+    meet_for_state(units, what, repr(fqn), *values, replicas=not sends)
+    if not sends:
+        units = []
     with raise_on_all_ranks(shard_groups(units)):
         require_pair(model, optim, what)
         install_optimizer_hooks(optim)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from composable_fsdp.comm.consensus import exchange, raise_on_all_ranks
+from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
@@ -90,7 +91,9 @@ def _prepare_for_dcp(optim: object) -> bool:
     grads = (p.grad for group in optim.param_groups for p in group["params"])
     is_used = bool(optim.state) or any(grad is not None for grad in grads)
     shards = (handle.groups.shard for handle in handles_of(optim))
-    for group in dict.fromkeys(shard for shard in shards if shard is not None):
+    groups = dict.fromkeys(shard for shard in shards if shard is not None)
+    meet(groups, Call("state_dict or load_state_dict of DCP", type(optim).__name__))
+    for group in groups:
         is_used = any(each.value for each in exchange(None, is_used, group))
     return is_used
 

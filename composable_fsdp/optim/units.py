@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
@@ -32,6 +34,32 @@ def units_known(model: object, optim: object) -> list[_FSDPState]:
     # With several groups, the order of collectives follows the model, which is not
     # known.
     return units if len(shard_groups(units)) == 1 else []
+
+
+def meet_for_state(
+    units: Sequence[_FSDPState],
+    what: str,
+    *details: str,
+    first_only: bool = False,
+    replicas: bool = False,
+) -> None:
+    """Wait until every rank of the units calls ``what``, a function of optimizer state.
+
+    Args:
+        units: the units.
+        what: the name of the function.
+        *details: what else has to be equal on all ranks.
+        first_only: whether the first rank alone gets or gives the state. Default:
+            False.
+        replicas: whether the ranks that replicate the units call, too. Default: False.
+
+    Collective: none, as ``meet``.
+    Raises: DesyncError, as ``meet``.
+    """
+    if first_only:
+        details += ("rank0_only=True",)
+    # Without the name of a unit: ``units_known`` may find the units in another order.
+    meet_over(units, Call(what, details=details), replicas=replicas)
 
 
 def shard_groups(units: Sequence[_FSDPState]) -> list[dist.ProcessGroup]:

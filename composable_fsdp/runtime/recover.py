@@ -55,6 +55,7 @@ from composable_fsdp.runtime.unshard import (
     shard_versions,
 )
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
+from composable_fsdp.tree.meeting import forwards_of
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import (
     BackwardSchedule,
@@ -103,10 +104,11 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
             adopt_external_changes(unit)
             if requires_grad_changed(handle):
                 follow_requires_grad(context, handle)
-    if context.is_new:
+    if context.forwards is None:
         require_filled(root_of(context)._root_states)
         warn_of_equal_init(context.handles)
-        context.is_new = False
+        context.forwards = forwards_of(root_of(context))
+    context.forwards.note()
     if PENDING:
         warn_of_added_in_forward(context)
     for unit in context.lists:

@@ -1,29 +1,33 @@
-"""A barrier before a full state dict is gathered, so that no rank gathers alone.
-
-``if rank == 0: torch.save(model.state_dict(), ..)`` gathers on rank 0 only: its
-collective then pairs with the next forward of the other ranks, or waits without end. So
-each rank first announces itself in the key-value store, and a rank that stays alone
-raises within a bounded time.
-"""
+"""State dict calls meet, so that no rank gathers or loads alone."""
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
-from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.config import StateDictType
-from composable_fsdp.errors import DesyncError
+from composable_fsdp.access.same_values import brief_of_all
+from composable_fsdp.comm.meeting import Call
+from composable_fsdp.config import FullStateDictConfig, StateDictType
+from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.state_dict.effective_settings import effective_settings
+from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
 
 _WAY_OUT = (
     "Full values are gathered from all ranks: call state_dict() on every rank, outside "
     "of any 'if rank == 0', and write the result on one. "
     "FullStateDictConfig(rank0_only=True) spares the others the memory."
 )
-"""The end of the warning and of the error."""
+"""The end of the warning and of the error of ``state_dict``."""
+
+_LOAD_EVERYWHERE = (
+    "Each rank writes only the rank's own shards: call load_state_dict on every rank, "
+    "with the same values."
+)
+"""The end of the warning and of the error of ``load_state_dict``."""
 
 
 def barrier_before_gather(
@@ -32,8 +36,7 @@ def barrier_before_gather(
     """Wait until all ranks of the shard group have called a full ``state_dict()``, too.
 
     Called once per ``state_dict()`` by outermost units, and by the hook of a part of a
-    unit. The function uses a few round trips to the key-value store and warns if the
-    wait becomes long.
+    unit.
 
     Args:
         state: The unit.
@@ -41,36 +44,99 @@ def barrier_before_gather(
         prefix: The prefix of the keys; unused.
         keep_vars: torch's argument; unused.
 
-    Collective: none.
+    Collective: none, as ``meet``.
     Raises: DesyncError, if other ranks do not call within the timeout.
     """
-    group = state.handle.groups.shard
     # Lower units are gathered inside the same call; a lower unit that the user saves
     # alone is not checked.
-    if state.parent is not None or group is None or not can_compare(group):
+    if state.parent is not None:
         return
-    kind = effective_settings(state).state_dict_type
+    settings = effective_settings(state)
     # Sharded values and local shards are not gathered, so a rank may be alone.
-    if kind is not StateDictType.FULL_STATE_DICT:
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         return
     if state.context is not None and state.context.summoned is not None:
         return  # inside unshard_params values are shown or refused, not gathered
-    # Keys in the store instead of a collective: a collective would wait without end for
-    # a rank that never enters.
-    peers = Peers(group, "state_dict")
-    peers.arrive("call")
-    story = f"state_dict() of {state.title} was called on this rank"
+    config = settings.state_dict_config
+    first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+    details = ("rank0_only=True",) if first_only else ()
+    meet_over([state], Call("state_dict", state.title, details, _WAY_OUT))
 
-    # A slow rank is no error: warn first, and raise only after the timeout.
-    def notice(absent: list[int]) -> None:
-        text = f"{story}, which waits for ranks {absent}. {_WAY_OUT}"
-        warnings.warn(text, stacklevel=2)
 
-    absent = peers.missing("call", notice)
-    if absent:
-        raise DesyncError(
-            f"{story}, and ranks {absent} did not call it within {peers.timeout():g} "
-            f"s. {_WAY_OUT}"
-        )
-    # The last rank removes the keys, so that the next state dict starts with none.
-    peers.leave("left", ["call"])
+class _OpenLoad:
+    """The ``load_state_dict`` that runs now, or ran last, on this rank."""
+
+    __slots__ = ("errors", "units")
+
+    def __init__(self) -> None:
+        self.errors: object = None
+        """torch's list of errors, the same list in all hooks of a call."""
+        self.units: set[int] = set()
+        """Identities of the units whose hooks have run."""
+
+
+_open_load = _OpenLoad()
+
+
+def barrier_before_load(
+    state: _FSDPState,
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    error_msgs: list[str],
+) -> None:
+    """Wait until all ranks that hold the unit load the same values into ``module``.
+
+    The outermost units of a call do so for the units below.
+
+    Args:
+        state: The unit.
+        module: The module of the unit whose hook runs.
+        state_dict: The state dict.
+        prefix: The prefix of the keys of ``module``.
+        error_msgs: torch's list of errors, which identifies the call.
+
+    Collective: none, as ``meet``.
+    Raises: DesyncError, before any value is written.
+    """
+    if _open_load.errors is not error_msgs:
+        _open_load.errors, _open_load.units = error_msgs, set()
+    units, parent = _open_load.units, state.parent
+    is_inner = id(state) in units or (parent is not None and id(parent) in units)
+    units.add(id(state))
+    if not is_inner:
+        names = [
+            join_name(fqn, name)
+            for fqn, _, below in walk_states(module)
+            for region in below.handle.layout.regions
+            for slot in region.layout.parameters
+            for name in slot.fqns
+        ]
+        meet_to_load(state, names, state_dict, prefix)
+
+
+def meet_to_load(
+    state: _FSDPState, names: Sequence[str], state_dict: Mapping[str, Any], prefix: str
+) -> None:
+    """Wait until all ranks that hold the unit load the same values.
+
+    Args:
+        state: The unit.
+        names: The names of the parameters, below ``prefix``.
+        state_dict: The state dict.
+        prefix: The prefix of the keys.
+
+    Collective: none, as ``meet``.
+    Raises: DesyncError, before any value is written.
+    """
+    start = strip_wrapper(prefix)
+    wanted = {start + strip_wrapper(name) for name in names}
+    kind = effective_settings(state).state_dict_type
+    details: tuple[str, ...] = ()
+    # Sharded values and local shards are other values on each rank. Buffers and ignored
+    # parameters may be.
+    if kind is StateDictType.FULL_STATE_DICT:
+        found = ((strip_wrapper(key), value) for key, value in state_dict.items())
+        details = (brief_of_all((k, v) for k, v in found if k in wanted),)
+    call = Call("load_state_dict", state.title, details, _LOAD_EVERYWHERE)
+    meet_over([state], call, replicas=True)

@@ -24,7 +24,10 @@ from composable_fsdp.naming import TRANSPARENT, quoted
 from composable_fsdp.phases import Phase
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.state_dict import dcp_caller
-from composable_fsdp.state_dict.barrier import barrier_before_gather
+from composable_fsdp.state_dict.barrier import (
+    barrier_before_gather,
+    barrier_before_load,
+)
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.full import gather_unit
 from composable_fsdp.state_dict.loading import is_local, require_values, take_values
@@ -247,9 +250,10 @@ class _Load:
             unexpected_keys: torch's list; unused.
             error_msgs: torch's list of errors; values that do not fit are added.
 
-        Collective: none.
+        Collective: none, but all ranks must call.
         Raises: PhaseError, inside forward or backward; CheckpointError, for shards of
-            another plan, or for values on meta.
+            another plan, or for values on meta; DesyncError, if another rank does not
+            load, or loads other values.
         """
         handle, module = self.state.handle, self.module
         own_plan = local_metadata.get(PLAN, {}).get("")
@@ -259,6 +263,7 @@ class _Load:
         if handle.phase is Phase.SUMMON and handle.is_full:
             return  # torch copies into the full parameters itself
         require_between_steps(self.state, "load_state_dict")
+        barrier_before_load(self.state, module, state_dict, prefix, error_msgs)
         # An unsharded unit would keep showing the old values.
         free_all_full_params(self.state)
         if is_local(self.state):

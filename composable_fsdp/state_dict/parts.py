@@ -20,7 +20,7 @@ from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
-from composable_fsdp.state_dict.barrier import barrier_before_gather
+from composable_fsdp.state_dict.barrier import barrier_before_gather, meet_to_load
 from composable_fsdp.state_dict.hooks import write_unit_values
 from composable_fsdp.state_dict.loading import is_loadable, require_values, take_values
 from composable_fsdp.state_dict.open_calls import begin_call, end_call, is_inside_call
@@ -168,6 +168,7 @@ class _LoadPart:
         if not handle.layout.on_meta:
             require_between_steps(state, "load_state_dict")
             free_all_full_params(state)
+        meet_to_load(state, list(given), given, prefix="")
         places = _places(state)
         slots = {
             prefix + key: places[id(self.module), key]

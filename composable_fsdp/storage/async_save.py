@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.pending import SaveFuture, remember
 from composable_fsdp.storage.save import Job, prepare, write
-from composable_fsdp.storage.team import Team, team_of
+from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.writer import Piece
 
 
@@ -57,6 +57,7 @@ def async_save(
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank, for errors
     that are found before any file is written.
     """
+    meet_team(module, "async_save")
     team = team_of(module)
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")

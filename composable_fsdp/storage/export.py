@@ -30,7 +30,7 @@ from composable_fsdp.storage.directory import (
 from composable_fsdp.storage.formats.safetensors_write import SafetensorsWriter
 from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
-from composable_fsdp.storage.team import Team, team_of
+from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -78,6 +78,7 @@ def _export_module(
 ) -> None:
     """Gather the units of ``module`` in turn, and write them on the first rank."""
     states = units_in(module)
+    meet_team(module, "export_safetensors")
     team = team_of(module)
     writing = _Writing(wanted=_is_first(states, team))
     try:

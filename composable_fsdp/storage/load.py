@@ -33,7 +33,7 @@ from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Copy, Source
-from composable_fsdp.storage.team import Team, team_of
+from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.tree.traversal import require_module
 
 
@@ -81,6 +81,7 @@ def load(
     ranks of the module's mesh must call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
+    meet_team(module, "load")
     team = team_of(module)
     # An asynchronous save of the same ranks may still be writing the checkpoint at
     # ``path``.

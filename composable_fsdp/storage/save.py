@@ -41,7 +41,7 @@ from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import FilePart, PartMaker, add_missing, digest
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
-from composable_fsdp.storage.team import Team, team_of
+from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
 from composable_fsdp.tree.traversal import require_module
@@ -82,6 +82,7 @@ def save(
     plain module); all of them must call. No tensor is sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
+    meet_team(module, "save")
     team = team_of(module)
     write(team, prepare(team, path, module, optim, extra, keep))
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.comm import collectives
-from composable_fsdp.comm.agreement import NOTICE_AFTER
+from composable_fsdp.comm import agreement, collectives
 from composable_fsdp.comm.consensus import Failure, Outcome, first_failure
-from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.errors import CheckpointError, FSDPError
+from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.meeting import Call, RollCall, meet
+from composable_fsdp.comm.nodes import group_timeout, private_group
+from composable_fsdp.errors import CheckpointError, DesyncError, FSDPError
 from composable_fsdp.storage.contents import units_in
 
 
@@ -50,7 +52,7 @@ class Team:
         said = Outcome(self.failure_of(error), value)
         everyone = [said]
         if self.group is not None:
-            with _Exchange(error):
+            with _Exchange(self.group, error):
                 everyone = collectives.all_gather_object(said, self.group)
         self._raise_first([each.failure for each in everyone], error)
         return [each.value for each in everyone]
@@ -64,7 +66,7 @@ class Team:
         said = Outcome(self.failure_of(error), value)
         if self.group is None:
             return [said]
-        with _Exchange(error):
+        with _Exchange(self.group, error):
             return collectives.gather_object(said, self.group) or []
 
     def failure_of(self, error: Exception | None) -> Failure | None:
@@ -85,7 +87,7 @@ class Team:
         Raises: the first error, the same on every rank.
         """
         if self.group is not None:
-            with _Exchange(own):
+            with _Exchange(self.group, own):
                 failures = collectives.broadcast_object(list(failures), self.group)
         self._raise_first(failures, own)
 
@@ -103,24 +105,33 @@ class Team:
 
 
 class _Exchange:
-    """A context around a collective that waits for the other ranks of a checkpoint.
+    """A context around a collective over ``group``, between the ranks of a checkpoint.
 
     ``own`` is this rank's error, which the collective tells the other ranks. If the
-    wait gets long, a warning shows ``own`` on this rank. If the collective breaks, the
-    context raises CheckpointError (or ``own``) instead of torch's error.
+    wait gets long, a warning names the ranks that have not come, and shows ``own``. If
+    the collective breaks, the context raises CheckpointError (or ``own``) instead of
+    torch's error.
     """
 
-    def __init__(self, own: Exception | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: Exception | None) -> None:
         self._own = own
-        # The other ranks may never come, for example if only this rank has called
-        # ``save``. Without the warning, the user would see a hang and not the error.
-        text = f"Waiting for the other ranks of a checkpoint to tell them: {own}"
-        self._timer = threading.Timer(NOTICE_AFTER, warnings.warn, [text])
+        self._roll = RollCall(group)
+        # Another rank may be stopped, or write to a slow disk. Without the warning, the
+        # user would see a hang.
+        self._timer = threading.Timer(agreement.NOTICE_AFTER, self._tell)
         # A waiting timer must not keep the interpreter alive at exit.
         self._timer.daemon = True
 
+    def _tell(self) -> None:
+        """Warn; called by the timer's thread."""
+        told = "" if self._own is None else f", to tell them: {self._own}"
+        warnings.warn(
+            f"A checkpoint waits for {self._roll.absent()}{told}", stacklevel=1
+        )
+
     def __enter__(self) -> None:
-        if self._own is not None:
+        self._roll.answer()
+        with suppress(RuntimeError):  # no thread is available: go on without a warning
             self._timer.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: object) -> None:
@@ -130,7 +141,8 @@ class _Exchange:
         if isinstance(error, kinds) and not isinstance(error, FSDPError):
             raise self._own or CheckpointError(
                 "Another rank was lost, or the process group destroyed, while the "
-                f"ranks agreed on a checkpoint ({error}). Nothing was committed unless "
+                f"ranks agreed on a checkpoint ({error}), and this rank waited for "
+                f"{self._roll.absent()}. Nothing was committed unless "
                 "the path is there now; verify(path) tells. Start the ranks again and "
                 "load the last good checkpoint."
             ) from error
@@ -147,6 +159,49 @@ def _accessed(error: Exception | None) -> Exception | None:
     )
 
 
+def meet_team(module: object, what: str) -> None:
+    """Wait until all ranks of the module's mesh call ``what``, before any is sent.
+
+    Collective: none, as ``meet``.
+    Raises: DesyncError, if another rank makes another call, or none; TypeError instead,
+    if this rank's ``module`` is no module.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    is_module = isinstance(module, nn.Module)
+    way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
+    if not is_module:
+        way_out = f"This call will raise in any case: {_no_module(module)}"
+    groups: list[dist.ProcessGroup | None] = []
+    for layout in _layouts(module):
+        groups += [layout.shard, layout.replicate]
+    if not groups or any(_is_world(layout) for layout in _layouts(module)):
+        groups = [dist.group.WORLD]
+    several = [group for group in groups if group is not None and group.size() > 1]
+    try:
+        meet(dict.fromkeys(several), Call(what, way_out=way_out))
+    except DesyncError as error:
+        if is_module:
+            raise
+        # The other ranks may never come; the reason to raise is here in any case.
+        raise _no_module(module) from error
+
+
+def _layouts(module: object) -> list[RankLayout]:
+    """Return the ranks of the meshes of the units in ``module``, each mesh once."""
+    states = units_in(module) if isinstance(module, nn.Module) else []
+    return list({id(state.ranks): state.ranks for state in states}.values())
+
+
+def _is_world(layout: RankLayout) -> bool:
+    """Return whether the mesh holds all ranks."""
+    return layout.world_size == dist.get_world_size()
+
+
+def _no_module(module: object) -> TypeError:
+    return TypeError(f"expected a module, got a {type(module).__name__}.")
+
+
 def team_of(module: object, purpose: str = "checkpoint") -> Team:
     """Return all ranks over whose meshes the units in ``module`` are sharded.
 
@@ -161,15 +216,11 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
     """
     if not dist.is_available() or not dist.is_initialized():
         return Team(None)
-    problem, states = None, []
-    if isinstance(module, nn.Module):
-        states = units_in(module)
-    else:
-        problem = TypeError(f"expected a module, got a {type(module).__name__}.")
-    ranks: set[int] = set() if states else set(range(dist.get_world_size()))
-    for layout in {id(state.ranks): state.ranks for state in states}.values():
+    layouts = _layouts(module)
+    ranks: set[int] = set() if layouts else set(range(dist.get_world_size()))
+    for layout in layouts:
         # The usual case needs no exchange: the mesh holds all ranks.
-        if layout.world_size == dist.get_world_size():
+        if _is_world(layout):
             ranks = set(range(layout.world_size))
             break
         shard, replicate = layout.shard, layout.replicate
@@ -182,6 +233,6 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         for found in collectives.all_gather_object(column, shard):
             ranks |= set(found)
     members = tuple(sorted(ranks))
-    # Making the group waits for all ranks of the group.
-    with _Exchange(problem):
-        return Team(private_group(members, purpose), members)
+    limits = [group_timeout(layout.shard) for layout in layouts]
+    timeout = min(limits) if limits else None
+    return Team(private_group(members, purpose, timeout), members)

@@ -18,6 +18,7 @@ from torch import nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.comm.meeting import Forwards
 from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
@@ -133,9 +134,9 @@ class RuntimeContext:
         "dead",
         "filling",
         "forward_logs",
+        "forwards",
         "frame",
         "handles",
-        "is_new",
         "lists",
         "offload",
         "outermost",
@@ -210,8 +211,9 @@ class RuntimeContext:
         reduction is in flight."""
         self.summoned: Summon | None = None
         """The running block of ``unshard_params``, else None."""
-        self.is_new = True
-        """Whether no forward has begun yet. The first forward makes extra checks."""
+        self.forwards: Forwards | None = None
+        """Notes each forward for calls that meet; None until the first forward, which
+        makes extra checks."""
 
     def enter_backward_use(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import async_save, export_safetensors, load, save, verify
+from composable_fsdp.comm import agreement
 from composable_fsdp.comm.nodes import private_group
-from composable_fsdp.storage import team
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.training import everything, make, optimizer_of, same, step
@@ -32,8 +31,8 @@ from tests.support.world import World
 def full_disk(here: bool = True, limit: int = 8192) -> Iterator[None]:
     """No file grows beyond ``limit``: Python ignores the signal, so writes fail.
 
-    All ranks enter. The groups of saves are made first, because the ranks meet through
-    a file, which would be full, too.
+    All ranks enter. The groups of saves are made first, and the ranks do not meet,
+    because they would meet through a file, which would be full, too.
     """
     if torch.distributed.is_initialized():
         everyone = tuple(range(torch.distributed.get_world_size()))
@@ -43,7 +42,8 @@ def full_disk(here: bool = True, limit: int = 8192) -> Iterator[None]:
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
-        yield
+        with mock.patch.dict(os.environ, {agreement.TIMEOUT_VARIABLE: "0"}):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
@@ -361,17 +361,11 @@ def check_alone(world: World, folder: Path) -> tuple[str, list[str]]:
         return "", []
     with (
         warnings.catch_warnings(record=True) as told,
-        mock.patch.object(team, "NOTICE_AFTER", 0.2),
+        mock.patch.object(agreement, "NOTICE_AFTER", 0.2),
+        mock.patch.dict(os.environ, {agreement.TIMEOUT_VARIABLE: "0.5"}),
     ):
         warnings.simplefilter("always")
-        error = TimeoutError("no other rank has come")
-
-        def wait(*args: object, **options: object) -> None:
-            time.sleep(0.5)
-            raise RuntimeError(error)
-
-        with mock.patch.object(team, "private_group", wait):
-            text = message_of(lambda: save(folder / "x", wrong))
+        text = message_of(lambda: save(folder / "x", wrong))
     return text, [str(each.message) for each in told]
 
 
@@ -383,6 +377,6 @@ def test_a_rank_that_waits_to_tell_the_others_says_what_is_wrong(
 
     assert text == "TypeError: expected a module, got a dict."
     assert told == [
-        "Waiting for the other ranks of a checkpoint to tell them: expected a module, "
-        "got a dict."
+        "save() was called on this rank, which waits for rank 1. This call will raise "
+        "in any case: expected a module, got a dict."
     ]

@@ -1,0 +1,411 @@
+"""Calls meet before they send: all ranks make the same call, or each raises.
+
+``if rank == 0: save(...)`` would send on one rank: its collective pairs with the next
+collective of the other ranks, which aborts the process, mixes values, or waits without
+end. So a call that needs all ranks of a group announces itself in the key-value store,
+and waits for a limited time until every rank has announced an equal call::
+
+    this rank announces      the others            result
+    save(keep=3)             save(keep=3)          the calls go on
+    save(keep=3)             load()                DesyncError on all that have come
+    save(keep=3)             nothing               DesyncError after the time limit
+
+Training repeats its calls, so a call that follows the same calls as before can be
+*expected*: with ``always=False`` an expected call visits no store. The argument is that
+of ``order_log``: all ranks have equal histories, so all ranks expect the same call; a
+rank that makes another call announces it, and waits for ranks that do not come. The
+forwards of the trees are part of the history (``Forwards``), so a rank that leaves
+an expected call out is noticed at its next forward.
+
+A meeting has two keys::
+
+    here    a line of JSON per rank that came or gave up
+    sum     number of ranks, and the sum of the digests of their calls
+
+If the sum is that of equal digests, no rank reads ``here``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from composable_fsdp.comm import agreement
+from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.errors import DesyncError
+
+MOST_EXPECTATIONS = 64
+"""Number of pairs of a history and the next call that a group keeps."""
+
+_LONGEST_PAUSE = 0.05
+"""Seconds between two visits of a rank that waits long."""
+
+_numbers: Counter[str] = Counter()
+"""Number of meetings per group that this rank has been at, by the group's name."""
+
+
+class Call(NamedTuple):
+    """A call that all ranks of a group have to make together."""
+
+    name: str
+    """The function that the user called."""
+    of: str = ""
+    """The module or unit that the call is about; empty if there is none."""
+    details: tuple[str | int, ...] = ()
+    """What else has to be equal on all ranks: arguments that decide collectives."""
+    way_out: str = "Every rank has to make this call, with equal arguments."
+    """Last sentences of an error, for a rank that is alone; not compared."""
+
+    @property
+    def story(self) -> str:
+        """The call in words.
+
+        >>> Call("unshard_params", "TinyGPT", ("writeback=True",)).story
+        'unshard_params(writeback=True) of TinyGPT'
+        """
+        inside = ", ".join(map(str, self.details))
+        return f"{self.name}({inside})" + (f" of {self.of}" if self.of else "")
+
+
+def meet(
+    groups: Iterable[dist.ProcessGroup], call: Call, *, always: bool = True
+) -> None:
+    """Wait until every rank of each group makes an equal ``call``.
+
+    Args:
+        groups: the groups, in an order that is equal on all ranks.
+        call: the call.
+        always: visit the store also if the call is expected. Default: True.
+
+    Collective: none; three round trips to the store per group, or none if ``always`` is
+    False and the call is expected. Waits for the other ranks, and warns after
+    ``agreement.NOTICE_AFTER`` seconds.
+    Raises: DesyncError, if another rank makes another call, or no call within the time
+    limit.
+    """
+    # One group after the other, in the same order on all ranks: a rank that raised at
+    # the first group is missing at the second, whose ranks then raise, too.
+    for group in groups:
+        if agreement.can_compare(group):
+            history_of(group).meet(call, always=always)
+
+
+def history_of(group: dist.ProcessGroup) -> History:
+    """Return the history of the calls over ``group``, one object per group.
+
+    Collective: none.
+    """
+    found = _histories.get(group)
+    if found is None:
+        found = _histories[group] = History(group)
+    return found
+
+
+class Forwards:
+    """The forwards of a tree, as events in the histories of the tree's groups."""
+
+    __slots__ = ("_histories", "call")
+
+    def __init__(self, groups: Iterable[dist.ProcessGroup], call: Call) -> None:
+        self._histories = tuple(
+            history_of(each) for each in groups if agreement.can_compare(each)
+        )
+        self.call = call
+        """The forward in words, for an error."""
+
+    def note(self) -> None:
+        """Note that an outermost forward begins.
+
+        Forwards are compared by the order logs. This method only meets if this rank has
+        left an expected call out.
+
+        Collective: none, as ``meet``.
+        Raises: DesyncError, as ``meet``.
+        """
+        for history in self._histories:
+            history.note_forward(self)
+
+
+class History:
+    """The calls over a group, and the calls that followed equal calls before."""
+
+    __slots__ = ("__weakref__", "_expected", "_group", "_place", "_stale")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = GroupRef(group)
+        self._place: tuple[Hashable, int, Hashable] = _START
+        """The last event, how often it came in a row, and the other event before."""
+        self._expected: dict[Hashable, Hashable] = {}
+        """By ``_place``: the event that followed last time."""
+        self._stale: list[str] = []
+        """Prefixes of keys of meetings that have ended."""
+
+    def note_forward(self, forwards: Forwards) -> None:
+        """Note a forward; see ``Forwards.note``."""
+        if type(self._expected.get(self._place)) is Call:
+            self.gather(forwards.call)
+        self._commit(forwards)
+
+    def meet(self, call: Call, *, always: bool) -> None:
+        """Wait for equal calls of all ranks, and note the call; see ``meet``."""
+        if always or self._expected.get(self._place) != call:
+            self.gather(call)
+        self._commit(call)
+
+    def _commit(self, event: Hashable) -> None:
+        """Append ``event``, which all ranks share, to the history."""
+        place = last, count, before = self._place
+        expected = self._expected
+        if expected.get(place) != event:
+            expected.pop(place, None)
+            expected[place] = event
+            if len(expected) > MOST_EXPECTATIONS:
+                del expected[next(iter(expected))]
+        self._place = (event, count + 1, before) if event == last else (event, 1, last)
+
+    def gather(self, call: Call) -> None:
+        """Meet all ranks of the group in the store.
+
+        Raises: DesyncError.
+        """
+        group, usual = self._group.get(), self._expected.get(self._place)
+        # A caught error on one rank leaves another history there, and such a rank would
+        # not expect what the others do. So the ranks compare histories, too.
+        digest = hashlib.blake2b(repr((call.story, self._known())).encode()).digest()
+        meeting = _Meeting(group, call, int.from_bytes(digest[:8], "big"))
+        meeting.arrive()
+        start, pause, told = time.monotonic(), 0.0005, False
+        while meeting.is_awaited():
+            if not meeting.is_equal():
+                self._require_equal(meeting)
+            waited = time.monotonic() - start
+            if waited > agreement.seconds_to_wait(group) and meeting.gives_up():
+                raise meeting.alone(usual if type(usual) is Call else None)
+            if not told and waited > agreement.NOTICE_AFTER:
+                told = True
+                warnings.warn(meeting.notice(), stacklevel=2)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            meeting.look()
+        if not meeting.is_equal():
+            self._require_equal(meeting)
+            # Only the histories differ.
+            self._expected.clear()
+            self._place = _START
+        self._end(meeting)
+        # Every rank is here, so no rank reads keys of a meeting before.
+        stale, self._stale = self._stale[:-1], self._stale[-1:]
+        if group.rank() == 0:
+            store = agreement.key_value_store()
+            for prefix in stale:
+                store.delete_key(f"{prefix}/here")
+                store.delete_key(f"{prefix}/sum")
+
+    def _require_equal(self, meeting: _Meeting) -> None:
+        """Raise if another rank has announced another call.
+
+        Raises: DesyncError.
+        """
+        error = meeting.difference()
+        if error is not None:
+            # Also for the ranks that come later, and read the same.
+            self._end(meeting)
+            raise error
+
+    def _end(self, meeting: _Meeting) -> None:
+        """Count the meeting: the next one has other keys."""
+        _numbers[meeting.name] += 1
+        self._stale.append(meeting.prefix)
+
+    def _known(self) -> list[Any]:
+        """Return the history in the form in which ranks compare it."""
+        pairs = [(*place, event) for place, event in self._expected.items()]  # type: ignore[misc]  # places are tuples
+        return [tuple(map(_shown, each)) for each in (self._place, *pairs)]
+
+
+_START = (None, 0, None)
+"""The place before the first event."""
+
+_histories: WeakKeyDictionary[dist.ProcessGroup, History] = WeakKeyDictionary()
+
+
+def _shown(part: Any) -> Any:
+    """Return a part of a history as ranks compare it."""
+    if isinstance(part, Call):
+        return part.story
+    return part if part is None or type(part) is int else "a forward"
+
+
+class _Meeting:
+    """The keys of one meeting, and what this rank knows of them."""
+
+    __slots__ = ("_call", "_group", "_one", "_shift", "_sum", "name", "prefix")
+
+    def __init__(self, group: dist.ProcessGroup, call: Call, digest: int) -> None:
+        self._group, self._call = group, call
+        self.name = agreement.name_in_store(group)
+        self.prefix = f"composable_fsdp/meeting/{self.name}/{_numbers[self.name] + 1}"
+        # The low bits of the sum count the ranks; the sum of all digests must fit into
+        # the other bits of the store's integers, which have 63 and a sign.
+        self._shift = group.size().bit_length()
+        self._one = 1 + (digest % (1 << (62 - 2 * self._shift)) << self._shift)
+        self._sum = 0
+
+    def arrive(self) -> None:
+        """Announce this rank. Two round trips."""
+        # The line comes first: every rank in the sum has a line.
+        self._write(gave_up=False)
+        self._add(self._one)
+
+    def look(self) -> None:
+        """Read which ranks are here. One round trip."""
+        # Not ``add``: a FileStore grows by each.
+        store = agreement.key_value_store()
+        self._sum = int(store.get(f"{self.prefix}/sum"))
+
+    def gives_up(self) -> bool:
+        """Take the announcement back, unless all ranks have come at this moment."""
+        self._write(gave_up=True)
+        self._add(-self._one)
+        if self._count() < self._group.size() - 1:
+            return True
+        # The last rank has come in between and relies on this rank.
+        self.arrive()
+        return False
+
+    def is_awaited(self) -> bool:
+        """Return whether ranks are missing, as far as this rank knows."""
+        return self._count() < self._group.size()
+
+    def is_equal(self) -> bool:
+        """Return whether the ranks that are here have equal calls and histories."""
+        return self._sum == self._count() * self._one
+
+    def difference(self) -> DesyncError | None:
+        """Return the error if ranks have announced different calls."""
+        by_story: dict[str, list[int]] = {}
+        for rank, story in sorted(self._present().items()):
+            by_story.setdefault(story, []).append(rank)
+        if len(by_story) < 2:
+            return None
+        calls = "; ".join(
+            f"{_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {story}"
+            for story, ranks in by_story.items()
+        )
+        return DesyncError(
+            f"Ranks make different calls, and each needs all ranks: {calls}. Nothing "
+            "was sent, and no value was changed. Make the same calls in the same "
+            "order, with equal arguments, on every rank."
+        )
+
+    def notice(self) -> str:
+        """Return the warning of a rank that has waited for some time."""
+        return (
+            f"{self._call.story} was called on this rank, which waits for "
+            f"{_ranks(self._absent())}. {self._call.way_out}"
+        )
+
+    def alone(self, usual: Call | None) -> DesyncError:
+        """Return the error of a rank that gives up; ``usual`` is the expected call."""
+        instead = ""
+        if usual is not None and usual != self._call:
+            instead = f" The call that usually comes here is {usual.story}."
+        return DesyncError(
+            f"{self._call.story} was called on this rank, and "
+            f"{_ranks(self._absent())} did not call it within "
+            f"{agreement.seconds_to_wait(self._group):g} s.{instead} "
+            f"{self._call.way_out}"
+        )
+
+    def _absent(self) -> list[int]:
+        """Return the global ranks that are missing."""
+        here = {dist.get_rank(), *self._present()}
+        everyone = dist.get_process_group_ranks(self._group)
+        return [rank for rank in everyone if rank not in here]
+
+    def _present(self) -> dict[int, str]:
+        """Return the call of each rank that is here, by global rank."""
+        store = agreement.key_value_store()
+        found: dict[int, str] = {}
+        for line in bytes(store.get(f"{self.prefix}/here")).decode().splitlines():
+            rank, story, gave_up = json.loads(line)
+            if gave_up:
+                found.pop(rank, None)
+            else:
+                found[rank] = story
+        return found
+
+    def _write(self, *, gave_up: bool) -> None:
+        """Append a line about this rank."""
+        line = json.dumps([dist.get_rank(), self._call.story, gave_up])
+        agreement.key_value_store().append(f"{self.prefix}/here", f"{line}\n")
+
+    def _add(self, number: int) -> None:
+        """Add to the sum, and read it."""
+        store = agreement.key_value_store()
+        self._sum = int(store.add(f"{self.prefix}/sum", number))
+
+    def _count(self) -> int:
+        """Return the number of ranks in the sum."""
+        return self._sum & ((1 << self._shift) - 1)
+
+
+class RollCall:
+    """Tells which ranks have come to a collective, for a warning or an error.
+
+    Unlike a meeting, a roll call waits for no rank. One round trip.
+    """
+
+    __slots__ = ("_group", "_key")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._key = GroupRef(group), ""
+
+    def answer(self) -> None:
+        """Note that this rank has come, unless the store or the group is gone."""
+        with suppress(RuntimeError, ValueError):
+            self._answer(self._group.get())
+
+    def _answer(self, group: dist.ProcessGroup) -> None:
+        if not agreement.can_compare(group):
+            return
+        name = f"{agreement.name_in_store(group)}/roll"
+        _numbers[name] += 1
+        prefix = f"composable_fsdp/meeting/{name}"
+        self._key = f"{prefix}/{_numbers[name]}"
+        store = agreement.key_value_store()
+        store.append(self._key, f"{dist.get_rank()} ")
+        # A rank that comes late may still be at the roll before.
+        if group.rank() == 0 and _numbers[name] > _KEPT_ROLLS:
+            store.delete_key(f"{prefix}/{_numbers[name] - _KEPT_ROLLS}")
+
+    def absent(self) -> str:
+        """Return the ranks that have not come, in words."""
+        if not self._key:
+            return "other ranks"
+        try:
+            here = bytes(agreement.key_value_store().get(self._key)).split()
+            everyone = dist.get_process_group_ranks(self._group.get())
+        except (RuntimeError, ValueError):
+            # The store or the group is gone, too.
+            return "other ranks"
+        absent = [rank for rank in everyone if rank not in set(map(int, here))]
+        return _ranks(absent) if absent else "no rank: all had come"
+
+
+_KEPT_ROLLS = 4
+"""Number of roll calls of a group whose keys are kept."""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

@@ -1,0 +1,47 @@
+"""Calls about units meet before they send; see ``comm/meeting.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from composable_fsdp.comm.meeting import Call, Forwards, meet
+from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
+
+
+def meet_over(
+    states: Iterable[_FSDPState],
+    call: Call,
+    *,
+    replicas: bool = False,
+    always: bool = True,
+) -> None:
+    """Wait until every rank that shards one of the units makes an equal ``call``.
+
+    Args:
+        states: the units, in an order that is equal on all ranks.
+        call: the call.
+        replicas: whether the ranks that replicate the units make the call, too.
+            Default: False.
+        always: visit the store also if the call is expected. Default: True.
+
+    Collective: none, as ``meet``.
+    Raises: DesyncError, as ``meet``.
+    """
+    pairs = [(s.handle.groups.shard, s.handle.groups.replicate) for s in states]
+    # All shard groups before the first replicate group, on all ranks alike.
+    shards = [shard for shard, _ in pairs]
+    groups = shards + [copies for _, copies in pairs] if replicas else shards
+    meet(
+        dict.fromkeys(group for group in groups if group is not None),
+        call,
+        always=always,
+    )
+
+
+def forwards_of(root: _RootFSDPState) -> Forwards:
+    """Return the object that notes the forwards of a tree. Collective: none."""
+    groups = (handle.groups.shard for handle in root._root_handles)
+    return Forwards(
+        dict.fromkeys(group for group in groups if group is not None),
+        Call("forward", root.title),
+    )
