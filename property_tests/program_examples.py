@@ -572,12 +572,60 @@ EXAMPLES: dict[str, list[Program]] = {
         below(Part(call=call), strategy="NO_SHARD")
         for call in ("core", "method", "forward")
     ],
+    # A layout per loss, as in a GAN that computes all losses first.
+    "backward of a forward from before parameters were frozen or unfrozen": [
+        Program(
+            Part(children=(Part(children=(Part(),)),)),
+            options=options,
+            actions=(
+                ("freeze_piece", 1, not on),
+                ("forward", 0, "input_grad"),
+                ("freeze_piece", 1, on),
+                ("freeze", 1),
+                ("forward", 0, "input_grad"),
+                *backwards,
+                ("step",),
+                ("zero",),
+                ("forward", 1),
+                ("backward",),
+            ),
+        )
+        for on, backwards, options in [
+            (True, (("backward", 0), ("backward", 0)), Options()),
+            (False, (("backward", 0), ("backward", 0)), Options(prefetch=None)),
+            (True, (("backward", 1), ("backward", 0)), Options(strategy="NO_SHARD")),
+            (False, (("backward", 0, "all"),), Options(offload=True)),
+            (True, (("backward", 0, "all"),), Options(offload=True, low=True)),
+            (True, (("backward", 0, "all"),), Options(fill=True)),
+            (False, (("backward", 0, "inputs"), ("backward", 0)), Options(low=True)),
+            (
+                True,
+                (("parameter_gradients", 0, "unused"), ("backward", 0, "inputs")),
+                Options(strategy="SHARD_GRAD_OP"),
+            ),
+            (
+                True,
+                (("backward", 0, "retain"), ("backward", 1), ("backward", 0)),
+                Options(keep_full=True),
+            ),
+            (False, (("backward", 0, "no_sync"), ("backward", 0)), Options()),
+            (True, (("input_gradient", 0, "products"), ("backward",)), Options()),
+            (False, (("backward", 0, "create_graph"), ("backward", 0)), Options()),
+            (True, (("step",), ("backward", 0)), Options(strategy="NO_SHARD")),
+            (
+                True,
+                (("unshard_unit", 1, True), ("backward", 0), ("backward", 0)),
+                Options(pairs=True),
+            ),
+        ]
+    ],
     "optimizers and full parameters": [
         below(Part(), actions=(("inside_summon", what),)) for what in ("make", "step")
     ],
 }
 ON_THREE = {
     "a parameter that is frozen after a cast",
+    "backward of a forward from before parameters were frozen or unfrozen",
     "state that torch's functions make where ranks hold nothing",
     "a scaler and complex parameters",
     "state of other shapes where a rank holds all",

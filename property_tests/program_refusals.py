@@ -57,6 +57,10 @@ REFUSALS: list[tuple[set[str], str]] = [
         {"action:sync", "argument:no_sync"},
         "(inside no_sync, where gradients are not reduced|while gradients of no_sync)",
     ),
+    (
+        {"action:sync", "argument:no_sync"},
+        "through a forward that ran before .* now gradients of no_sync wait",
+    ),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),

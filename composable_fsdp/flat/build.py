@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,7 +24,12 @@ from composable_fsdp.flat.handle import (
     remember_leaves,
 )
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
-from composable_fsdp.flat.region import FlatParameter, TrainableRegion
+from composable_fsdp.flat.region import (
+    FlatParameter,
+    FullBuffer,
+    TrainableRegion,
+    no_owner,
+)
 from composable_fsdp.flat.residency import unreadable_versions
 from composable_fsdp.planning.assign import Place
 from composable_fsdp.planning.layout import RegionLayout
@@ -92,6 +98,7 @@ def replace_layout(
     *,
     origin: tuple[RegionLayout, ...],
     device: torch.device,
+    fulls: Sequence[FullBuffer | None] | None = None,
 ) -> None:
     """Give an idle and sharded unit new regions over ``parameters``.
 
@@ -106,18 +113,47 @@ def replace_layout(
         owners: the module of each place.
         origin: the region layouts from ``fully_shard``, with today's dtypes.
         device: the compute device.
+        fulls: as in ``build_regions``.
 
     Collective: none.
     """
-    regions = build_regions(plan, parameters, handle.groups.rank, device, sharded=True)
-    # Graphs of earlier forwards refer to the old buffers; backward compares ``epoch``.
-    epoch = handle.layout.epoch + 1
+    earlier = _retire_forms(handle)
+    regions = build_regions(
+        plan,
+        parameters,
+        handle.groups.rank,
+        device,
+        sharded=True,
+        fulls=fulls,
+    )
     made = make_layout(
-        plan, regions, places, owners, origin=origin, epoch=epoch, device=device
+        plan,
+        regions,
+        places,
+        owners,
+        origin=origin,
+        epoch=handle.layout.epoch + 1,
+        device=device,
+        earlier=earlier,
     )
     handle.begin_layout(made, make_form(made), leaf_memory(made))
     set_divisions(handle)
     remember_leaves(handle)
+
+
+def _retire_forms(handle: FlatParamHandle) -> tuple[weakref.ref[FullForm], ...]:
+    """Prepare the forms of the layout for its end; return all forms of ended layouts.
+
+    A gradient that reaches the regions of the layout from now on is refused by the hook
+    of the full leaf.
+    """
+    layout = handle.layout
+    handle.form.regions = tuple([region.full for region in layout.regions])
+    for region in layout.trainable:
+        region.reduce.owner = no_owner
+    forms = [form for link in layout.earlier if (form := link()) is not None]
+    forms += [each for each in (handle.form, handle.other_form) if each is not None]
+    return tuple(map(weakref.ref, forms))
 
 
 def build_regions(
@@ -127,6 +163,7 @@ def build_regions(
     device: torch.device,
     *,
     sharded: bool,
+    fulls: Sequence[FullBuffer | None] | None = None,
 ) -> tuple[FlatParameter, ...]:
     """Return the regions of ``plan`` over ``parameters``, which become the leaves.
 
@@ -136,6 +173,8 @@ def build_regions(
         rank: this rank's index in the shard group.
         device: the compute device.
         sharded: the parameters hold only this rank's elements already.
+        fulls: full buffers of earlier regions; a buffer that is no buffer of its own
+            becomes the shard. Default: None, all shards are new.
 
     Returns: the regions. Collective: none.
     """
@@ -152,8 +191,14 @@ def build_regions(
                 dtypes=options.dtypes(layout.dtype),
                 offload=offload,
                 sharded=sharded,
+                shard=None if full is None or full.is_cut else full.buffer,
             )
-            for layout, leaves in zip(plan.regions, parameters, strict=True)
+            for layout, leaves, full in zip(
+                plan.regions,
+                parameters,
+                fulls or [None] * len(parameters),
+                strict=True,
+            )
         ]
     )
 
@@ -167,6 +212,7 @@ def make_layout(
     origin: tuple[RegionLayout, ...],
     epoch: int,
     device: torch.device,
+    earlier: tuple[weakref.ref[FullForm], ...] = (),
 ) -> UnitLayout:
     """Return the layout of a unit, with the tuples that every step iterates over.
 
@@ -178,6 +224,7 @@ def make_layout(
         origin: the region layouts from ``fully_shard``.
         epoch: number of times the regions were rebuilt.
         device: the compute device.
+        earlier: the full forms of earlier layouts. Default: none.
 
     Returns: the layout. Collective: none.
     """
@@ -199,6 +246,7 @@ def make_layout(
         tables=tuple([owner._parameters for owner in owners]),
         keys=tuple([place.name for place in places]),
         sharded_placed=_placed(regions, places, [r.leaves for r in regions]),
+        earlier=earlier,
     )
 
 
@@ -289,7 +337,9 @@ def make_form(
     ]
     leaves = [r.full.leaves for r in layout.regions]
     return FullForm(
+        layout.plan,
         full_precision,
+        layout.sharded_placed,
         _placed(layout.regions, layout.places, leaves),
         ([r.full.buffer for r in gathering], inputs),
         tuple(

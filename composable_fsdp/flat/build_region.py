@@ -29,8 +29,9 @@ def build_region(
     dtypes: Dtypes,
     offload: bool = False,
     sharded: bool = False,
+    shard: Tensor | None = None,
 ) -> FlatParameter:
-    """Copy this rank's part of ``parameters`` into a new shard and create all views.
+    """Copy this rank's part of ``parameters`` into the shard and create all views.
 
     Afterwards each tensor in ``parameters`` is its own sharded leaf: the same object,
     with ``.data`` a view of ``shard`` and, unless ``sharded``, no ``.grad``.
@@ -46,6 +47,8 @@ def build_region(
         offload: keep the shard in host memory. ``full`` is then a separate buffer, even
             if the shard group has one rank. Default: False.
         sharded: ``parameters`` hold only this rank's elements already. Default: False.
+        shard: the memory of the shard, which no parameter uses. Default: None, create
+            a shard.
 
     Returns: the region.
     Collective: none.
@@ -53,7 +56,8 @@ def build_region(
     cuts = layout.shard_cuts(rank, rows=rows)
     if any(p.is_meta for p in parameters):
         device = torch.device("meta")
-    shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
+    if shard is None:
+        shard = new_shard(layout.shard_numel, layout.dtype, device, offload=offload)
     leaves = tuple(parameters)
     # The buffers must not be inference tensors, which training could not write to.
     # No torch.no_grad is needed: the parameters are detached, so autograd records

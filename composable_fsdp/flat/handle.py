@@ -37,12 +37,26 @@ Swap = tuple[Table, str, nn.Parameter, nn.Parameter]
 """One place of a parameter: table, key in the table, sharded leaf, full leaf."""
 
 
-@dataclass(slots=True)
-class FullForm:
-    """The full buffers and leaves of a unit in a precision (``flat.precision``)."""
+class _Referable:
+    """Base of dataclasses with slots to which weak references exist."""
 
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True, eq=False)
+class FullForm(_Referable):
+    """The full buffers and leaves of a unit in a precision (``flat.precision``).
+
+    A graph holds the form of its forward. If the unit has another layout since, a
+    backward takes the form up again (``flat.external_changes``).
+    """
+
+    plan: UnitPlan
+    """The plan of the layout for which the form was created."""
     full_precision: bool
     """Whether the precision is that of the parameters, and not the compute dtype."""
+    sharded: tuple[nn.Parameter, ...]
+    """The sharded leaf of each place."""
     placed: tuple[nn.Parameter, ...]
     """The full leaf of each place."""
     gather_lists: tuple[list[Tensor], list[Tensor]]
@@ -63,7 +77,7 @@ class FullForm:
     accumulators: tuple[Any, ...] = ()
     """AccumulateGrad nodes of the trainable full leaves."""
     regions: tuple[FullBuffer, ...] = ()
-    """The full buffer of each region, once the unit has two forms."""
+    """The full buffer of each region, once the unit has two forms or another layout."""
 
 
 RETAINED = 1 << 30
@@ -142,6 +156,8 @@ class UnitLayout:
     """The key of each place in its table."""
     sharded_placed: tuple[nn.Parameter, ...]
     """The sharded leaf of each place."""
+    earlier: tuple[weakref.ref[FullForm], ...]
+    """The full forms of earlier layouts, of which graphs may hold some."""
 
 
 class LeafMemory(NamedTuple):

@@ -97,7 +97,7 @@ class ReduceBuffer:
         self.waiting: list[Tensor | None] = [None] * len(views)
         """Per parameter: the gradient as autograd produced the gradient, until the copy
         into ``buffer``."""
-        self.owner: Callable[[], Any] = _no_owner
+        self.owner: Callable[[], Any] = no_owner
         """Weak reference to the unit's state, for the gradient hooks of the full
         leaves."""
         self.division = NO_DIVISION
@@ -114,8 +114,8 @@ class ReduceBuffer:
         which holds earlier gradients, has another dtype or is on the host."""
 
 
-def _no_owner() -> None:
-    """Return the state of a unit whose hooks were not installed yet: None."""
+def no_owner() -> None:
+    """Return the state of a region that has no hooks yet, or is in no unit: None."""
 
 
 @dataclass(slots=True)

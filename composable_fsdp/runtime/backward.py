@@ -30,11 +30,15 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import NO_EVENTS
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import NO_TASK, RETAINED, FlatParamHandle
+from composable_fsdp.flat.handle import NO_TASK, RETAINED, FlatParamHandle, FullForm
 from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
 from composable_fsdp.phases import BACKWARD_POST, illegal_move
+from composable_fsdp.runtime.earlier_forms import (
+    take_earlier_form,
+    through_earlier_forward,
+)
 from composable_fsdp.runtime.graph_task import (
     begin_unit_backward,
     current_task,
@@ -56,7 +60,11 @@ from composable_fsdp.runtime.unshard import (
     wait_for_freed_memory,
     wait_unsharded,
 )
-from composable_fsdp.runtime.unused_params import send_skipped_uses, will_run
+from composable_fsdp.runtime.unused_params import (
+    finish_later_forwards,
+    send_skipped_uses,
+    will_run,
+)
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 _AccumulateGradFeeder: Any = torch._C._functions.DelayedError
@@ -75,7 +83,7 @@ class UnitForward:
         "aliased",
         "aliases",
         "begin",
-        "epoch",
+        "form",
         "held",
         "index",
         "inputs",
@@ -84,7 +92,6 @@ class UnitForward:
         "tape",
         "task",
         "waiting",
-        "wide",
     )
 
     def __init__(self, state: _FSDPState, tape: ForwardRecord) -> None:
@@ -107,11 +114,9 @@ class UnitForward:
         """The graph task whose pre-backward has run for this call."""
         self.waiting = 0
         """Aliases whose ``input_done`` has not run yet in this graph task."""
-        self.wide, self.epoch = (
-            state.handle.form.full_precision,
-            state.handle.layout.epoch,
-        )
-        """Full form and layout number of the unit at the time of the forward."""
+        self.form = state.handle.form
+        """The full form of the unit at the time of the forward: the graph holds the
+        full leaves of ``form``."""
 
     def forget_inputs(self) -> None:
         """Drop the references to the inputs of a forward that has ended or raised."""
@@ -192,7 +197,11 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     state = call.state
     handle, context = state.handle, state.context
     assert context is not None
-    _require_same_layout(call)
+    schedule = call.tape.schedule
+    if schedule is not None and call.tape not in context.filling:
+        _begin_schedule(context, call.tape)
+    if handle.form is not call.form:
+        _select_form(state, call.form, scheduled=schedule is not None)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     mode = handle.layout.plan.options.backward_prefetch
@@ -200,7 +209,7 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     # call without an alias ends with the graph task.
     if call.aliased:
         handle.backward.expected_calls += 1
-    if call.tape.schedule is not None and call.index >= 0:
+    if schedule is not None and call.index >= 0:
         send_skipped_uses(context, call.tape, call.index)
     if call.tape not in handle.backward.tapes:
         # First call of this forward record in this graph task: add the open calls of
@@ -210,15 +219,11 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     log = handle.logs.backward
     # With a schedule, backward follows the order of the forward, which has been
     # compared.
-    if log is not None and call.tape.schedule is None:
+    if log is not None and schedule is None:
         if log.expected[log.position] is handle:
             log.position += 1
         else:
             context.enter_backward_use(log, handle, call.tape.mode)
-    # The graph holds the full parameters of the form that the forward used, so backward
-    # must use the same form.
-    if handle.form.full_precision is not call.wide:
-        select_full_form(context, state, wide=call.wide)
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
@@ -253,32 +258,50 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     task, state = current_task(), call.state
     handle, context = state.handle, state.context
     assert context is not None
-    _require_same_layout(call)
+    if handle.form is not call.form:
+        _select_form(state, call.form, scheduled=call.tape.schedule is not None)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end
     # of the graph task reshards the unit.
     if handle.backward.open_calls < RETAINED:
         handle.backward.open_calls += RETAINED
-    if handle.form.full_precision is not call.wide:
-        select_full_form(context, state, wide=call.wide)
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
 
 
-def _require_same_layout(call: UnitForward) -> None:
-    """Raise if the buffers of the forward are gone because the layout has changed.
+def _begin_schedule(context: RuntimeContext, tape: ForwardRecord) -> None:
+    """Give each unit of the schedule the full form of the forward, on all ranks alike.
 
-    Raises: PhaseError.
+    Raises: PhaseError, as ``take_earlier_form``. Collective: as
+        ``finish_later_forwards``.
     """
-    if call.epoch != call.state.handle.layout.epoch:
-        raise PhaseError(
-            f"Backward reached unit {call.state.name} through a forward that ran "
-            "before its parameters changed (requires_grad, a cast, a move, an "
-            "assignment), and the buffers of then are gone. Run backward before the "
-            "next forward, or change them between steps."
-        )
+    assert tape.schedule is not None
+    finish_later_forwards(context)
+    for state, form in tape.schedule.forms.items():
+        if state.handle.form is not form:
+            _select_form(state, form, scheduled=True)
+
+
+def _select_form(state: _FSDPState, form: FullForm, *, scheduled: bool) -> None:
+    """Make ``form``, whose full leaves a graph holds, the current form of the unit.
+
+    Args:
+        state: the unit.
+        form: a full form of the unit, of this or an earlier layout.
+        scheduled: as in ``take_earlier_form``.
+
+    Raises: PhaseError, as ``take_earlier_form``.
+    Collective: none, except as ``take_earlier_form``.
+    """
+    context = state.context
+    assert context is not None
+    if form is state.handle.other_form:
+        select_full_form(context, state, wide=form.full_precision)
+    else:
+        take_earlier_form(state, form, scheduled=scheduled)
+        install_grad_hooks(state)
 
 
 def install_grad_hooks(state: _FSDPState) -> None:
@@ -360,10 +383,12 @@ def _make_grad_hook(
 
     def arrive(link: weakref.ref[TrainableRegion], leaf: Tensor) -> None:
         region = link()
-        assert region is not None
+        unit: _FSDPState | None = None if region is None else region.reduce.owner()
+        if region is None or unit is None:
+            leaf.grad = None
+            shape = tuple(leaf.shape)
+            raise PhaseError(through_earlier_forward(f"a parameter of shape {shape}"))
         reduce = region.reduce
-        unit: _FSDPState | None = reduce.owner()
-        assert unit is not None
         handle, task = unit.handle, current_task()
         gradient = leaf.grad
         # The gradient is None if a custom Function returned none; the hook is still

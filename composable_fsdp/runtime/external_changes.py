@@ -22,7 +22,10 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.runtime.backward import install_grad_hooks
-from composable_fsdp.runtime.offload import synchronize_copy_stream
+from composable_fsdp.runtime.offload import (
+    finish_d2h_grad_copies,
+    synchronize_copy_stream,
+)
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import free_oldest, release
@@ -131,6 +134,7 @@ def follow_requires_grad(context: RuntimeContext, handle: FlatParamHandle) -> No
     Collective: none, except as ``finish_reduction``.
     """
     finish_reduction(context)
+    finish_d2h_grad_copies(context)
     if handle.reduction.due or handle.reduction.held is not None:
         raise PhaseError(
             f"requires_grad of parameters of unit {handle.name} was changed while its "

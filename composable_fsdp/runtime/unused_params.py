@@ -65,8 +65,7 @@ def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) 
     schedule = tape.schedule
     assert schedule is not None
     if tape not in context.filling:
-        for younger in tuple(context.filling):
-            _finish_later_forwards(context, younger)
+        finish_later_forwards(context)
         context.filling.append(tape)
         schedule.next = len(schedule.uses)
         schedule.waiting = dict(schedule.begins)
@@ -98,16 +97,17 @@ def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) 
             _gather_in_turn(context, tape, at)
 
 
-def _finish_later_forwards(context: RuntimeContext, tape: ForwardRecord) -> None:
-    """Finish the backward of forward ``tape``: backward has reached an earlier forward.
+def finish_later_forwards(context: RuntimeContext) -> None:
+    """Finish the backward of the forwards so far: backward has reached an earlier one.
 
-    Which units of ``tape`` are still full differs between ranks, so reshard all of
-    them, or keep all that are configured so.
+    Which units of these forwards are still full differs between ranks, so reshard all
+    of them, or keep all that are configured so. Collective: as ``send_skipped_uses``.
     """
-    assert tape.schedule is not None
-    send_skipped_uses(context, tape, -1)
-    for state in tape.schedule.begins:
-        _free_unused(context, state)
+    for tape in tuple(context.filling):
+        assert tape.schedule is not None
+        send_skipped_uses(context, tape, -1)
+        for state in tape.schedule.begins:
+            _free_unused(context, state)
 
 
 def finish_unused_params(context: RuntimeContext) -> None:

@@ -22,7 +22,7 @@ from composable_fsdp.comm.meeting import Forwards
 from composable_fsdp.comm.order_log import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.precision import Precision
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
@@ -42,7 +42,7 @@ class BackwardSchedule:
     Recorded in the forward; read by ``runtime.unused_params``.
     """
 
-    __slots__ = ("accumulates", "begins", "next", "uses", "waiting")
+    __slots__ = ("accumulates", "begins", "forms", "next", "uses", "waiting")
 
     def __init__(self) -> None:
         self.uses: list[_FSDPState] = []
@@ -50,6 +50,8 @@ class BackwardSchedule:
         self.begins: dict[_FSDPState, int] = {}
         """Per unit: the number of uses that were recorded when the unit's first forward
         began."""
+        self.forms: dict[_FSDPState, FullForm] = {}
+        """The full form of each unit in the forward."""
         # Progress of backward; set when backward reaches the forward of this schedule.
         self.next = 0
         """Index of the use that backward has reached last; uses are walked from the
@@ -65,6 +67,7 @@ class BackwardSchedule:
         self.uses.append(state)
         # A unit that runs several times is reduced only before its earliest forward.
         self.begins[state] = min(begin, self.begins.get(state, begin))
+        self.forms[state] = state.handle.form
 
 
 class ExecutionOrder(Generic[H]):

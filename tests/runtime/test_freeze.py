@@ -17,6 +17,7 @@ from composable_fsdp import (
     no_sync,
     optim_state_dict,
     optim_state_dict_to_load,
+    set_is_last_backward,
 )
 from composable_fsdp.comm.collectives import CallRecord, record
 from composable_fsdp.flat.region import TrainableRegion
@@ -268,6 +269,26 @@ def test_offloaded_parameters_move_and_have_their_hooks_called(world: World) -> 
 
 
 @on_ranks(2)
+def test_gradients_on_their_way_to_the_host_survive_the_move(world: World) -> None:
+    """The backward was not the last one, so nobody has waited for the copies."""
+    model = TinyGPT()
+    plain = copy.deepcopy(model)
+    apply_units(model, gpt_units(model), cpu_offload=CPUOffload(True))
+    inputs = [gpt_input(0, rank) for rank in range(world.world_size)]
+    averaged_gradients(plain, inputs)
+    set_is_last_backward(model, False)
+    backward(loss_of(model, inputs[world.rank]))
+
+    set_frozen(model, SCHEDULE[0])
+    with torch.no_grad():
+        model(inputs[world.rank])
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), 1.0).step()
+
+    assert differences(model.state_dict(), plain.state_dict()) == {}
+
+
+@on_ranks(2)
 def test_states_are_saved_and_loaded_across_the_move(world: World) -> None:
     """Model and optimizer, from one arrangement into another."""
     model, again = gpt("composable"), gpt("composable", seed=1)
@@ -300,26 +321,68 @@ def check_refusals(world: World) -> list[str]:
 
     model = gpt("composable")
     old = loss_of(model, gpt_input(0, world.rank))
-    set_frozen(model, SCHEDULE[0])
+    model.double()
     loss_of(model, gpt_input(0, world.rank))
     stale = message_of(lambda: backward(old))
+
+    model.zero_grad()
+    old = loss_of(model, gpt_input(0, world.rank))
+    set_frozen(model, SCHEDULE[0])
+    new = loss_of(model, gpt_input(0, world.rank))
+    with no_sync(model):
+        backward(new)
+        local = message_of(lambda: backward(old))
     model.zero_grad()
     backward(loss_of(model, gpt_input(0, world.rank)))
-    return [waiting, stale]
+    return [waiting, stale, local]
 
 
-def test_a_change_between_forward_and_backward_is_refused(ranks: RankCount) -> None:
-    """So is one while gradients wait; and training goes on."""
-    waiting, stale = ranks(2).run(check_refusals)[0]
+def test_changes_whose_gradients_would_be_lost_are_refused(ranks: RankCount) -> None:
+    """And training goes on."""
+    waiting, *stale = ranks(2).run(check_refusals)[0]
 
     assert waiting == (
         "PhaseError: requires_grad of parameters of unit (root) was changed while its "
         "gradients wait to be reduced (no_sync, set_requires_gradient_sync or "
         "set_requires_all_reduce). Freeze and unfreeze after the backward that reduces."
     )
-    assert stale == (
-        "PhaseError: Backward reached unit (root) through a forward that ran before "
-        "its parameters changed (requires_grad, a cast, a move, an assignment), and "
-        "the buffers of then are gone. Run backward before the next forward, or change "
-        "them between steps."
+    for text in stale:
+        assert text == (
+            "PhaseError: Backward reached unit (root) through a forward that ran "
+            "before the unit's parameters were cast, moved or replaced (or frozen or "
+            "unfrozen, and now gradients of no_sync wait, or gradients of parameters "
+            "are to have a graph). Run backward before the next forward, or change "
+            "parameters between steps."
+        )
+
+
+class Shift(nn.Module):
+    """Hands its result to nobody but a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.other = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, found: Callable[[Tensor], None]) -> Tensor:
+        found(x + self.shift)
+        return x
+
+
+@on_ranks(1, 2)
+def test_a_gradient_that_leaves_unseen_for_an_earlier_layout_is_refused(
+    world: World,
+) -> None:
+    """The gradient would go to a buffer that nobody reduces."""
+    model, found = Shift(), list[Tensor]()
+    fully_shard(model)
+    for frozen in (False, True):
+        model.other.requires_grad_(not frozen)
+        model(torch.ones(3), found.append)
+
+    text = message_of(lambda: backward(found[0].sum()))
+
+    assert text.startswith(
+        "PhaseError: Backward reached a parameter of shape (3,) through a forward that "
+        "ran before"
     )
+    assert model.shift.grad is None
