@@ -28,6 +28,7 @@ from composable_fsdp.access.single import (
     set_full_param,
 )
 from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.comm.operations import OperationRecord, recent_operations
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -60,6 +61,7 @@ from composable_fsdp.entries.replicate import replicate
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.errors import (
     CheckpointError,
+    CollectiveError,
     CompositionError,
     DesyncError,
     FSDPError,
@@ -118,6 +120,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointImpl",
     "CheckpointWrapper",
+    "CollectiveError",
     "CompositionError",
     "CustomPolicy",
     "DefaultState",
@@ -134,6 +137,7 @@ __all__ = [
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NotRootError",
+    "OperationRecord",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PhaseError",
@@ -180,6 +184,7 @@ __all__ = [
     "optim_state_dict",
     "optim_state_dict_to_load",
     "plan",
+    "recent_operations",
     "reduce_scatter_hook",
     "register_comm_hook",
     "register_forward_method",

@@ -8,6 +8,7 @@
       |- PhaseError       (RuntimeError)    a call at the wrong moment of the step
       |- CheckpointError  (RuntimeError)    a state that cannot be saved or loaded
       |- DesyncError      (RuntimeError)    ranks that disagree
+      |- CollectiveError  (RuntimeError)    a collective that the backend gave up
       '- NotRootError     (AttributeError)  root-only data read from another state
 
 Every message names the expected value, the actual value, the place and the remedy. If a
@@ -22,14 +23,29 @@ import torch.distributed as dist
 class FSDPError(Exception):
     """The base class of all errors that this package raises on purpose.
 
-    ``rank`` is the global rank that raised; None if torch.distributed is not
-    initialized.
+    Args:
+        *args: the message.
+        unit: the fully sharded module that the error is about, as messages name it.
+        op: the kind of the collective.
+        phase: the phase of the step, or the function that the program has called.
+        elapsed: seconds from the issue of the collective to the error.
+
+    The arguments are attributes, empty or None if unknown. ``rank`` is the global rank
+    that raised; None if torch.distributed is not initialized.
     """
 
     rank: int | None = None
 
-    def __init__(self, *args: object) -> None:
+    def __init__(
+        self,
+        *args: object,
+        unit: str = "",
+        op: str = "",
+        phase: str = "",
+        elapsed: float | None = None,
+    ) -> None:
         super().__init__(*args)
+        self.unit, self.op, self.phase, self.elapsed = unit, op, phase, elapsed
         # Read the rank here: the process group may be gone when the message is printed.
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank()
@@ -57,6 +73,10 @@ class CheckpointError(FSDPError, RuntimeError):
 
 class DesyncError(FSDPError, RuntimeError):
     """Ranks disagree on the collectives or the calls that they make."""
+
+
+class CollectiveError(FSDPError, RuntimeError):
+    """A collective failed in the backend; the cause is the error of the backend."""
 
 
 class NotRootError(FSDPError, AttributeError):

@@ -9,7 +9,8 @@ before::
     missing  wait, for a limited time, until all ranks have arrived at a place
     leave    the last rank to leave removes the keys
 
-No function of this module sends a collective.
+Ranks that come to the same place anyway exchange tags and objects by collectives, which
+need no store: ``gather_tags``, ``gather_objects``.
 
 Private names, checked on torch 2.13 and 2.11: ``distributed_c10d._get_default_store``,
 ``ProcessGroup._get_backend`` and ``_device_types``, ``options._timeout`` of a backend.
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import group_timeout
 
@@ -87,6 +89,25 @@ class Peers:
         # all ranks are on the way to the same collective, so the n-th ``Peers`` object
         # of a group and topic is the same on each rank.
         self._prefix, self._rank = "", dist.get_rank()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the group, in group rank order."""
+        return dist.get_process_group_ranks(self._group.get())
+
+    def gather_tags(self, tag: int) -> list[int]:
+        """Return the tags of all ranks, numbers of 63 bits, in group rank order.
+
+        Collective: an all-gather of 8 bytes over the group.
+        """
+        return collectives.all_gather_tag(tag, self._group.get())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the picklable values of all ranks, in group rank order.
+
+        Collective: an all-gather of objects over the group.
+        """
+        return collectives.all_gather_object(value, self._group.get())
 
     def say(self, place: str, value: Any, note: Any = None) -> PeerMessage | None:
         """Write ``value`` at ``place``, unless another rank has written there before.
@@ -166,8 +187,7 @@ class Peers:
     def _absent(self, key: str) -> list[int]:
         """Return the global ranks that have not arrived at the place of ``key``."""
         here = set(map(int, bytes(_store().get(f"{key}/here")).split()))
-        everyone = dist.get_process_group_ranks(self._group.get())
-        return [rank for rank in everyone if rank not in here]
+        return [rank for rank in self.ranks if rank not in here]
 
     def leave(self, where: str, places: Iterable[str]) -> None:
         """Declare ``places`` finished on this rank; the last rank removes the keys."""

@@ -2,8 +2,8 @@
 
 Each function sends a single collective (regions that are issued together count as a
 single collective); the ``_object`` functions send the sizes first. With
-``async_op=True`` a function returns a ``Work`` whose ``wait`` must be called before the
-result is read; otherwise the current stream is ordered after the collective.
+``async_op=True`` a function returns an ``Operation`` whose ``wait`` must be called
+before the result is read; otherwise the current stream is ordered after the collective.
 
 Names of ``ProcessGroup`` methods were checked on torch 2.11 and 2.13, which renamed the
 methods; this module chooses the names at import.
@@ -11,7 +11,7 @@ methods; this module chooses the names at import.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from torch import Tensor
 # torch.distributed exports the options of the other collectives, not these.
 from torch._C._distributed_c10d import AllgatherOptions
 
+from composable_fsdp.comm.operations import begin
+from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import FSDPError
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
@@ -112,7 +114,8 @@ def all_gather_flat(
     group: dist.ProcessGroup,
     *,
     async_op: bool = False,
-) -> dist.Work | None:
+    operation: Operation | None = None,
+) -> Operation | None:
     """Fill each full buffer with the shards of all ranks of ``group``, in rank order.
 
     Args:
@@ -120,10 +123,13 @@ def all_gather_flat(
         shard: input buffers ``(shard_numel,)``, aligned with ``full``. A shard may be
             this rank's slice of ``full`` itself.
         group: the shard group.
-        async_op: return a ``Work`` instead of ordering the current stream. Default:
-            False.
+        async_op: return the operation, for the caller to wait, instead of ordering the
+            current stream. Default: False.
+        operation: the operation that the caller has begun, with the name of its unit.
+            Default None: the operation is not about a single unit.
 
-    Returns: the ``Work`` if ``async_op``, else None.
+    Returns: the operation if ``async_op``, else None.
+    Raises: CollectiveError, if the backend raises.
     Collective: an all-gather over ``group`` (several buffers are coalesced); every
     rank must call.
     """
@@ -132,22 +138,24 @@ def all_gather_flat(
     if _recorder is not None:
         _require(full, shard, group.size())
         _note("all_gather", full, group)
+    operation = operation or begin("all_gather", group, full[0])
     options = AllgatherOptions()
     options.asyncOp = async_op
+    whole: Any = full
+    part: Any = shard
+    start = _ALL_GATHER_COALESCED
     if len(full) == 1:
-        whole, part = full[0], shard[0]
+        start, whole, part = _ALL_GATHER, full[0], shard[0]
         if whole.dtype.is_complex:
             whole, part = _as_real([whole, part])
-        work = getattr(group, _ALL_GATHER)(whole, part, options)
-        return _finish(work, async_op)
     # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
     # (seen on torch 2.13). An all-gather only moves bytes, so the buffers are passed as
     # bytes.
-    if len({tensor.dtype for tensor in full}) > 1 or full[0].dtype.is_complex:
-        full = [tensor.view(torch.uint8) for tensor in full]
-        shard = [tensor.view(torch.uint8) for tensor in shard]
-    return _finish(
-        getattr(group, _ALL_GATHER_COALESCED)(full, shard, options), async_op
+    elif len({tensor.dtype for tensor in full}) > 1 or full[0].dtype.is_complex:
+        whole = [tensor.view(torch.uint8) for tensor in full]
+        part = [tensor.view(torch.uint8) for tensor in shard]
+    return operation.send(
+        getattr(group, start), whole, part, options, async_op=async_op
     )
 
 
@@ -158,7 +166,8 @@ def reduce_scatter_flat(
     *,
     average: bool = False,
     async_op: bool = False,
-) -> dist.Work | None:
+    operation: Operation | None = None,
+) -> Operation | None:
     """Sum (or average) each full buffer over the ranks; rank *r* keeps slice *r*.
 
     Args:
@@ -167,32 +176,36 @@ def reduce_scatter_flat(
             must have the same dtype.
         group: the shard group.
         average: divide the sum by the number of ranks. Default: False.
-        async_op: return a ``Work`` instead of ordering the current stream. Default:
-            False.
+        async_op: return the operation, for the caller to wait, instead of ordering the
+            current stream. Default: False.
+        operation: as ``all_gather_flat``. Default: None.
 
-    Returns: the ``Work`` if ``async_op``, else None.
+    Returns: the operation if ``async_op``, else None.
+    Raises: CollectiveError, if the backend raises.
     Collective: a reduce-scatter over ``group`` (several buffers are coalesced); every
     rank must call.
     """
     if _recorder is not None:
         _require(full, shard, group.size())
         _note("reduce_scatter", full, group)
+    operation = operation or begin("reduce_scatter", group, full[0])
+    options = dist.ReduceScatterOptions()
     # Torch's stubs give the constants another type than the class ``ReduceOp``.
     op: Any = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    options = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
+    whole: Any = full
+    part: Any = shard
+    start = _REDUCE_SCATTER_COALESCED
     if len(full) == 1:
-        whole, part = full[0], shard[0]
+        start, whole, part = _REDUCE_SCATTER, full[0], shard[0]
         if whole.dtype.is_complex:
             whole, part = _as_real([whole, part])
-        work = getattr(group, _REDUCE_SCATTER)(part, whole, options)
-        return _finish(work, async_op)
     # Bytes would be wrong here, because a reduction adds numbers.
-    if full[0].dtype.is_complex:
-        full, shard = _as_real(full), _as_real(shard)
-    return _finish(
-        getattr(group, _REDUCE_SCATTER_COALESCED)(shard, full, options), async_op
+    elif full[0].dtype.is_complex:
+        whole, part = _as_real(full), _as_real(shard)
+    return operation.send(
+        getattr(group, start), part, whole, options, async_op=async_op
     )
 
 
@@ -203,7 +216,8 @@ def all_reduce(
     maximum: bool = False,
     average: bool = False,
     async_op: bool = False,
-) -> dist.Work | None:
+    operation: Operation | None = None,
+) -> Operation | None:
     """Sum ``tensor`` over the ranks, in place; or take the maximum or the average.
 
     Args:
@@ -211,19 +225,23 @@ def all_reduce(
         group: the process group.
         maximum: take the maximum, whatever ``average`` says. Default: False.
         average: divide the sum by the number of ranks. Default: False.
-        async_op: return a ``Work`` instead of ordering the current stream. Default:
-            False.
+        async_op: return the operation, for the caller to wait, instead of ordering the
+            current stream. Default: False.
+        operation: as ``all_gather_flat``. Default: None.
 
-    Returns: the ``Work`` if ``async_op``, else None.
+    Returns: the operation if ``async_op``, else None.
+    Raises: CollectiveError, if the backend raises.
     Collective: an all-reduce over ``group``; every rank must call.
     """
     _note("all_reduce", [tensor], group)
     total = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     op = dist.ReduceOp.MAX if maximum else total
-    work: dist.Work | None = dist.all_reduce(
-        tensor, op=op, group=group, async_op=async_op
+    operation = operation or begin("all_reduce", group, tensor)
+    return _send(
+        operation,
+        lambda later: dist.all_reduce(tensor, op=op, group=group, async_op=later),
+        async_op=async_op,
     )
-    return work
 
 
 def gather_flat(
@@ -243,7 +261,11 @@ def gather_flat(
     _note("gather", [shard], group)
     # torch.distributed expects the global rank of the receiver.
     first = dist.get_global_rank(group, rank)
-    dist.gather(shard.view(torch.uint8), _parts(full, group), dst=first, group=group)
+    part, parts = shard.view(torch.uint8), _parts(full, group)
+    _send(
+        begin("gather", group, shard),
+        lambda later: dist.gather(part, parts, dst=first, group=group, async_op=later),
+    )
 
 
 def scatter_flat(
@@ -262,7 +284,11 @@ def scatter_flat(
     _note("scatter", [shard], group)
     # torch.distributed expects the global rank of the sender.
     first = dist.get_global_rank(group, rank)
-    dist.scatter(shard.view(torch.uint8), _parts(full, group), src=first, group=group)
+    part, parts = shard.view(torch.uint8), _parts(full, group)
+    _send(
+        begin("scatter", group, shard),
+        lambda later: dist.scatter(part, parts, src=first, group=group, async_op=later),
+    )
 
 
 def _parts(full: Tensor | None, group: dist.ProcessGroup) -> list[Tensor] | None:
@@ -282,7 +308,11 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
     Collective: a broadcast over ``group``; every rank must call.
     """
     _note("broadcast", [tensor], group)
-    dist.broadcast(tensor, src=dist.get_global_rank(group, rank), group=group)
+    first = dist.get_global_rank(group, rank)
+    _send(
+        begin("broadcast", group, tensor),
+        lambda later: dist.broadcast(tensor, src=first, group=group, async_op=later),
+    )
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) -> Any:
@@ -302,10 +332,37 @@ def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) 
     # Every rank must pass a list of the same length; the contents of the other ranks
     # are overwritten.
     values = [value]
-    dist.broadcast_object_list(
-        values, src=dist.get_global_rank(group, rank), group=group
+    first = dist.get_global_rank(group, rank)
+    _send(
+        begin("broadcast_object", group),
+        lambda _: dist.broadcast_object_list(values, src=first, group=group),
     )
     return values[0]
+
+
+def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
+    """Return every rank's ``tag``, an integer of 64 bits, in group rank order.
+
+    ``record`` leaves this collective out, because it moves no data of the model.
+
+    Collective: an all-gather of 8 bytes over ``group``; every rank must call. The host
+    waits for the result.
+    """
+    # Host memory if the group can send from there: the GPU need not be waited for.
+    on_host = "cpu:" in dist.get_backend_config(group)
+    device = torch.device("cpu" if on_host else "cuda")
+    own = torch.tensor([tag], device=device)
+    tags = own.new_empty(group.size())
+    operation = begin("all_gather_tag", group, tags, "comparison of the order")
+    start = getattr(group, _ALL_GATHER)
+    operation.send(start, tags, own, AllgatherOptions(), async_op=False)
+    found: list[int] = tags.tolist()
+    return found
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream captures a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
@@ -319,7 +376,10 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     if _recorder is not None:
         _recorder.append(CallRecord("all_gather_object", (), (), group.size()))
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    _send(
+        begin("all_gather_object", group),
+        lambda _: dist.all_gather_object(values, value, group=group),
+    )
     return values
 
 
@@ -341,8 +401,10 @@ def gather_object(
         _recorder.append(CallRecord("gather_object", (), (), group.size()))
     # Only the receiver may pass an output list.
     values: list[Any] | None = [None] * group.size() if group.rank() == rank else None
-    dist.gather_object(
-        value, values, dst=dist.get_global_rank(group, rank), group=group
+    first = dist.get_global_rank(group, rank)
+    _send(
+        begin("gather_object", group),
+        lambda _: dist.gather_object(value, values, dst=first, group=group),
     )
     return values
 
@@ -354,11 +416,16 @@ def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(tensor) for tensor in tensors]
 
 
-def _finish(work: dist.Work, async_op: bool) -> dist.Work | None:
-    """Return ``work`` to an asynchronous caller; wait for ``work`` otherwise."""
-    if async_op:
-        return work
-    # Some backends return no ``Work`` for a synchronous call.
-    if work is not None:
-        work.wait()
-    return None
+def _send(
+    operation: Operation,
+    start: Callable[[bool], dist.Work | None],
+    *,
+    async_op: bool = False,
+) -> Operation | None:
+    """Call ``start(async_op)``; wait for the work unless the caller will.
+
+    Raises: CollectiveError, if the backend raises.
+    """
+    # A wait of the host goes through ``Operation.wait``, which can end early.
+    later = async_op or bool(operation.patience)
+    return operation.send(start, later, async_op=async_op)

@@ -154,7 +154,9 @@ def send_failure(groups: Sequence[dist.ProcessGroup], device: torch.device) -> N
         # async_op, so that this rank's exception is raised at once, whatever the other
         # ranks do.
         flag = _flag(dist.get_rank() + 1, device)
-        collectives.all_reduce(flag, group, maximum=True, async_op=True)
+        sent = collectives.all_reduce(flag, group, maximum=True, async_op=True)
+        assert sent is not None
+        sent.leave()
 
 
 def failed_rank(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.comm.nodes import node_groups, node_size
+from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 
@@ -19,7 +20,7 @@ from composable_fsdp.errors import CompositionError, PhaseError, PlanError
 class GroupRef:
     """A weak reference to a process group, which torch.distributed keeps alive."""
 
-    __slots__ = ("ref",)
+    __slots__ = ("operations", "ref")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # If a model held the group strongly and outlived ``destroy_process_group``, the
@@ -27,6 +28,8 @@ class GroupRef:
         # abort the process.
         self.ref = weakref.ref(group)
         """Called by the collectives of every step, which saves two function calls."""
+        self.operations = operation_log(group)
+        """The collectives over the group."""
 
     def get(self) -> dist.ProcessGroup:
         """Return the group. Raises: PhaseError, if the group was destroyed."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.order_log import OrderLog
+from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
 from composable_fsdp.naming import quoted
@@ -298,7 +298,13 @@ class FlatParamHandle:
     def begin_layout(
         self, layout: UnitLayout, form: FullForm, memory: LeafMemory
     ) -> None:
-        """Make ``layout`` the unit's layout; the unit is sharded and between steps."""
+        """Make ``layout`` the unit's layout; the unit is sharded and between steps.
+
+        Args:
+            layout: the regions and places.
+            form: the full form of the precision in use.
+            memory: the expected data location of each sharded leaf.
+        """
         self.layout = layout
         self.memory = memory
         """The expected data location of each sharded leaf."""

@@ -57,7 +57,7 @@ class _GroupCheck:
         # The peers of the order log and no others: ranks came to the first reduction of
         # a model together, so its keys are the same on all ranks, whatever optimizers
         # of other models each rank has stepped.
-        self.peers = handle.logs.reduce.peers[0]
+        self.peers = handle.logs.reduce.comparison.peers[0]
         self.first = handle.name
         """The first unit of the optimizer in this group."""
         # ``writes``: a rank wrote to gradients before the last step. ``alone``: other

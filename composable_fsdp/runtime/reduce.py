@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
+from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
     add_to_all,
@@ -296,7 +298,7 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
     A final reduction that is not asynchronous also issues the all-reduces.
     """
     groups, rule = handle.groups, handle.rule
-    works: list[torch.distributed.Work | None] = []
+    works: list[Operation | None] = []
     for regions in handle.layout.reduce_groups:
         if rule.hook is not None and final:
             for region in regions:
@@ -313,7 +315,18 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
             works.append(
                 collectives.reduce_scatter_flat(
-                    targets, buffers, group, average=average, async_op=async_op
+                    targets,
+                    buffers,
+                    group,
+                    average=average,
+                    async_op=async_op,
+                    operation=Operation(
+                        ref.operations,
+                        "reduce_scatter",
+                        handle.full_fqn,
+                        handle.phase,
+                        buffers[0],
+                    ),
                 )
             )
             # On CPU the reduce-scatter is asynchronous; ``finish_reduction`` issues the
@@ -327,7 +340,11 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
                 _add_partial(region)
                 works.append(
                     collectives.all_reduce(
-                        target, groups.replicate, average=average, async_op=async_op
+                        target,
+                        groups.replicate,
+                        average=average,
+                        async_op=async_op,
+                        operation=_all_reduce_of(handle, target),
                     )
                 )
     return [work for work in works if work is not None]
@@ -350,7 +367,17 @@ def _replicate(
     for region in chosen:
         _add_partial(region)
         average = region.reduce.division.by_backend
-        collectives.all_reduce(_target(region), group, average=average)
+        target = _target(region)
+        operation = _all_reduce_of(handle, target)
+        collectives.all_reduce(target, group, average=average, operation=operation)
+
+
+def _all_reduce_of(handle: FlatParamHandle, tensor: Tensor) -> Operation:
+    """Return a new all-reduce of the unit over the replicate group."""
+    group = handle.groups.replicate
+    assert group is not None
+    log = operation_log(group)
+    return Operation(log, "all_reduce", handle.full_fqn, handle.phase, tensor)
 
 
 def _apply_reduced_gradients(reduction: Reduction) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, copy_async
+from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat import residency, step_counts
 from composable_fsdp.flat.gradients import add_waiting_to_reduce_buffers
@@ -70,9 +71,7 @@ def unshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         _unshard_on_stream(context, context.streams, handle)
 
 
-def _gather(
-    handle: FlatParamHandle, *, async_op: bool
-) -> torch.distributed.Work | None:
+def _gather(handle: FlatParamHandle, *, async_op: bool) -> Operation | None:
     """Copy cast or offloaded shards into their slices of ``full``, then all-gather."""
     full, shards = handle.form.gather_lists
     for own_slice, shard in handle.form.fills:
@@ -81,7 +80,15 @@ def _gather(
     if ref is None:
         return None
     group = ref.ref() or ref.get()  # ``get`` raises if the group was destroyed
-    return collectives.all_gather_flat(full, shards, group, async_op=async_op)
+    return collectives.all_gather_flat(
+        full,
+        shards,
+        group,
+        async_op=async_op,
+        operation=Operation(
+            ref.operations, "all_gather", handle.full_fqn, handle.phase, full[0]
+        ),
+    )
 
 
 def _unshard_on_stream(

@@ -20,11 +20,21 @@ from collections.abc import Callable, Hashable, Sequence
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import Peers, can_compare
+from composable_fsdp.comm.comparison import (
+    AFTER_RAISE,
+    RAN,
+    REDUCE,
+    Fact,
+    LogWords,
+    Note,
+    OrderComparison,
+)
 from composable_fsdp.comm.groups import Groups
-from composable_fsdp.comm.order_log import REDUCE, Fact, Note, OrderLog
+from composable_fsdp.comm.operations import round_order
+from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
 from composable_fsdp.naming import quoted
-from composable_fsdp.tree.state import RuntimeContext
+from composable_fsdp.tree.state import RuntimeContext, root_of
 
 
 def assign_order_logs(context: RuntimeContext) -> None:
@@ -35,6 +45,7 @@ def assign_order_logs(context: RuntimeContext) -> None:
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = _WaitingNote(context)
+    tree = type(root_of(context).module).__name__
     known: dict[Groups, UnitLogs] = {}
     for handle in context.handles:
         # A unit without elements sends no collective.
@@ -45,8 +56,9 @@ def assign_order_logs(context: RuntimeContext) -> None:
         if handle.groups not in known:
             shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
-            in_forward = _log(forward, "forward", gathers, dict)
-            in_backward = _log(backward, "backward", handle.groups.present, waiting)
+            in_forward = _log(forward, "forward", tree, gathers, dict)
+            present = handle.groups.present
+            in_backward = _log(backward, "backward", tree, present, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
             # over the replicate group.
             gathered = in_backward if gathers else None
@@ -59,6 +71,7 @@ def assign_order_logs(context: RuntimeContext) -> None:
 def _log(
     logs: dict[tuple[str, ...], OrderLog],
     what: str,
+    tree: str,
     groups: Sequence[dist.ProcessGroup],
     note: Callable[[], Note],
 ) -> OrderLog | None:
@@ -68,11 +81,14 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple(group.group_name for group in groups)
     if key not in logs:
-        peers = [Peers(group, what) for group in groups if can_compare(group)]
+        rounds = round_order(groups[0])
+        name = f"a {what} of {tree} (order log {len(rounds.logs)})"
         is_forward = what == "forward"
         use = _forward_use if is_forward else _backward_use
         mode = _forward_mode if is_forward else _backward_mode
-        logs[key] = OrderLog(what, peers, use, mode, _words, note)
+        peers = [Peers(group, what) for group in groups if can_compare(group)]
+        words = LogWords(what, name, use, mode, _words, note)
+        logs[key] = OrderLog(name, rounds, OrderComparison(peers, words))
     return logs[key]
 
 
@@ -139,7 +155,8 @@ _WORDS = {
     "begin backward": "begins the backward of a forward of {unit} in {} mode {} "
     "gradients",
     "begin backward alone": "begins the backward of no forward",
-    "begin after a raise": "begins after an exception that ended number {} at use {}",
+    AFTER_RAISE: "begins after an exception that ended rounds (log, number, uses) {}",
+    RAN: "{}",
 }
 """By action: the text, with the unit and the details."""
 
@@ -152,6 +169,8 @@ _REDUCTIONS_OFF = {
 
 def _words(fact: Fact) -> str:
     """Tell a fact in words, for an error."""
+    if fact.action == AFTER_RAISE:
+        return _WORDS[AFTER_RAISE].format(fact.details)
     text = _WORDS[fact.action].format(*fact.details, unit=fact.unit)
     if fact.missing:
         text += f", with none for {', '.join(map(quoted, fact.missing))}"

@@ -19,7 +19,7 @@ from torch import nn
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meeting import Forwards
-from composable_fsdp.comm.order_log import OrderLog
+from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
 from composable_fsdp.flat.handle import FlatParamHandle, FullForm

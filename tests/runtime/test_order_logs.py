@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import ShardingStrategy, fully_shard, no_sync
-from composable_fsdp.comm import agreement
+from composable_fsdp.comm import agreement, collectives
 from tests.support.models import tiny_mlp
 from tests.support.reference import (
     PATHS,
@@ -249,6 +249,29 @@ def counted_store() -> Iterator[Callable[[], int]]:
 
 
 @contextmanager
+def counted_tags() -> Iterator[Callable[[], int]]:
+    """Count exchanges of tags, as ``counted_store`` does uses of the store."""
+    uses = 0
+    real = collectives.all_gather_tag
+
+    def spy(*args: Any) -> Any:
+        nonlocal uses
+        uses += 1
+        return real(*args)
+
+    def since() -> int:
+        nonlocal uses
+        count, uses = uses, 0
+        return count
+
+    vars(collectives)["all_gather_tag"] = spy
+    try:
+        yield since
+    finally:
+        vars(collectives)["all_gather_tag"] = real
+
+
+@contextmanager
 def patience(seconds: str) -> Iterator[None]:
     """Have ranks wait so long for those that do not follow."""
     os.environ[agreement.TIMEOUT_VARIABLE] = seconds
@@ -266,16 +289,19 @@ def keys(world: World) -> int:
     return count
 
 
-def count_store_uses(world: World, path: str, what: str) -> tuple[list[bool], int]:
-    """Whether each of nine rounds of a schedule used the store; keys left behind."""
+Counts = list[tuple[int, int]]
+
+
+def count_comparisons(world: World, path: str, what: str) -> tuple[Counts, int]:
+    """Exchanged tags and uses of the store in nine rounds of a schedule; keys left."""
     before = keys(world)
     model, sharded = sharded_blocks(path, forward_prefetch=what == "prefetch")
-    used = []
-    with counted_store() as since:
+    made = []
+    with counted_store() as stored, counted_tags() as tagged:
         for index in range(9):
             run_schedule(world, model, sharded, what, index)
-            used.append(since() > 0)
-    return used, keys(world) - before
+            made.append((tagged(), stored()))
+    return made, keys(world) - before
 
 
 @contextmanager
@@ -349,39 +375,45 @@ SCHEDULES = (
 @pytest.mark.req("D-06")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("what", SCHEDULES)
-def test_the_store_is_used_until_the_schedule_is_known_and_no_longer(
+def test_a_schedule_is_compared_until_it_is_known_and_no_longer(
     ranks: RankCount, what: str, path: str
 ) -> None:
     """Schedules that repeat cost nothing from their third round on."""
-    for used, left in ranks(2).run(count_store_uses, path, what):
-        assert used[0]
-        assert not any(used[3:]), used
+    for made, left in ranks(2).run(count_comparisons, path, what):
+        tags, uses_of_store = made[0]
+        assert tags > 0
+        # A model that begins where earlier models have an order departs from it.
+        if what not in ("evaluate", "accumulate", "raise"):
+            assert uses_of_store <= 5
+        assert made[4:] == [(0, 0)] * 5
         assert left == 0
 
 
-def drop_layers(world: World, path: str) -> tuple[list[bool], int]:
+def drop_layers(world: World, path: str) -> tuple[Counts, int]:
     """Each step runs other blocks, and now and then without a parameter; the same on
-    all ranks. Whether the store was used in each step; keys left behind."""
+    all ranks. Comparisons in each step; keys left behind."""
     model, sharded = sharded_blocks(path, count=4, forward_prefetch=True)
     # The keys of the last meeting of calls stay until the next.
     sharded.state_dict()
     before = keys(world)
     plain = Blocks(4)
     optimizer, reference = sgd(sharded.parameters()), sgd(plain.parameters())
-    used = []
-    with counted_store() as since:
-        for index, route in enumerate([[0, 1, 2], [2, 1], [3, 3, 0], [0, 1, 2, 3]]):
+    made = []
+    routes = [[0, 1, 2], [2, 1], [3, 3, 0], [0, 1, 2, 3]] * 3
+    with counted_store() as stored, counted_tags() as tagged:
+        for index, route in enumerate(routes):
             for each in (model, plain):
                 each.route, each.shifted = route, index % 2 == 0
+            stored()
             step(sharded, index, world.rank)
-            used.append(since() > 0)
+            made.append((tagged(), stored()))
             inputs = [wide_input(WIDTH)(index, r) for r in range(world.world_size)]
             averaged_gradients(plain, inputs)
             for each_optimizer in (optimizer, reference):
                 each_optimizer.step()
                 each_optimizer.zero_grad()
     assert_same_training(sharded, plain, [], [])
-    return used, keys(world) - before
+    return made, keys(world) - before
 
 
 @pytest.mark.req("D-06")
@@ -389,8 +421,93 @@ def drop_layers(world: World, path: str) -> tuple[list[bool], int]:
 def test_a_model_whose_order_changes_on_all_ranks_alike_trains(
     ranks: RankCount, path: str
 ) -> None:
-    """The numbers are the reference's; changes are compared, and leave no key."""
-    assert ranks(2).run(drop_layers, path) == [([True] * 4, 0)] * 2
+    """The numbers are the reference's. After the order has changed twice, the ranks
+    exchange a tag per forward and backward, and leave the store alone."""
+    for made, left in ranks(2).run(drop_layers, path):
+        assert [uses > 0 for _, uses in made[1:3]] == [True, True]
+        assert made[4:] == [(2, 0)] * 8
+        assert left == 0
+
+
+def drop_another_layer(world: World) -> None:
+    """Steps that run other blocks each time; in the last, a rank chooses alone."""
+    model, sharded = sharded_blocks(count=4)
+    for index, route in enumerate([[0, 1, 2], [2, 1], [3, 0], [0, 2, 3], [1, 2, 3]]):
+        model.route = [1, 3, 2] if index == 4 and world.rank else route
+        step(sharded, index, world.rank)
+
+
+@pytest.mark.req("X-12")
+def test_a_rank_that_chooses_other_layers_than_the_others_is_told(
+    desync: Callable[..., str],
+) -> None:
+    """At the end of that forward, with both orders: before its gradients exist."""
+    text = desync(drop_another_layer)
+
+    one, other = (f"runs 'blocks.{i}' of 24 elements" for i in (2, 3))
+    assert "Ranks disagree in forward 5, at use 2 (found at its end): " in text
+    assert f"this rank {one}, rank 1 {other}. Every rank must run" in text
+    assert f"this rank {other}, rank 0 {one}. Every rank must run" in text
+
+
+def many_units(world: World) -> list[tuple[int, int]]:
+    """Uses of the store, and tags, in the first steps of a model of 100 units."""
+    _, sharded = sharded_blocks(count=100)
+    made = []
+    with counted_store() as stored, counted_tags() as tagged:
+        for index in range(3):
+            step(sharded, index, world.rank)
+            made.append((stored(), tagged()))
+    return made
+
+
+@pytest.mark.req("X-12", "U-15")
+def test_the_first_step_of_many_units_leaves_the_store_alone(ranks: RankCount) -> None:
+    """A tag per use, by collectives: a store that serves many ranks has no queue."""
+    for made in ranks(2).run(many_units):
+        (first, tags), (second, _), third = made
+        assert first <= 10
+        assert second <= 10
+        assert 300 <= tags <= 310
+        assert third == (0, 0)
+
+
+class Wrapped(nn.Module):
+    """Another class of equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, WIDTH)`` to the same."""
+        out: Tensor = self.blocks[0](x)
+        return out
+
+
+def swap_models(world: World, at: int) -> None:
+    """Four evaluations by two models of one shape; a rank swaps them in one."""
+    models = [apply_units(Wrapped(), ["blocks.0"], path="composable") for _ in range(2)]
+    x = wide_input(WIDTH)(0, world.rank)
+    with torch.no_grad():
+        for index in range(4):
+            swaps = index == at and world.rank == 1
+            if swaps and at:
+                os.environ[agreement.TIMEOUT_VARIABLE] = "0.2"
+            for model in reversed(models) if swaps else models:
+                model(x)
+
+
+@pytest.mark.req("X-12")
+@pytest.mark.parametrize("at", [0, 3])
+def test_two_models_in_another_order_on_one_rank_are_told(
+    desync: Callable[..., str], at: int
+) -> None:
+    """In the first step and in a later step; torch's FSDP swaps the outputs."""
+    text = desync(functools.partial(swap_models, at=at))
+
+    assert "a forward of Wrapped (order log " in text
+    assert "DesyncError: " in text
 
 
 class Refused(Exception):
@@ -594,5 +711,5 @@ def test_a_fake_group_compares_with_nobody() -> None:
         assert state is not None
         log = state.handle.logs.forward
         assert log is not None
-        assert log.peers == ()
+        assert log.comparison.peers == ()
         assert log.round == 3

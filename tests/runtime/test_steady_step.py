@@ -11,7 +11,7 @@ FILES = {
     "comm/collectives.py",
     "comm/device.py",
     "comm/meeting.py",
-    "comm/order_log.py",
+    "comm/sequence.py",
     "flat/gradients.py",
     "flat/residency.py",
     "runtime/backward.py",

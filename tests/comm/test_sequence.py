@@ -6,25 +6,61 @@ import json
 
 import pytest
 
-from composable_fsdp.comm.order_log import (
-    MOST_MODES,
-    NOTHING,
+from composable_fsdp.comm.comparison import (
     REDUCE,
     Fact,
-    OrderLog,
+    LogWords,
+    OrderComparison,
     contrast,
     waiting,
 )
+from composable_fsdp.comm.sequence import MOST_MODES, NOTHING, OrderLog, RoundOrder
 
 
-def new_log() -> OrderLog:
+class Calls(OrderComparison):
+    """Notes the comparisons that the log asks for, and makes none."""
+
+    def __init__(self) -> None:
+        super().__init__((), LogWords("forward", "tree", _fact, _fact, str))
+        self.made: list[str] = []
+
+    def compare_begin(self, *_: object) -> None:
+        """A round begins that no rank expects."""
+        self.made.append("begin")
+
+    def depart_begin(self, *_: object, **__: object) -> None:
+        """A round begins where another is expected."""
+        self.made.append("depart begin")
+
+    def compare(self, *_: object) -> None:
+        """A use is recorded."""
+        self.made.append("use")
+
+    def depart(self, *_: object) -> None:
+        """A use is not the expected use."""
+        self.made.append("depart")
+
+    def compare_round(self, *_: object) -> None:
+        """A round of an order that varies has ended."""
+        self.made.append("round")
+
+
+def new_log(rounds: RoundOrder | None = None) -> OrderLog:
     """A log that compares with nobody."""
-    return OrderLog("forward", (), _fact, _fact, str)
+    return OrderLog("log", rounds or RoundOrder(), Calls())
+
+
+def made(log: OrderLog) -> list[str]:
+    """The comparisons since the last call."""
+    calls = log.comparison
+    assert isinstance(calls, Calls)
+    found, calls.made = calls.made, []
+    return found
 
 
 def torn(log: OrderLog) -> tuple[int, int] | None:
     """The round that was abandoned before its end, and after how many uses."""
-    return log._torn
+    return log.rounds.torn.get(log.number)
 
 
 def _fact(use: object) -> Fact:
@@ -112,9 +148,67 @@ def test_the_records_of_few_modes_are_kept() -> None:
         for _ in range(index % 5):
             run(log, "ab", mode="again")
 
-    assert len(log._known) == len(log._recorded_in) == MOST_MODES
+    assert len(log._records) == MOST_MODES
     assert len(log._successors) == MOST_MODES
     assert run(log, "abc", mode=f"{index - 5}") == [False, True, True]
+
+
+@pytest.mark.req("X-12")
+def test_a_round_is_compared_while_it_is_recorded_and_when_it_departs() -> None:
+    """A steady round compares nothing; a departure compares the rest of the round."""
+    log = new_log()
+
+    run(log, "abc")
+    assert made(log) == ["begin", "use", "use", "use", "use"]
+    run(log, "abc")
+    assert made(log) == ["begin"]
+    run(log, "abc")
+    run(log, "abc")
+    made(log)
+    run(log, "abc")
+    assert made(log) == []
+    run(log, "acb")
+    assert made(log) == ["depart", "use", "use"]
+    run(log, "acb")
+    assert made(log) == []
+
+
+@pytest.mark.req("X-12")
+def test_an_order_that_varies_is_compared_once_in_a_round() -> None:
+    """From the third departure on; once the order is steady, it is recorded again."""
+    log = new_log()
+    for order in ("abc", "abc", "abc", "ab", "abc"):
+        run(log, order)
+    made(log)
+
+    for order in ("ac", "bc", "abc", "cb"):
+        run(log, order)
+        assert made(log) == ["round"]
+    for _ in range(4):
+        run(log, "abc")
+        assert made(log) == ["round"]
+    run(log, "abc")
+    assert made(log) == ["round"]
+    assert run(log, "abc") == [False, True, True]
+    assert made(log) == []
+
+
+@pytest.mark.req("X-12")
+def test_logs_over_a_group_have_a_common_order_of_rounds() -> None:
+    """A schedule of two models is expected once it has run; another one departs."""
+    rounds = RoundOrder()
+    one, two = new_log(rounds), new_log(rounds)
+
+    def schedule(order: str) -> list[str]:
+        for name in order:
+            run(one if name == "1" else two, "ab")
+        return made(one) + made(two)
+
+    schedule("112" * 12)
+    assert schedule("112" * 3) == []
+    assert schedule("2") == ["depart begin"]
+    assert schedule("112" * 12)[-1:] != []
+    assert schedule("112" * 3) == []
 
 
 @pytest.mark.parametrize(

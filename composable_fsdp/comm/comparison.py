@@ -1,0 +1,396 @@
+"""Comparison of an order log with the logs of the other ranks.
+
+Ranks that issue collectives in different orders deadlock or exchange wrong data. A
+``DesyncError`` names both orders before that happens::
+
+    compare         all ranks exchange a checksum by an all-gather of 8 bytes; only if
+                    checksums differ, they exchange what the checksums stand for
+    depart          this rank alone leaves the record: it writes its use to the store,
+                    and waits until all ranks have departed to the same use
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.agreement import Peers
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.naming import quoted
+
+REDUCE = "reduce"
+"""Action of a fact: the unit reduces its gradients."""
+
+AFTER_RAISE = "begin after a raise"
+"""Action of a fact: a round begins after rounds that an exception has ended."""
+
+RAN = "ran"
+"""Action of a fact: the uses of a whole round."""
+
+WAY_OUT = (
+    "Every rank must run the same units in the same order: take decisions in the model "
+    "from what is equal on all ranks. If ranks use different parameters on purpose, "
+    "set_reduce_scatter_unused_params(module, True) reduces zeros for the unused ones."
+)
+"""Last sentences of every ``DesyncError`` of this module."""
+
+
+ONE_RANK_RAISED = (
+    "If a rank catches an exception of a forward or a backward and goes on, every rank "
+    "has to leave the same forward or backward at the same place: let the ranks agree "
+    "(an all-reduce of a flag) whether a sample is skipped before they call the model, "
+    "or let the exception end the program."
+)
+"""Last sentence of the ``DesyncError`` after an exception on some ranks."""
+
+
+class Fact(NamedTuple):
+    """An action of a rank, in the form in which ranks send and compare actions."""
+
+    action: str
+    """Name of the action. The begin and the end of a round are actions, too."""
+    unit: str = ""
+    """The unit, or the module whose forward begins; empty if there is neither."""
+    details: tuple[str | int, ...] = ()
+    """Further values that have to be equal on all ranks."""
+    missing: tuple[str, ...] = ()
+    """If the action is ``REDUCE``: the parameters without a gradient."""
+
+    @classmethod
+    def of(cls, value: Sequence[Any]) -> Fact:
+        """Return the fact that JSON has turned into the list ``value``."""
+        action, unit, details, missing = value
+        return cls(action, unit, tuple(details), tuple(missing))
+
+
+Note = Mapping[str, Sequence[str]]
+"""Units that wait for gradients, each with the parameters that lack a gradient."""
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of a fact."""
+
+    what: str
+    """The direction."""
+    tree: str
+    """The tree of the order log (``LogWords.tree``)."""
+    number: int
+    """The round."""
+    at: str
+    """The place in the round."""
+    fact: Fact
+    note: Note
+    """Not compared."""
+
+
+class LogWords(NamedTuple):
+    """How the uses and modes of an order log are told to other ranks."""
+
+    what: str
+    """The direction: ``"forward"`` or ``"backward"``."""
+    tree: str
+    """The class of the root, and the number of the order log."""
+    use: Callable[[object], Fact]
+    """Return a use as a fact; ``None`` is the end of the round."""
+    mode: Callable[[Hashable], Fact]
+    """Return the begin of a round in a mode as a fact."""
+    tell: Callable[[Fact], str]
+    """Return a fact in words."""
+    note: Callable[[], Note] = dict
+    """Return the units that still wait for gradients, for error messages only."""
+
+
+class OrderComparison:
+    """Compares an order log over the ranks of ``peers``: a ``Peers`` per group.
+
+    ``peers`` is empty if a comparison is not possible. In the methods, ``number`` is
+    the number of the log's round, ``index`` that of the use in the round.
+    """
+
+    __slots__ = ("_dropped", "_words", "peers", "said")
+
+    def __init__(self, peers: Sequence[Peers], words: LogWords) -> None:
+        self.peers, self._words = tuple(peers), words
+        self.said: list[str] = []
+        """Places in the store at which this rank wrote in this round."""
+        self._dropped: list[tuple[int, list[str]]] = []
+        """Numbers of abandoned rounds, and the places at which this rank wrote."""
+
+    def compare_begin(self, number: int, mode: Hashable) -> None:
+        """Compare the begin of a round, which no rank could expect.
+
+        Collective: as ``compare``.
+        Raises: DesyncError, as ``compare``.
+        """
+        if self.peers:
+            self._exchange(number, "its beginning", self._words.mode(mode))
+
+    def compare(self, number: int, index: int, use: object) -> None:
+        """Compare a use of a round that all ranks record.
+
+        Args:
+            number: the round.
+            index: number of uses before, in this round.
+            use: the unit or the reduction; None for the end of the round.
+
+        Collective: an all-gather of 8 bytes over each group of ``peers``; if checksums
+            differ, an all-gather of objects.
+        Raises: DesyncError, on every rank of a group whose ranks differ.
+        """
+        if self.peers:
+            self._exchange(number, f"use {index}", self._words.use(use))
+
+    def compare_round(self, number: int, uses: Sequence[object]) -> None:
+        """Compare all uses of a round that has ended.
+
+        Collective: as ``compare``.
+        Raises: DesyncError, as ``compare``.
+        """
+        if not self.peers:
+            return
+        told = [self._words.tell(self._words.use(use)) for use in uses]
+        self._exchange(number, "its end", Fact(RAN, details=tuple(told)))
+
+    def depart_begin(
+        self, number: int, mode: Hashable, *, other: str, wanted: Hashable
+    ) -> None:
+        """Compare the begin of a round that is not the expected begin.
+
+        Args:
+            number: the round that begins.
+            mode: its mode.
+            other: the order log of which a round was expected; empty for this log.
+            wanted: the expected mode of a round of this log.
+
+        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Raises: DesyncError, if another rank begins another round.
+        """
+        if not self.peers:
+            return
+        words = self._words
+        fact = words.mode(mode)
+        self._say(number, "its beginning", fact)
+        recorded = (
+            f"the order of earlier rounds has {other}"
+            if other
+            else f"the order recorded in {words.what} {number - 1} has: "
+            f"{words.tell(words.mode(wanted))}"
+        )
+        story = (
+            f"In {words.what} {number}, at its beginning, this rank {words.tell(fact)},"
+            f" where {recorded}."
+        )
+        self._meet(number, "its beginning", story, WAY_OUT)
+
+    def depart(
+        self, number: int, index: int, use: object, wanted: object, since: int
+    ) -> None:
+        """Compare a use that is not the recorded use.
+
+        Args:
+            number: the round.
+            index: number of uses before, in this round.
+            use: the unit or the reduction; None for the end of the round.
+            wanted: the recorded use.
+            since: the round that recorded ``wanted``.
+
+        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Raises: DesyncError, if another rank does something else.
+        """
+        if not self.peers:
+            return
+        fact, at = self._words.use(use), f"use {index}"
+        self._say(number, at, fact)
+        mine, recorded = contrast(fact, self._words.use(wanted))
+        self._meet(
+            number,
+            at,
+            f"In {self._words.what} {number}, at {at}, this rank "
+            f"{self._words.tell(mine)}{waiting(self._words.note(), recorded)}, where "
+            f"the order recorded in {self._words.what} {since} has: "
+            f"{self._words.tell(recorded)}.",
+            WAY_OUT,
+        )
+
+    def meet_after_tear(self, number: int, torn: Mapping[int, tuple[int, int]]) -> None:
+        """Wait until every rank has abandoned the same rounds at the same uses, too.
+
+        A rank that has not would be in a collective of such a round, with which the
+        next collective of this rank would pair.
+
+        Args:
+            number: the round that begins.
+            torn: by number of the order log: the abandoned round, and its uses.
+
+        Collective: none. Waits for the other ranks in the store, for a limited time.
+        Raises: DesyncError, if a rank went on, or stopped at another use.
+        """
+        if not self.peers:
+            return
+        details = tuple(n for log in sorted(torn) for n in (log, *torn[log]))
+        self._say(number, "a meeting", Fact(AFTER_RAISE, details=details))
+        ended = " and ".join(
+            f"{self._words.what} {round_} at use {uses}"
+            for round_, uses in torn.values()
+        )
+        story = (
+            f"This rank begins {self._words.what} {number} after an exception that "
+            f"ended {ended}."
+        )
+        self._meet(number, "a meeting", story, ONE_RANK_RAISED)
+
+    def clear(self, number: int, *, dropped: bool) -> None:
+        """Remove the keys of round ``number`` from the store, once all ranks ended it.
+
+        The keys of a round that was ``dropped`` are removed with those of the next
+        round that wrote. Collective: none.
+        """
+        said, self.said = self.said, []
+        self._dropped.append((number, said))
+        if dropped:
+            return
+        finished, self._dropped = self._dropped, []
+        # Peers that wrote at the same places count here, and the last peer removes the
+        # keys.
+        for each, places in finished:
+            for peers in self.peers:
+                peers.leave(f"{each}", places)
+
+    def _exchange(self, number: int, at: str, fact: Fact) -> None:
+        """Compare ``fact`` by checksums, and by value on groups whose ranks differ."""
+        words = self._words
+        # The host cannot read a checksum during the capture of a CUDA graph, so the
+        # ranks compare in the store.
+        if collectives.is_capturing():
+            self._say(number, at, fact)
+            return
+        # ``tree`` tells trees apart that share the group and the names of units.
+        tag = checksum([words.what, words.tree, at, fact])
+        groups: list[Peers] = []
+        for peers in self.peers:
+            # After a difference in a group, this rank sends another checksum to the
+            # next, so that the ranks there raise, too, and do not wait for this rank.
+            tags = peers.gather_tags(~tag if groups else tag)
+            if any(each != tags[0] for each in tags):
+                groups.append(peers)
+        if not groups:
+            return
+        mine = Said(words.what, words.tree, number, at, fact, words.note())
+        errors = [
+            self._error(mine, theirs, rank)
+            for peers in groups
+            for rank, theirs in zip(
+                peers.ranks, peers.gather_objects(mine), strict=True
+            )
+            if theirs[:-1] != mine[:-1]
+        ]
+        if errors:
+            raise errors[0]
+        raise DesyncError(
+            f"Ranks of another process group disagree in {words.what} {number}, at "
+            f"{at}: see the error of the other ranks. {WAY_OUT}"
+        )
+
+    def _error(self, mine: Said, theirs: Said, rank: int) -> DesyncError:
+        """Return the error for global rank ``rank``, which says ``theirs``."""
+        here, there = contrast(mine.fact, theirs.fact)
+        if here.action == there.action == RAN:
+            pairs = enumerate(zip(here.details, there.details, strict=False))
+            # The end of a round is a use, too, so one order is no part of the other.
+            index, (one, other) = next(p for p in pairs if p[1][0] != p[1][1])
+            at = f"use {index} (found at its end)"
+            here, there = Fact(RAN, details=(one,)), Fact(RAN, details=(other,))
+            mine, theirs = mine._replace(at=at), theirs._replace(at=at)
+        tell = self._words.tell
+        own = f"this rank {tell(here)}{waiting(mine.note, there)}"
+        peer = f"rank {rank} {tell(there)}{waiting(theirs.note, here)}"
+        place = f"{mine.what} {mine.number}, at {mine.at}"
+        if mine[:2] == theirs[:2] and mine.at == theirs.at:
+            told = f"Ranks disagree in {place}: {own}, {peer}"
+        else:
+            told = (
+                f"Ranks disagree: in {place} of {mine.tree}, {own}; in {theirs.what} "
+                f"{theirs.number}, at {theirs.at} of {theirs.tree}, {peer}"
+            )
+        return DesyncError(f"{told}. {WAY_OUT}")
+
+    def _say(self, number: int, at: str, fact: Fact) -> None:
+        """Write ``fact`` at a place of the store.
+
+        Raises: DesyncError, if another rank wrote another fact there.
+        """
+        words, place = self._words, f"{number}/{at}"
+        mine = Said(words.what, words.tree, number, at, fact, words.note())
+        self.said.append(place)
+        # The first rank at the place writes. Later ranks compare their fact with the
+        # first.
+        for peers in self.peers:
+            other = peers.say(place, fact, mine.note)
+            if other is not None:
+                theirs = mine._replace(fact=Fact.of(other.value), note=other.note)
+                raise self._error(mine, theirs, other.rank)
+
+    def _meet(self, number: int, at: str, story: str, way_out: str) -> None:
+        """Wait until every rank has come to the place, too.
+
+        Raises: DesyncError, if a rank does not arrive in time.
+        """
+        # All arrivals before the first wait: ranks of another group may wait for this
+        # rank.
+        place = f"{number}/{at}"
+        for peers in self.peers:
+            peers.arrive(place)
+
+        # A warning names the absent ranks while this rank still waits.
+        def notice(absent: list[int]) -> None:
+            warnings.warn(f"{story} Waiting for ranks {absent}.", stacklevel=2)
+
+        for peers in self.peers:
+            absent = peers.missing(place, notice)
+            if absent:
+                raise DesyncError(
+                    f"{story} Ranks {absent} did not follow within "
+                    f"{peers.timeout():g} s. {way_out}"
+                )
+
+
+def checksum(value: object) -> int:
+    """Return a checksum of ``value``, for JSON, in 63 bits."""
+    text = json.dumps(value).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def contrast(mine: Fact, theirs: Fact) -> tuple[Fact, Fact]:
+    """Remove parameters that both facts name, so that the facts show the difference.
+
+    >>> mine, theirs = contrast(
+    ...     Fact(REDUCE, "a", missing=("x", "y")), Fact(REDUCE, "a", missing=("y",))
+    ... )
+    >>> mine.missing, theirs.missing
+    (('x',), ())
+    """
+    # Different units or actions: the facts differ before the parameters.
+    if mine._replace(missing=()) != theirs._replace(missing=()):
+        return mine, theirs
+    return _without(mine, theirs.missing), _without(theirs, mine.missing)
+
+
+def _without(fact: Fact, names: Sequence[str]) -> Fact:
+    """Return ``fact`` without the missing parameters ``names``."""
+    left = tuple(name for name in fact.missing if name not in names)
+    return fact._replace(missing=left)
+
+
+def waiting(note: Note, fact: Fact) -> str:
+    """Return why a rank does not send the reduction ``fact``: missing gradients.
+
+    >>> waiting({"'a'": ["a.x"]}, Fact(REDUCE, "'a'"))
+    " and has no gradient yet for 'a.x'"
+    """
+    if fact.action != REDUCE or fact.unit not in note:
+        return ""
+    return f" and has no gradient yet for {', '.join(map(quoted, note[fact.unit]))}"
