@@ -12,7 +12,7 @@ and waits for a limited time until every rank has announced an equal call::
 
 Training repeats its calls, so a call that follows the same calls as before can be
 *expected*: with ``always=False`` an expected call visits no store. The argument is that
-of ``order_log``: all ranks have equal histories, so all ranks expect the same call; a
+of ``sequence``: all ranks have equal histories, so all ranks expect the same call; a
 rank that makes another call announces it, and waits for ranks that do not come. The
 forwards of the trees are part of the history (``Forwards``), so a rank that leaves
 an expected call out is noticed at its next forward.
