@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import HypothesisWarning
@@ -28,7 +29,7 @@ from hypothesis.errors import HypothesisWarning
 from property_tests.program_recipes import Options, Part, Program
 from property_tests.program_shrink import shrink
 from property_tests.program_strategies import programs
-from property_tests.programs import run_programs
+from property_tests.programs import FAILED, run_programs
 from tests.support.world import RankFailure, rank_pool, shutdown_pools
 
 TIMEOUT = 25.0
@@ -40,15 +41,16 @@ def run_one(program: Program, world_size: int) -> tuple[str, str]:
 
     Returns: how its last action ended, and what failed on which rank, or "".
     """
-    try:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
             verdicts = rank_pool(world_size).run(
                 run_programs, [program], folder, timeout=TIMEOUT
             )
-    except RankFailure as error:
-        return "a rank ended", "\n".join(
-            f"rank {rank}: {text.strip()}" for rank, text in error.errors.items()
-        )
+        except RankFailure as error:
+            told = sorted(Path(folder).glob(f"{FAILED}*"))
+            ended = [f"{path.name}: {path.read_text()}" for path in told]
+            ended += [f"rank {r}: {text.strip()}" for r, text in error.errors.items()]
+            return "a rank ended", "\n".join(ended)
     ends = [found[0] for found in verdicts]
     failures = [f"rank {r}: {e.failure}" for r, e in enumerate(ends) if e.failure]
     if not failures and any(end.outcomes != ends[0].outcomes for end in ends):
@@ -62,12 +64,13 @@ def run_one(program: Program, world_size: int) -> tuple[str, str]:
 
 def kind_of(failure: str) -> str:
     """The failure without numbers and names, which differ from program to program."""
-    died = re.search(r"died of \w+|no answer after", failure)
+    first = failure.partition("\n")[0]
+    died = re.search(r"died of \w+|no answer after", first)
     if died is not None:
         # Where the Python stack of a rank that died or waits enters the package.
         lines = re.findall(r"composable_fsdp/(\S+)\", line \d+,? in (\w+)", failure)
         return " ".join([died[0], *(f"{file}:{name}" for file, name in lines[:1])])
-    text = failure.partition("\n")[0].partition(": ")[2]
+    text = first.partition(": ")[2]
     if text.startswith("Traceback"):
         text = failure.strip().rpartition("\n")[2]
     text = re.sub(r"[-\[]*\d[\d.e+, \[\]-]*(nan|inf)?", "#", text)

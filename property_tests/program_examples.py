@@ -619,6 +619,15 @@ EXAMPLES: dict[str, list[Program]] = {
             ),
         ]
     ],
+    "a unit that writes its weights, with a module inside a transform": [
+        Program(
+            Part(children=(Part(call=call), Part(core=core))),
+            options=Options(pairs=True),
+            actions=(("forward", 0), ("forward", 0), ("backward",), ("save",)),
+        )
+        for call in ("jvp", "vjp", "vmap")
+        for core in ("dataclamp", "clamp")
+    ],
     "optimizers and full parameters": [
         below(Part(), actions=(("inside_summon", what),)) for what in ("make", "step")
     ],

@@ -261,7 +261,9 @@ def possible(program: Program) -> Program:
         # elements of bfloat16.
         if "dtype:bfloat16" in program.words():
             options = replace(options, optimizer="momentum")
-    if options.door == "wrapper" and CALLED_WITH & program.words():
+    if options.door == "wrapper" and (
+        CALLED_WITH & program.words() or program.words() >= UNLIKE_WRAPPER
+    ):
         options = replace(options, door="composable")
     if options.low and UNLIKE_LOW & program.words():
         options = replace(options, low=False)
@@ -291,6 +293,8 @@ UNLIKE_LOW = {
     *("core:quantized", "option:apart", "call:core", "form:late_thunk"),
 }
 """What has dtypes of its own, or takes a decision by the last bits."""
+UNLIKE_WRAPPER = {"call:forward", "action:module_hook"}
+"""``forward`` of a wrapper, as FSDP1's, calls the module and with it its hooks."""
 LOCAL = {"argument:no_sync", "argument:accumulate", "action:sync"}
 WRITING = {f"use:{use}" for use in ("set", "mul_", "mul_view", "iadd", "relu_")}
 CALLED_WITH = {"call:functional", "call:functional_caught"}

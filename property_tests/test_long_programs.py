@@ -62,3 +62,13 @@ def test_deaths_are_told_apart_by_where_they_happened() -> None:
 
     assert kind_of(stack) == "died of SIGSEGV flat/a.py:go"
     assert kind_of("rank 0: step: 1.5 and 'b'") == kind_of("rank 1: step: 2 and 'c'")
+
+
+def test_a_failed_rank_is_told_before_those_that_wait_for_it() -> None:
+    """The kind is that of the failure, and not that of the wait."""
+    wait = (
+        'rank 0: no answer after 5 s\n  File "/x/composable_fsdp/b.py", line 3, in go'
+    )
+
+    assert kind_of(f"rank 1: step: 1.5 and 'b'\n{wait}") == "step: #and '_'"
+    assert kind_of(wait) == "no answer after b.py:go"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, part_of
@@ -34,6 +35,7 @@ def was_written(handle: FlatParamHandle) -> bool:
     return now != handle.form.readable and handle.form.readable is not None
 
 
+@outside_transforms
 def copy_writes_to_shards(handle: FlatParamHandle) -> None:
     """Copy full leaves that were written to into the shards, on the current stream.
 
@@ -120,6 +122,7 @@ def _bits(full: Tensor) -> Tensor:
     return torch.stack([(part * weights[: len(part)]).sum() for part in parts])
 
 
+@outside_transforms
 @torch.no_grad()
 def copy_all_to_shards(handle: FlatParamHandle) -> None:
     """Copy this rank's slices of the full parameters into the shards.
