@@ -66,10 +66,6 @@ REFUSALS: list[tuple[set[str], str]] = [
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),
     ({"action:inside_summon", "action:unshard_unit"}, "holds the full parameters of"),
     ({"action:clip_as_plain"}, "scaled after they were averaged"),
-    (
-        {"call:functional", "call:functional_caught"},
-        "was removed or replaced by a Tensor",
-    ),
     # What a format cannot hold.
     ({"core:complex"}, "has dtype torch.complex128, which a checkpoint cannot hold"),
     # An optimizer that made state of the plain model's shapes.

@@ -1,9 +1,9 @@
 """Tensors that ``torch.func.functional_call`` puts in place of a unit's parameters.
 
 ``functional_call`` registers the given tensors in the modules, calls the module, and
-registers the previous tensors again. If a unit is called in this way inside a forward,
-the unit computes with the given tensors, as a plain module does; only the other places
-show the unit's full leaves.
+registers the previous tensors again. A unit that is called in this way computes with
+the given tensors, as a plain module does; only the other places show the unit's full
+leaves.
 
 Nothing of this package runs when ``functional_call`` registers the previous tensors. If
 these are full leaves, because the unit was full before (``unshard``, or a unit of
@@ -12,7 +12,10 @@ several modules), the unit stays full.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -66,3 +69,42 @@ def restore_functional_params(handle: FlatParamHandle) -> None:
     for at, found in handle.running.foreign.items():
         handle.layout.tables[at][handle.layout.keys[at]] = found
     handle.running.foreign = {}
+
+
+@contextmanager
+def functional_params_aside(handle: FlatParamHandle) -> Iterator[None]:
+    """Register the unit's own leaves while the block runs.
+
+    ``functional_call`` of the outermost module has registered its tensors before the
+    forward begins. A full unit takes every tensor that is not its own for one of these,
+    a sharded unit no ``nn.Parameter``, which may be the parameter's replacement.
+    """
+    own = handle.form.placed if handle.is_full else handle.layout.sharded_placed
+    aside = []
+    for (table, key, sharded, full), leaf in zip(handle.swaps, own, strict=True):
+        found = table.get(key)
+        if found is sharded or found is full or not isinstance(found, Tensor):
+            continue
+        if handle.is_full or not isinstance(found, nn.Parameter):
+            aside.append((table, key, found))
+            table[key] = leaf
+    try:
+        yield
+    finally:
+        for table, key, found in aside:
+            table[key] = found
+
+
+def will_be_full(handle: FlatParamHandle) -> bool:
+    """Return whether ``functional_call`` runs and will register full leaves again.
+
+    Tensors of a ``functional_call`` that was interrupted are forgotten.
+    """
+    running, layout = handle.running, handle.layout
+    shown = [table.get(key) for table, key, *_ in handle.swaps]
+    if any(shown[at] is not found for at, found in running.foreign.items()):
+        running.foreign = {}
+    own = {*map(id, layout.sharded_placed), *map(id, handle.form.placed), id(None)}
+    if not handle.is_full or own.issuperset(map(id, shown)):
+        return False
+    return running.over_full or not running.foreign

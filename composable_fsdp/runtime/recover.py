@@ -21,6 +21,11 @@ from composable_fsdp.flat.external_changes import (
     requires_grad_changed,
     restore_shard_views,
 )
+from composable_fsdp.flat.functional_params import (
+    functional_params_aside,
+    restore_functional_params,
+    will_be_full,
+)
 from composable_fsdp.flat.gradients import free_cleared
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
 from composable_fsdp.flat.residency import (
@@ -94,16 +99,18 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         free_cleared(handle)
         if handle.rule.fill:
             schedule = schedule or BackwardSchedule()
-        if handle.kept_full and require_current_full_params(handle):
-            continue
-        if handle.residency is not SHARDED:
-            discard_full(context, handle)
+        if handle.residency is UNSHARDED:  # by hand
+            with functional_params_aside(handle):
+                _keep_or_discard(context, handle)
+        elif handle.residency is not SHARDED or handle.kept_full:
+            _keep_or_discard(context, handle)
     for unit in root_of(context)._root_states:
         handle = unit.handle
         if not handle.kept_full and not shards_are_unchanged(handle):
-            adopt_external_changes(unit)
-            if requires_grad_changed(handle):
-                follow_requires_grad(context, handle)
+            with functional_params_aside(handle):
+                adopt_external_changes(unit)
+                if requires_grad_changed(handle):
+                    follow_requires_grad(context, handle)
     if context.forwards is None:
         require_filled(root_of(context)._root_states)
         warn_of_equal_init(context.handles)
@@ -122,6 +129,17 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     context.streams.begin_iteration()
     context.outermost = state
     context.frame = _module_call()
+
+
+def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
+    """Reshard a unit that is full, unless the unit was kept and is current.
+
+    Raises: PhaseError, as ``require_current_full_params``. Collective: none.
+    """
+    if handle.kept_full and require_current_full_params(handle):
+        return
+    if handle.residency is not SHARDED:
+        discard_full(context, handle)
 
 
 def end_iteration(context: RuntimeContext) -> None:
@@ -209,13 +227,16 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         handle.running.calls.clear()
         handle.running.lent.clear()
         reset_backward(handle)
+        if drop_gradients:
+            drop_unreduced_grads(handle)
+        if will_be_full(handle):
+            restore_functional_params(handle)
+            continue
         try:
             end_use(context, handle, reshards=True, kept=False)
         except RuntimeError as error:  # of a prefetched all-gather
             failed = failed or error
             end_use(context, handle, reshards=True, kept=False)
-        if drop_gradients:
-            drop_unreduced_grads(handle)
     for unit in context.lists:
         unit.remaining = frozenset()
     free_oldest(context, keep=0)

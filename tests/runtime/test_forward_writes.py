@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import cast
 
 import pytest
@@ -17,6 +18,7 @@ from composable_fsdp import (
     PhaseError,
     ShardingStrategy,
     fully_shard,
+    reshard,
     unshard,
 )
 from composable_fsdp.flat import forward_writes
@@ -308,6 +310,60 @@ def test_functional_call_finds_a_unit_that_is_full_for_something_else(
                 each(torch.ones(2, WIDTH), given)
         torch.testing.assert_close(*found)
         assert_same_training(model, plain, [], [], tolerance=1e-6)
+
+
+class Stops(nn.Module):
+    """Computes with a parameter of its own and two units, and may raise between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(WIDTH, WIDTH))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, error: type[BaseException] | None) -> Tensor:
+        x = self.first(x @ self.own)
+        if error is not None:
+            raise error
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.req("P-07")
+@pytest.mark.parametrize("full", [(), ("",), ("last",), ("", "first", "last")])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+@on_ranks(1, 2)
+def test_functional_call_of_the_outermost_module_uses_what_it_is_given(
+    world: World, error: type[BaseException] | None, full: tuple[str, ...]
+) -> None:
+    """Whether it raises or not, nothing of it stays, and no freed leaf is shown."""
+    torch.manual_seed(0)
+    plain = Stops()
+    model = apply_units(copy.deepcopy(plain), ["first", "last"])
+    values = {name: 2 * p.detach() for name, p in plain.named_parameters()}
+    x = torch.ones(2, WIDTH)
+    # With the sharded parameters before the first forward, and in a later one.
+    for chosen in (["own"], ["last.weight", "first.bias"], [*values]):
+        for name in full if chosen != ["own"] else ():
+            unshard(model.get_submodule(name))
+        found = []
+        for each in (plain, model):
+            given = {name: values[name].clone().requires_grad_() for name in chosen}
+            made = {name: value * 1 for name, value in given.items()}
+            with nullcontext() if error is None else pytest.raises(error):
+                y = torch.func.functional_call(each, made, (x, error))
+                backward(y.square().sum())
+                found.append([value.grad for value in given.values()])
+        torch.testing.assert_close(found[:1], found[1:])
+        for parameter in model.parameters():
+            assert type(parameter) is nn.Parameter
+            memory = parameter.untyped_storage().nbytes()
+            assert memory or not parameter.numel()
+        torch.testing.assert_close(model(x, None), plain(x, None))
+        for each in (plain, model):
+            each.zero_grad()
+        for name in full:
+            reshard(model.get_submodule(name))
+    assert_same_training(model, plain, [], [], tolerance=0)
 
 
 def call_with_shards(world: World) -> str:
