@@ -17,6 +17,7 @@ from composable_fsdp.runtime.external_changes import (
 )
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
+from composable_fsdp.runtime.threads import require_no_other_backward
 from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
@@ -163,6 +164,7 @@ def _context(state: _FSDPState, what: str) -> RuntimeContext:
     # A backward that raised leaves its graph tasks open; a forward that was interrupted
     # leaves ``outermost`` set. Neither calls a hook that could clean up.
     if context.tasks and current_task() == NO_TASK:
+        require_no_other_backward(context)
         recover(context, drop_gradients=True)
     elif context.outermost is not None and not is_live(context):
         recover(context, drop_gradients=False)

@@ -20,6 +20,8 @@ on torch 2.13 and 2.11.
 
 from __future__ import annotations
 
+import re
+from math import prod
 from operator import attrgetter
 
 import torch
@@ -29,7 +31,7 @@ from composable_fsdp.flat.functional_params import (
     restore_functional_params,
     save_functional_params,
 )
-from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, FullForm
+from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.phases import Residency, illegal_move
@@ -258,6 +260,32 @@ def find_unreadable(text: str) -> str | None:
             place = handle.layout.places[handle.form.unreadable.index(int(number))]
             return quoted(join_name(handle.full_fqn, place.fqn))
     return None
+
+
+def find_written(text: str) -> list[str]:
+    """Return the names of parameters that may have been written to since a forward.
+
+    ``text`` is the message of autograd's error about a saved tensor. The parameters
+    have the size and the version that the message names, in units whose backward runs.
+    """
+    found = _CHANGED.search(text)
+    if found is None:
+        return []
+    numel = prod(int(each) for each in found[1].split(",") if each.strip())
+    handles = dict.fromkeys(link() for link in LEAVES.values())
+    return [
+        quoted(join_name(handle.full_fqn, place.fqn))
+        for handle in handles
+        if handle is not None and handle.backward.task != NO_TASK
+        for place, leaf in zip(handle.layout.places, handle.form.placed, strict=True)
+        if leaf._version == int(found[2]) and leaf.numel() == numel
+    ]
+
+
+_CHANGED = re.compile(
+    r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);"
+)
+"""The shape and the version in autograd's error."""
 
 
 def shards_are_unchanged(handle: FlatParamHandle) -> bool:

@@ -44,6 +44,7 @@ from composable_fsdp.optim.step_checks import (
 from composable_fsdp.optim.trial_step import STAND_IN
 from composable_fsdp.optim.unknown_optimizers import require_tried
 from composable_fsdp.optim.unmanaged_params import check_unmanaged_params
+from composable_fsdp.phases import BACKWARD_PRE
 from composable_fsdp.runtime.unshard import shard_versions
 from composable_fsdp.state_dict.dcp_caller import is_state_init_step
 from composable_fsdp.tree.after_sharding import call_after_sharding
@@ -56,13 +57,15 @@ loaded before; the second step sees the state that the first step created."""
 class _KnownOptimizer:
     """Facts about an optimizer, valid while ``at`` is unchanged."""
 
-    __slots__ = ("absent", "at", "handles", "looks")
+    __slots__ = ("absent", "at", "handles", "looks", "uncounted")
 
     def __init__(
         self,
         at: object,
         handles: list[FlatParamHandle],
         absent: tuple[_EmptyLeaves, ...],
+        *,
+        uncounted: bool,
     ) -> None:
         self.at = at
         """The number of ``fully_shard`` calls and of replaced parameters when the
@@ -74,6 +77,8 @@ class _KnownOptimizer:
         self.absent = absent
         """Parameters without elements on this rank, per unit, whose versions steps on
         other ranks move."""
+        self.uncounted = uncounted
+        """Whether the step may write without moving version counters."""
         self.looks = 0
 
 
@@ -87,6 +92,8 @@ _unwritten: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[FlatParamHandl
 
 Such a step raises version counters and changes no value."""
 _applications = 0
+_any_uncounted = False
+"""Whether some optimizer may write without moving version counters."""
 _any_absent = False
 """Whether some optimizer holds parameters without elements on this rank. If False, the
 hook after the step skips the search for them."""
@@ -118,6 +125,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     keys through the key-value store.
     Raises: CompositionError or PhaseError, before any parameter has changed.
     """
+    global _any_uncounted
     if torch.compiler.is_compiling():
         return
     # ``torch.distributed.checkpoint.state_dict`` calls ``step`` with zero gradients and
@@ -151,7 +159,11 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Install the hooks before the checks below: the hooks cut state that was loaded
         # earlier into this rank's parts, and the checks expect parts.
         install_optimizer_hooks(optim)
-        met = _KnownOptimizer(at, handles_of(optim), _empty_leaves(optim))
+        uncounted = _writes_uncounted(optim)
+        _any_uncounted = _any_uncounted or uncounted
+        met = _KnownOptimizer(
+            at, handles_of(optim), _empty_leaves(optim), uncounted=uncounted
+        )
     elif met.looks == _LOOKED_AT:
         return
     require_elementwise(optim)
@@ -171,7 +183,8 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Count the step for units that are kept unsharded; the global post-hook."""
     # Count after the step: a closure inside ``step`` may run the backward after which
     # units are kept unsharded.
-    if (is_counting_steps() or _any_absent) and not torch.compiler.is_compiling():
+    looks = is_counting_steps() or _any_absent or _any_uncounted
+    if looks and not torch.compiler.is_compiling():
         met = _known.get(optim)
         if met is None:
             return
@@ -185,6 +198,31 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 _hide_old_values(met.handles)
         if met.absent:
             _count_writes_of_empty(optim, met)
+        if met.uncounted:
+            _count_writes_before_backward(met.handles)
+
+
+def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
+    """Return whether a step may write without moving version counters.
+
+    torch's fused kernels do, and so may kernels of other libraries.
+    """
+    is_torchs = type(optim).__module__.startswith("torch.optim")
+    return not is_torchs or any(group.get("fused") for group in optim.param_groups)
+
+
+def _count_writes_before_backward(
+    handles: Sequence[weakref.ref[FlatParamHandle]],
+) -> None:
+    """Move the versions of units between forward and backward, as other steps do.
+
+    Their backward would otherwise use the new weights, or the old, by strategy.
+    Collective: none.
+    """
+    for link in handles:
+        handle = link()
+        if handle is not None and handle.phase is BACKWARD_PRE:
+            increment_version(handle.layout.sharded_placed)
 
 
 def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:

@@ -63,9 +63,11 @@ from composable_fsdp.runtime.recover import (
     begin_iteration,
     end_iteration,
     is_live,
+    mode_of,
     recover,
 )
 from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
+from composable_fsdp.runtime.threads import runs_elsewhere
 from composable_fsdp.runtime.unshard import (
     drop_unused,
     hold_for_backward,
@@ -126,8 +128,8 @@ def pre_forward(
         context.outermost is None
         or (context.outermost is state and calls and not is_live(context))
     ):
-        # A forward that a KeyboardInterrupt ended has run no hook, so ``outermost`` may
-        # be stale: ``is_live`` asks the call stack.
+        # ``outermost`` may be stale after a KeyboardInterrupt: ``is_live`` asks the
+        # call stack.
         begin_iteration(context, state)
         if not context.streams.host_waits:
             replaced = to_device(args, kwargs, state.device, copies)
@@ -140,7 +142,7 @@ def pre_forward(
         if log.expected[log.position] is handle:
             log.position += 1
         else:
-            log.depart(handle, context.tape.mode)
+            log.depart(handle, mode_of(context))
     precision = state.precision
     if precision is not None:
         if (
@@ -158,8 +160,7 @@ def pre_forward(
     if handle.residency is not UNSHARDED:
         wait_unsharded(handle)
     elif not recomputing and not calls:
-        # Unsharded by the user, or for another module of this unit, so ``use_full``
-        # does not run. Tensors of ``functional_call`` must be recorded here.
+        # ``use_full`` does not run, so record tensors of ``functional_call`` here.
         save_functional_params(handle, over_full=True)
     if not handle.parts_open:  # ``allow_part_calls``, inlined
         for hooks in handle.guards:
@@ -185,7 +186,7 @@ def pre_forward(
             if copies
             else replaced
         )
-    # A recomputed forward has a graph and therefore a record of its own.
+    # A recomputed forward has a graph and a record of its own.
     call = UnitForward(state, ForwardRecord() if recomputing else context.tape)
     if call.tape.schedule is not None:
         call.begin = len(call.tape.order.uses)
@@ -205,8 +206,8 @@ def _alias_inputs(
     copies: Copies,
 ) -> Arguments | None:
     """Replace inputs that require grad by aliases with the hook ``input_done``."""
-    # The hook is on an alias (``view_as``) that belongs to this call alone. A hook on
-    # the node of the input itself would run only after all users of the input.
+    # On an alias (``view_as``) of this call alone: a hook on the input's own node would
+    # run only after all users of the input.
     nodes: list[Any] = []
     inputs = call.inputs
 
@@ -234,8 +235,8 @@ def _alias_inputs(
         new_kwargs = {
             key: map_tensors(value, alias, copies) for key, value in kwargs.items()
         }
-        # The forward may store new tensors in a list, a dict or a cache of the caller.
-        # Backward may enter the unit through such a tensor.
+        # Backward may enter the unit through a tensor that the forward stores in a
+        # container of the caller.
         if not _NO_CONTAINERS.issuperset(map(type, (*args, *kwargs.values()))):
             call.held = new_args, new_kwargs
             call.since = sequence_number()
@@ -388,8 +389,7 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
     call.aliased = bool(aliases)
     inputs, call.inputs = call.inputs, []
     state = call.state
-    # An input that the forward changed in place has a new grad_fn, through which
-    # backward may enter the unit.
+    # Backward may enter the unit through an input that was changed in place.
     for tensor, version in inputs:
         if tensor._version != version:
             tensors = [*tensors, *written_in_place(inputs, first_number(aliases))]
@@ -431,8 +431,7 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
         if call.tape.schedule is not None:
             call.tape.schedule.record(state, call.begin)
     # Without an alias no ``input_done`` counts this call down, as intended: the
-    # gradient may flow to a tensor that is not an input (an attribute, a closure), so
-    # the parameters can be needed until the graph task ends.
+    # gradient may flow to an attribute or a closure until the graph task ends.
     calls = call.tape.open_calls
     calls[handle] = calls.get(handle, 0) + 1
     return True
@@ -475,6 +474,8 @@ def _after_raise(state: _FSDPState) -> None:
     """Reset the unit, or the whole tree if outermost, after the forward raised."""
     context, handle = state.context, state.handle
     assert context is not None
+    if runs_elsewhere(context):
+        return  # this call was refused before it began
     if handle.residency is UNSHARDED and handle.form.readable is not None:
         # In-place writes before the error stay, as in a plain module. The user's error
         # matters more than a refusal of the write.
@@ -491,8 +492,7 @@ def _after_raise(state: _FSDPState) -> None:
     if context.outermost is state and not calls:
         recover(context, drop_gradients=False)
     elif not calls:
-        # A caller inside the outermost forward may catch the error. An earlier call of
-        # the unit may still wait for its backward.
+        # A caller may catch the error, and an earlier call may wait for its backward.
         awaited = handle in context.tape.open_calls
         handle.phase = BACKWARD_PRE if awaited else IDLE
         state.remaining = frozenset()

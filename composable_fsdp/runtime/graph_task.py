@@ -13,6 +13,7 @@ used only here, checked on torch 2.13 and 2.11.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from composable_fsdp.flat.handle import (
     BackwardProgress,
     FlatParamHandle,
 )
-from composable_fsdp.flat.residency import SHARDED, find_unreadable
+from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
 from composable_fsdp.phases import BACKWARD_PRE, Phase, illegal_move
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
@@ -40,6 +41,11 @@ from composable_fsdp.runtime.reduce import (
     reduce_gradients,
 )
 from composable_fsdp.runtime.requested_grads import requesting_other_tensors
+from composable_fsdp.runtime.threads import (
+    BACKWARDS,
+    require_no_other_backward,
+    require_not_elsewhere,
+)
 from composable_fsdp.runtime.unshard import (
     end_use,
     free_oldest,
@@ -76,6 +82,8 @@ def run_backward(
         sharded, or whose gradient cannot be requested separately.
     Collective: as the backward; the reductions of the units of requested parameters.
     """
+    thread = get_ident()
+    BACKWARDS[thread] = BACKWARDS.get(thread, 0) + 1
     try:
         # ``args``: grad_outputs, retain_graph, create_graph, inputs.
         if len(args) > 3 and args[3]:
@@ -87,7 +95,16 @@ def run_backward(
     except RuntimeError as error:
         name = find_unreadable(str(error))
         if name is None:
-            raise
+            written = find_written(str(error))
+            if not written:
+                raise
+            raise PhaseError(
+                "Backward needs a tensor as it was in the forward, and it was written "
+                f"to since. Parameter {' or '.join(written[:4])} was: an optimizer "
+                "step, load_state_dict, set_full_param or a write in place came "
+                "between the forward and its backward. Run backward before. torch "
+                f"says: {error}"
+            ) from error
         raise PhaseError(
             f"Backward needs parameter {name} while it is sharded: it came to the "
             "parameter's unit through a tensor that the unit's forward did not return, "
@@ -95,6 +112,10 @@ def run_backward(
             "forward (an auxiliary loss as a second output), or keep it on an "
             "attribute of the unit's module from the first forward on."
         ) from error
+    finally:
+        BACKWARDS[thread] -= 1
+        if not BACKWARDS[thread]:
+            del BACKWARDS[thread]
 
 
 def _holds_ours(inputs: Sequence[Any]) -> bool:
@@ -118,6 +139,12 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
     if task not in context.tasks:
         if context.dead:
             reset_failed_graph_tasks(context)
+        # On CUDA the engine's thread runs this, and stands for any caller.
+        if context.streams.host_waits:
+            if context.tasks:
+                require_no_other_backward(context)
+            if context.frame is not None:
+                require_not_elsewhere(context)
         # The gather stream waited for the caller's stream when the forward began. The
         # shards may have changed since (an optimizer step), so wait again.
         context.streams.wait_for_step()

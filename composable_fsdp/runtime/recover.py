@@ -9,6 +9,7 @@ units. A reset is local and waits for no other rank.
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from types import FrameType
 
 import torch
@@ -52,6 +53,11 @@ from composable_fsdp.runtime.reduce import (
     drop_unreduced_grads,
     finish_reduction,
 )
+from composable_fsdp.runtime.threads import (
+    is_on_this_stack,
+    require_no_other_backward,
+    require_not_elsewhere,
+)
 from composable_fsdp.runtime.unshard import (
     discard_full,
     end_use,
@@ -87,9 +93,13 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     # Outside backward a graph task that has not ended belongs to a backward that
     # raised.
     if context.tasks:
+        require_no_other_backward(context)
         recover(context, drop_gradients=True)
     elif context.outermost is not None:
         recover(context, drop_gradients=False)
+    if context.frame is not None:
+        require_not_elsewhere(context)
+    context.frame = _module_call()
     schedule: BackwardSchedule | None = None
     for log in context.forward_logs:
         log.drop()
@@ -128,7 +138,6 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     context.tape = ForwardRecord(mode, schedule)
     context.streams.begin_iteration()
     context.outermost = state
-    context.frame = _module_call()
 
 
 def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -184,16 +193,26 @@ def _module_call() -> FrameType | None:
 
 
 def is_live(context: RuntimeContext) -> bool:
-    """Return whether the forward that began the iteration is still running."""
+    """Return whether the forward that began the iteration is still running.
+
+    Raises: PhaseError, if the forward is running in another thread.
+    """
     # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.
-    if context.frame is None:
+    if context.frame is None or is_on_this_stack(context.frame):
         return True
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not context.frame:
-        frame = frame.f_back
-    return frame is not None
+    require_not_elsewhere(context)
+    return False
+
+
+def mode_of(context: RuntimeContext) -> Hashable:
+    """Return the mode of the running forward.
+
+    Raises: PhaseError, if the forward is running in another thread.
+    """
+    is_live(context)
+    return context.tape.mode
 
 
 def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
@@ -279,6 +298,7 @@ def require_between_steps(state: _FSDPState, what: str) -> None:
             "after the block."
         )
     if context.tasks:
+        require_no_other_backward(context)
         recover(context, drop_gradients=True)
     # The caller may write shards on the host, which copies to the device may still
     # read.
