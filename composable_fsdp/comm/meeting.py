@@ -372,7 +372,8 @@ class RollCall:
 
     def answer(self) -> None:
         """Note that this rank has come, unless the store or the group is gone."""
-        with suppress(RuntimeError, ValueError):
+        # torch raises ValueError or TypeError for a group that was destroyed.
+        with suppress(RuntimeError, ValueError, TypeError):
             self._answer(self._group.get())
 
     def _answer(self, group: dist.ProcessGroup) -> None:
@@ -395,7 +396,7 @@ class RollCall:
         try:
             here = bytes(agreement.key_value_store().get(self._key)).split()
             everyone = dist.get_process_group_ranks(self._group.get())
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, TypeError):
             # The store or the group is gone, too.
             return "other ranks"
         absent = [rank for rank in everyone if rank not in set(map(int, here))]
