@@ -368,13 +368,13 @@ class RollCall:
     __slots__ = ("_group", "_key")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._key = GroupRef(group), ""
+        self._group, self._key = group, ""
 
     def answer(self) -> None:
         """Note that this rank has come, unless the store or the group is gone."""
         # torch raises ValueError or TypeError for a group that was destroyed.
         with suppress(RuntimeError, ValueError, TypeError):
-            self._answer(self._group.get())
+            self._answer(self._group)
 
     def _answer(self, group: dist.ProcessGroup) -> None:
         if not agreement.can_compare(group):
@@ -395,7 +395,7 @@ class RollCall:
             return "other ranks"
         try:
             here = bytes(agreement.key_value_store().get(self._key)).split()
-            everyone = dist.get_process_group_ranks(self._group.get())
+            everyone = dist.get_process_group_ranks(self._group)
         except (RuntimeError, ValueError, TypeError):
             # The store or the group is gone, too.
             return "other ranks"
