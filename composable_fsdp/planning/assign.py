@@ -305,27 +305,43 @@ def _walk(
             else:
                 skipped.append((path, child))
     # Check after the walk, when ``found`` holds every parameter that gets sharded.
+    seen: set[nn.Module] = set()
     for path, child in skipped:
-        _refuse_outside_use(path, child, found)
+        seen |= _refuse_outside_use(path, child, found, request)
+    # Ignored modules that are not below the modules of this call.
+    for module in request.ignored_modules - seen:
+        _refuse_outside_use(f"({type(module).__name__})", module, found, request)
     return units, found
 
 
-def _refuse_outside_use(fqn: str, module: nn.Module, found: _Found) -> None:
-    """Raise PlanError if a skipped subtree also uses a parameter that gets sharded.
+def _refuse_outside_use(
+    fqn: str, module: nn.Module, found: _Found, request: PlanRequest
+) -> frozenset[nn.Module]:
+    """Raise PlanError if a skipped subtree uses a parameter that a unit shards.
 
     The skipped module would compute with this rank's shard instead of the parameter.
+    Return the modules of the subtree.
     """
+    below = walk.subtrees([module])
+    units = walk.subtrees(each for each in below if _is_boundary(each))
     for inner in walk.modules(module):
         for name, parameter in inner._parameters.items():
-            if parameter is None or id(parameter) not in found:
+            if parameter is None:
+                continue
+            known = found.get(id(parameter))
+            owner = quoted(known[1][0].fqn) if known else None
+            # A unit of an earlier call in the subtree may hold the parameter itself.
+            if known is None and inner not in units:
+                owner = request.owner_of(parameter)
+            if owner is None:
                 continue
             where = join_name(fqn, join_name(walk.name_of(module, inner), name))
             raise PlanError(
-                f"Parameter {quoted(found[id(parameter)][1][0].fqn)} is tied to "
-                f"{quoted(where)}, which is ignored (ignored_modules, or replicate): "
-                "that module would compute with this rank's shard. Ignore both places, "
-                "or neither."
+                f"Parameter {owner} is tied to {quoted(where)}, which is ignored "
+                "(ignored_modules, or replicate): that module would compute with this "
+                "rank's shard. Ignore both places, or neither."
             )
+    return below
 
 
 def _note_parameters(

@@ -74,6 +74,8 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
     # Nearly all parameters return here. Lazy parameters and DTensors have classes other
     # than nn.Parameter.
     if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+        if parameter.dtype not in WIDE:
+            _refuse_narrow(parameter, fqn)
         return
     if is_lazy(parameter):
         raise PlanError(
@@ -92,6 +94,29 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
             f"Parameter {quoted(fqn)} has layout {parameter.layout}; expected "
             "torch.strided. Make it dense, or pass it in ignored_states."
         )
+
+
+WIDE = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+)
+"""Dtypes that need no further look; ``_refuse_narrow`` looks at all others."""
+
+
+def _refuse_narrow(parameter: nn.Parameter, fqn: str) -> None:
+    """Raise PlanError for a float of 8 bits or less that torch cannot add or copy."""
+    dtype = parameter.dtype
+    if not dtype.is_floating_point or dtype.itemsize > 1:
+        return
+    # Several elements per byte, which torch cannot copy one by one.
+    is_packed = "float4" in str(dtype)
+    if not parameter.requires_grad and not is_packed:
+        return
+    lacks = "copy single elements" if is_packed else "add gradients"
+    raise PlanError(
+        f"Parameter {quoted(fqn)} is of {dtype}, and torch cannot {lacks} in that "
+        "dtype. Freeze it (requires_grad_(False)), which works for 8 bits, keep it "
+        "wider and cast in forward, or pass it in ignored_states."
+    )
 
 
 def is_dtensor(parameter: Tensor) -> bool:

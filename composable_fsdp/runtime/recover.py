@@ -54,7 +54,6 @@ from composable_fsdp.runtime.reduce import (
     finish_reduction,
 )
 from composable_fsdp.runtime.threads import (
-    is_on_this_stack,
     require_no_other_backward,
     require_not_elsewhere,
 )
@@ -200,10 +199,14 @@ def is_live(context: RuntimeContext) -> bool:
     # A KeyboardInterrupt runs no post-forward hook, so ``outermost`` may be stale; only
     # the call stack tells. Without a frame (not begun by a module call) the answer is
     # unknown.
-    if context.frame is None or is_on_this_stack(context.frame):
+    if context.frame is None:
         return True
-    require_not_elsewhere(context)
-    return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not context.frame:
+        frame = frame.f_back
+    if frame is None:
+        require_not_elsewhere(context)
+    return frame is not None
 
 
 def mode_of(context: RuntimeContext) -> Hashable:

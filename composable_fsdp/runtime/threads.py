@@ -26,11 +26,6 @@ _ONE_THREAD = (
 """The end of each error of this module."""
 
 
-def is_on_this_stack(frame: FrameType) -> bool:
-    """Return whether ``frame`` runs in this thread."""
-    return _is_below(frame, sys._getframe(1))
-
-
 def require_not_elsewhere(context: RuntimeContext) -> None:
     """Refuse if a forward of the tree runs in another thread.
 
@@ -63,7 +58,7 @@ def require_no_other_backward(context: RuntimeContext) -> None:
 def _thread_in_forward(context: RuntimeContext) -> int | None:
     """Return the other thread in which a forward of the tree runs, if there is one."""
     frame = context.frame
-    if frame is None or is_on_this_stack(frame):
+    if frame is None or _is_below(frame, sys._getframe(1)):
         return None
     for thread, top in sys._current_frames().items():
         if thread != get_ident() and _is_below(frame, top):

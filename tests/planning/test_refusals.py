@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable_fsdp import fully_shard
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.errors import CompositionError, FSDPError, PlanError
 from composable_fsdp.planning.assign import PlanRequest
@@ -289,3 +290,73 @@ def test_a_parameter_of_an_earlier_unit_is_refused_by_both_names() -> None:
 
     with pytest.raises(FSDPError, match=r"'weight' is tied to 'emb\.weight' of"):
         plan_modules([model], request)
+
+
+class TwoPlaces(nn.Module):
+    """A weight that ``first`` and ``second`` share, and a third layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+
+def ignored_now(model: TwoPlaces) -> None:
+    fully_shard(model, ignored_modules=[model.second])
+
+
+def ignored_by_the_outer_call(model: TwoPlaces) -> None:
+    fully_shard(model.first)
+    fully_shard(model, ignored_modules=[model.second])
+
+
+def ignored_beside(model: TwoPlaces) -> None:
+    fully_shard(model.first, ignored_modules=[model.second])
+
+
+@pytest.mark.req("S0-07")
+@pytest.mark.parametrize(
+    "apply", [ignored_now, ignored_by_the_outer_call, ignored_beside]
+)
+def test_a_tie_to_an_ignored_module_is_refused_by_name(
+    apply: Callable[[TwoPlaces], None],
+) -> None:
+    """It would compute with this rank's rows, whichever call ignores it."""
+    with fake_world(2), pytest.raises(PlanError, match="which is ignored") as caught:
+        apply(TwoPlaces())
+
+    assert "weight' is tied to" in str(caught.value) or "earlier" in str(caught.value)
+    assert "Ignore both places, or neither" in str(caught.value)
+
+
+def test_an_ignored_module_may_hold_units_of_its_own() -> None:
+    """Their parameters are theirs."""
+    with fake_world(2):
+        model = TwoPlaces()
+        model.second = nn.Linear(4, 4)
+        fully_shard(model.second)
+        fully_shard(model, ignored_modules=[model.second])
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"])
+def test_floats_that_torch_cannot_add_are_refused_by_name(name: str) -> None:
+    """A trainable one failed in backward, without a name."""
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8).view(dtype))
+
+    text = refused(inner(module), "'1.0.weight' is of torch.float")
+
+    assert name in text
+
+
+def test_frozen_floats_of_eight_bits_are_sharded() -> None:
+    """They are gathered as bytes, and no gradient is added."""
+    module = nn.Linear(4, 4)
+    values = torch.zeros(4, 4).to(torch.float8_e5m2)
+    module.weight = nn.Parameter(values, requires_grad=False)
+
+    plan(module, world_size=2)
