@@ -55,6 +55,7 @@ def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> Non
 
 def brief_of_all(values: Iterable[tuple[str, object]]) -> str:
     """Return a short text about named values; see ``brief``. Collective: none."""
+    # Sorted: the entries of a state may be in another order on each rank.
     texts = sorted(f"{name}={brief(value)}" for name, value in values)
     digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=4)
     return f"{len(texts)} values #{digest.hexdigest()}"
@@ -80,6 +81,7 @@ def brief(value: object) -> str:
     if value.is_meta or value.layout is not torch.strided or not value.numel():
         return kind
     flat = value.detach().reshape(-1)
+    # Two numbers per tensor are read from the device, whatever its size.
     first, second = fingerprint(flat[:: -(-flat.numel() // SAMPLES)]).tolist()
     return f"{kind} #{(first * 31 + second) & 0xFFFFFFFF:08x}"
 

@@ -146,6 +146,8 @@ def _meet(
 
     Raises: DesyncError.
     """
+    # Reading sends over the shard group; writing sends nothing, so the replicas, which
+    # must write the same, are asked, too.
     details: tuple[str, ...] = (repr(strip_wrapper(fqn)),)
     if what.startswith("set"):
         details += (brief(value),)

@@ -104,6 +104,8 @@ def history_of(group: dist.ProcessGroup) -> History:
 
     Collective: none.
     """
+    # By the object and not by the name: a group that was destroyed and made again has a
+    # new history on all ranks.
     found = _histories.get(group)
     if found is None:
         found = _histories[group] = History(group)
@@ -116,6 +118,8 @@ class Forwards:
     __slots__ = ("_histories", "call")
 
     def __init__(self, groups: Iterable[dist.ProcessGroup], call: Call) -> None:
+        # Found once per tree: a step then looks nothing up. Groups whose ranks cannot
+        # be compared have no history.
         self._histories = tuple(
             history_of(each) for each in groups if agreement.can_compare(each)
         )
@@ -151,20 +155,29 @@ class History:
 
     def note_forward(self, forwards: Forwards) -> None:
         """Note a forward; see ``Forwards.note``."""
+        # Another forward than expected is compared by the order logs. Only a call that
+        # other ranks are inside, and wait in for this rank, is compared here.
         if type(self._expected.get(self._place)) is Call:
             self.gather(forwards.call)
         self._commit(forwards)
 
     def meet(self, call: Call, *, always: bool) -> None:
         """Wait for equal calls of all ranks, and note the call; see ``meet``."""
+        # An expected call needs no announcement: a rank that makes another call instead
+        # announces that call, and waits for this rank in vain.
         if always or self._expected.get(self._place) != call:
             self.gather(call)
         self._commit(call)
 
     def _commit(self, event: Hashable) -> None:
         """Append ``event``, which all ranks share, to the history."""
+        # The number of equal events in a row is a part of the place, so a loop that
+        # clips after every fourth forward is expected to do so. The other event before
+        # tells loops apart that share an event.
         place = last, count, before = self._place
         expected = self._expected
+        # Only a changed entry is written again, and becomes the newest: a steady step
+        # changes no table.
         if expected.get(place) != event:
             expected.pop(place, None)
             expected[place] = event
@@ -183,10 +196,15 @@ class History:
         digest = hashlib.blake2b(repr((call.story, self._known())).encode()).digest()
         meeting = _Meeting(group, call, int.from_bytes(digest[:8], "big"))
         meeting.arrive()
+        # Polling with growing pauses: a blocking wait would hold the connection to the
+        # store, which other threads of this process share.
         start, pause, told = time.monotonic(), 0.0005, False
         while meeting.is_awaited():
+            # Before all ranks are here: ranks that differ need not wait for the others.
             if not meeting.is_equal():
                 self._require_equal(meeting)
+            # A slow rank is no error, so a warning comes first, and the error only
+            # after the time in which the backend would end a collective, too.
             waited = time.monotonic() - start
             if waited > agreement.seconds_to_wait(group) and meeting.gives_up():
                 raise meeting.alone(usual if type(usual) is Call else None)
@@ -198,7 +216,8 @@ class History:
             meeting.look()
         if not meeting.is_equal():
             self._require_equal(meeting)
-            # Only the histories differ.
+            # Only the histories differ, and all ranks forget theirs: they expect alike
+            # again, and the next steps meet in the store.
             self._expected.clear()
             self._place = _START
         self._end(meeting)
@@ -223,6 +242,8 @@ class History:
 
     def _end(self, meeting: _Meeting) -> None:
         """Count the meeting: the next one has other keys."""
+        # Also after a difference: a rank that comes later finds the announcements of
+        # this meeting, raises the same error, and is then at the next meeting, too.
         _numbers[meeting.name] += 1
         self._stale.append(meeting.prefix)
 
@@ -274,6 +295,8 @@ class _Meeting:
 
     def gives_up(self) -> bool:
         """Take the announcement back, unless all ranks have come at this moment."""
+        # The line first, as in ``arrive``: a rank that reads the lines may miss this
+        # rank a moment too early, and never counts a rank that has left.
         self._write(gave_up=True)
         self._add(-self._one)
         if self._count() < self._group.size() - 1:
@@ -292,6 +315,8 @@ class _Meeting:
 
     def difference(self) -> DesyncError | None:
         """Return the error if ranks have announced different calls."""
+        # By the words, which contain all that is compared. In the order of the ranks:
+        # the texts of all ranks are equal.
         by_story: dict[str, list[int]] = {}
         for rank, story in sorted(self._present().items()):
             by_story.setdefault(story, []).append(rank)
@@ -317,6 +342,7 @@ class _Meeting:
     def alone(self, usual: Call | None) -> DesyncError:
         """Return the error of a rank that gives up; ``usual`` is the expected call."""
         instead = ""
+        # The other ranks may be inside the expected call, which visits no store.
         if usual is not None and usual != self._call:
             instead = f" The call that usually comes here is {usual.story}."
         return DesyncError(
@@ -335,6 +361,7 @@ class _Meeting:
     def _present(self) -> dict[int, str]:
         """Return the call of each rank that is here, by global rank."""
         store = agreement.key_value_store()
+        # In the order of the lines: a rank may give up and come again.
         found: dict[int, str] = {}
         for line in bytes(store.get(f"{self.prefix}/here")).decode().splitlines():
             rank, story, gave_up = json.loads(line)

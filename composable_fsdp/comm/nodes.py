@@ -148,6 +148,7 @@ def private_group(
     group = _known(ranks, purpose)
     if group is None:
         assert dist.group.WORLD is not None
+        # torch's own default of 30 minutes would outlive the model's groups.
         told = os.environ.get(TIMEOUT_VARIABLE) or timeout
         limit = timedelta(seconds=float(told or group_timeout(dist.group.WORLD)))
         described = f"composable_fsdp {purpose}"

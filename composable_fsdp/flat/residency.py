@@ -271,6 +271,7 @@ def find_written(text: str) -> list[str]:
     found = _CHANGED.search(text)
     if found is None:
         return []
+    # By the number of elements: operators save transposed and reshaped views.
     numel = prod(int(each) for each in found[1].split(",") if each.strip())
     handles = dict.fromkeys(link() for link in LEAVES.values())
     return [

@@ -196,6 +196,7 @@ def state_to_load(
     # The structure is sent first, so that all ranks run the same checks before the
     # first tensor is sent. A rank that raised alone would leave the others in a
     # broadcast.
+    # The first rank's state is sent, so only the call itself is compared.
     if from_first:
         meet(ranks_of_broadcast(units, group), Call(what, details=("rank0_only=True",)))
     senders = broadcast_groups(units, group) if from_first else ()

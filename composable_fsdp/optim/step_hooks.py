@@ -207,6 +207,8 @@ def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
 
     torch's fused kernels do, and so may kernels of other libraries.
     """
+    # A foreign optimizer is taken for one of those, since its kernels are not known. A
+    # version that moves twice does no harm.
     is_torchs = type(optim).__module__.startswith("torch.optim")
     return not is_torchs or any(group.get("fused") for group in optim.param_groups)
 

@@ -322,6 +322,8 @@ def _refuse_outside_use(
     The skipped module would compute with this rank's shard instead of the parameter.
     Return the modules of the subtree.
     """
+    # A subtree of an incompatible API is a boundary as a whole, and so has no module
+    # that could use a parameter of an earlier call unnoticed.
     below = walk.subtrees([module])
     units = walk.subtrees(each for each in below if _is_boundary(each))
     for inner in walk.modules(module):

@@ -48,6 +48,8 @@ def require_no_other_backward(context: RuntimeContext) -> None:
     Collective: none.
     Raises: PhaseError.
     """
+    # A backward that raised may not be marked as dead yet, because a thread of the
+    # engine does so; then no call of the engine runs in another thread.
     live = context.tasks.keys() - context.dead
     others = [thread for thread in BACKWARDS if thread != get_ident()]
     # A backward inside a backward has a task of its own, in the same thread.
@@ -60,6 +62,7 @@ def _thread_in_forward(context: RuntimeContext) -> int | None:
     frame = context.frame
     if frame is None or _is_below(frame, sys._getframe(1)):
         return None
+    # Only here, where the tree is in use already: this call visits every thread.
     for thread, top in sys._current_frames().items():
         if thread != get_ident() and _is_below(frame, top):
             return thread

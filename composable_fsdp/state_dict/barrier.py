@@ -99,9 +99,13 @@ def barrier_before_load(
     Collective: none, as ``meet``.
     Raises: DesyncError, before any value is written.
     """
+    # torch passes the same list to all hooks of a call, and a new list to those of the
+    # next call. The reference keeps the list alive, so that its identity stays its own.
     if _open_load.errors is not error_msgs:
         _open_load.errors, _open_load.units = error_msgs, set()
     units, parent = _open_load.units, state.parent
+    # A unit of several modules has a hook per module, and a unit below a unit is a part
+    # of what the unit above has compared.
     is_inner = id(state) in units or (parent is not None and id(parent) in units)
     units.add(id(state))
     if not is_inner:
@@ -129,6 +133,7 @@ def meet_to_load(
     Collective: none, as ``meet``.
     Raises: DesyncError, before any value is written.
     """
+    # A wrapper's own hook may have inserted the wrapper's component into the keys.
     start = strip_wrapper(prefix)
     wanted = {start + strip_wrapper(name) for name in names}
     kind = effective_settings(state).state_dict_type

@@ -172,6 +172,8 @@ def meet_team(module: object, what: str) -> None:
     way_out = f"Call {what} on every rank, outside of any 'if rank == 0'."
     if not is_module:
         way_out = f"This call will raise in any case: {_no_module(module)}"
+    # Names of groups in the store, not the team's own group: a rank that is alone would
+    # wait in the creation of that group.
     groups: list[dist.ProcessGroup | None] = []
     for layout in _layouts(module):
         groups += [layout.shard, layout.replicate]
@@ -233,6 +235,7 @@ def team_of(module: object, purpose: str = "checkpoint") -> Team:
         for found in collectives.all_gather_object(column, shard):
             ranks |= set(found)
     members = tuple(sorted(ranks))
+    # A rank that is lost must not be waited for longer here than in training.
     limits = [group_timeout(layout.shard) for layout in layouts]
     timeout = min(limits) if limits else None
     return Team(private_group(members, purpose, timeout), members)
