@@ -36,6 +36,7 @@ SUITE = (
         "--units 100 1000 --only fsdp2 floor ours",
         "--units 100 1000 5000",
     ),
+    Cell("fingerprint", "", "--repeats 9"),
     Cell("step", "--rounds 12", "--rounds 40"),
     Cell("overlap", "--rounds 3", ""),
     Cell("cuda", "", ""),

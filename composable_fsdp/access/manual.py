@@ -20,6 +20,7 @@ from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
 from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 
@@ -98,6 +99,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
             if requires_grad_changed(handle):
                 follow_requires_grad(context, handle)
         if context.outermost is None:
+            compare_models(state, replicas=False)
             # The optimizer wrote the shards on the caller's stream, so the gather
             # stream waits for that stream. Inside a forward the wait has happened
             # already; another wait would end the overlap with compute.

@@ -24,6 +24,7 @@ from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.tree.meeting import meet_over
+from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import _FSDPState, _get_module_fsdp_state
 from composable_fsdp.tree.traversal import require_module, walk_states
 
@@ -45,6 +46,7 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
     if not isinstance(found, ParamRef):
         return found.detach().clone()
     _meet(found, "get_full_param", fqn, always=False)
+    compare_models(unit_of(found), replicas=False)
     return gather_slot(found, found.leaf.detach())
 
 

@@ -29,6 +29,7 @@ from composable_fsdp.runtime.recover import require_idle
 from composable_fsdp.runtime.unshard import free_oldest
 from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.root import ensure_root, forget_root
+from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import (
     RuntimeContext,
     Summon,
@@ -75,7 +76,8 @@ def unshard_params(
         check_same: Compare the values over ranks before they are written back; ignored
             with ``rank0_only``. Default False.
 
-    Collective: all ranks must enter. Per unit an all-gather over the shard group; with
+    Collective: all ranks must enter. The first gather of a tree compares the models, as
+        the first forward. Per unit an all-gather over the shard group; with
         ``rank0_only`` a gather per region instead, and with ``writeback`` a scatter per
         region on exit (and a broadcast over the replicate group). ``with_grads`` adds
         the same collectives for the gradients and a single all-reduce with a byte per
@@ -223,6 +225,8 @@ def _unshard_states(
     call = _call(states, what, writeback=writeback, check_same=check_same, **how)
     # A block in a training loop repeats, and an expected call visits no store.
     meet_over(states, call, replicas=writeback, always=False)
+    for state in states:
+        compare_models(state, replicas=writeback)
     failed: dict[Route, int | None] = {}
     with ExitStack() as stack:
         shown = [

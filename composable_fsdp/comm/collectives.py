@@ -348,15 +348,43 @@ def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
     Collective: an all-gather of 8 bytes over ``group``; every rank must call. The host
     waits for the result.
     """
+    own = torch.tensor([tag], device=_device_of_numbers(group))
+    return _all_gather_numbers(own, group, "all_gather_tag", "comparison of the order")
+
+
+def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Return the integers ``digest`` of all ranks, one rank after the other.
+
+    Collective: an all-gather over ``group``; every rank must call. The host waits for
+    the result.
+    """
+    own = torch.tensor(digest, device=_device_of_numbers(group))
+    if _recorder is not None:
+        size = (own.numel() * group.size(),)
+        _recorder.append(
+            CallRecord("all_gather_digests", size, (own.dtype,), group.size())
+        )
+    return _all_gather_numbers(
+        own, group, "all_gather_digests", "comparison of the models"
+    )
+
+
+def _device_of_numbers(group: dist.ProcessGroup) -> torch.device:
+    """Return the device from which ``group`` sends numbers that the host reads."""
     # Host memory if the group can send from there: the GPU need not be waited for.
     on_host = "cpu:" in dist.get_backend_config(group)
-    device = torch.device("cpu" if on_host else "cuda")
-    own = torch.tensor([tag], device=device)
-    tags = own.new_empty(group.size())
-    operation = begin("all_gather_tag", group, tags, "comparison of the order")
+    return torch.device("cpu" if on_host else "cuda")
+
+
+def _all_gather_numbers(
+    own: Tensor, group: dist.ProcessGroup, op: str, why: str
+) -> list[int]:
+    """Return the numbers of all ranks, and record the operation as ``op``."""
+    every = own.new_empty(own.numel() * group.size())
+    operation = begin(op, group, every, why)
     start = getattr(group, _ALL_GATHER)
-    operation.send(start, tags, own, AllgatherOptions(), async_op=False)
-    found: list[int] = tags.tolist()
+    operation.send(start, every, own, AllgatherOptions(), async_op=False)
+    found: list[int] = every.tolist()
     return found
 
 

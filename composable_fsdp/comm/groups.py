@@ -58,6 +58,7 @@ class Groups:
     __slots__ = (
         "_replicate",
         "can_average",
+        "has_peers",
         "rank",
         "replicas",
         "shard_ref",
@@ -79,6 +80,8 @@ class Groups:
             _is_nccl(each.get()) for each in (self.shard_ref, self._replicate) if each
         )
         """Whether collectives of GPU tensors can average; gloo can only sum."""
+        self.has_peers = any(dist.get_backend(each) != "fake" for each in self.present)
+        """Whether there are other ranks; a fake group has none."""
 
     @property
     def shard(self) -> dist.ProcessGroup | None:

@@ -175,6 +175,7 @@ def apply(
         device=device,
         before=before,
         awaiting=awaiting,
+        synced=sync,
         api=application.request.api,
     )
     for each, target in zip(states, targets, strict=True):

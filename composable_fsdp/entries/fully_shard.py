@@ -64,6 +64,7 @@ def _shard(
     group_by: Callable[[str, nn.Parameter], Hashable] | None = None,
     if_sharded: str = "error",
     tied_params: str = "error",
+    check_weights: str = "warn",
     use_orig_params: bool = True,
     **unknown: object,
 ) -> None:
@@ -132,6 +133,11 @@ def _shard(
         tied_params: Treatment of a parameter that several units share: "error"
             (default), or "promote" to assign the parameter to the lowest unit that
             contains all its places.
+        check_weights: What happens if ranks were given different values: "warn"
+            (default) or "error", at the first gather, on all ranks, with the name of
+            the first parameter that differs; "off" compares no values. Values are
+            compared by a hash. ``sync_module_states`` makes them equal instead; values
+            on meta are left out.
 
     Returns: ``module``, the same object.
     Collective: with ``sync_module_states`` a broadcast per parameter and buffer; for
@@ -163,6 +169,7 @@ def _shard(
         mixed_precision=mixed_precision,
         cpu_offload=cpu_offload,
         group_by=group_by,
+        check_weights=check_weights,
     )
     application = prepare(
         options,

@@ -30,6 +30,7 @@ from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.assign import REPLICATE
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -46,6 +47,7 @@ def replicate(
     init_sync: bool = True,
     limit_all_gathers: bool = True,
     tied_params: str = "error",
+    check_weights: str = "warn",
 ) -> None:
     """Average the gradients of ``module`` over ranks; every rank holds all parameters.
 
@@ -68,11 +70,16 @@ def replicate(
             forwards do not synchronize buffers. Default True.
         limit_all_gathers: Must equal the setting of the units below. Default True.
         tied_params: As in ``fully_shard``. Default "error".
+        check_weights: As in ``fully_shard``; matters with ``init_sync=False``. Default
+            "warn".
 
     Returns: ``module``, the same object.
     Collective: with ``init_sync`` a broadcast per parameter, per buffer, and per region
-        of a joining unit below; else none. In backward an all-reduce per region.
-    Raises: CompositionError, PlanError, TypeError; the module is then unchanged.
+        of a joining unit below, before which the joining units are compared with the
+        ranks that share them, as in a first forward; else none. In backward an
+        all-reduce per region.
+    Raises: CompositionError, PlanError, TypeError, and DesyncError of that comparison;
+        the module is then unchanged.
 
     >>> replicate(model)
     """
@@ -86,7 +93,9 @@ def replicate(
     # NO_SHARD: the shard is the full parameter, and gradients are all-reduced.
     application = prepare(
         UnitOptions(
-            strategy=ShardingStrategy.NO_SHARD, limit_all_gathers=limit_all_gathers
+            strategy=ShardingStrategy.NO_SHARD,
+            limit_all_gathers=limit_all_gathers,
+            check_weights=check_weights,
         ),
         process_group=process_group,
         device_mesh=device_mesh,
@@ -105,6 +114,11 @@ def replicate(
         for _, _, each in walk_states(module)
         if each is not state and _joins(each.handle, group)
     ]
+    if init_sync:
+        # The broadcast below makes replicas equal, so ranks that share a unit are
+        # compared now.
+        for each in joining:
+            compare_models(each, replicas=False)
     apply([module], state, application)
     # A joining unit gets ``group`` as the replicate group: a reduction is then a
     # reduce-scatter over the shard group and an all-reduce over ``group``.
@@ -123,6 +137,8 @@ def replicate(
             # An empty shard has no elements on any rank of the replicate group.
             if init_sync and region.shard.numel():
                 collectives.broadcast(region.shard, group)
+        if init_sync:
+            each.initial.forget()
 
 
 def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:

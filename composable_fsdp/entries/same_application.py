@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.naming import WRAPPED_MODULE, quoted
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.options import PER_MODULE, UnitOptions
+from composable_fsdp.planning.options import in_force
 from composable_fsdp.planning.planner import Target, plan_modules
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -167,7 +166,7 @@ def _unit_difference(
     state: _FSDPState, target: Target, application: Application
 ) -> str:
     """Describe the first difference between a unit and its target; empty if none."""
-    has, asked = _in_force(state.options), _in_force(target.plan.options)
+    has, asked = in_force(state.options), in_force(target.plan.options)
     for name, value in asked.items():
         if has[name] != value:
             return f"has {name}={has[name]}, this call asks for {value}"
@@ -203,41 +202,6 @@ def _parameter_difference(
             f"{len(asked)} (group_by)"
         )
     return ""
-
-
-def _in_force(options: UnitOptions) -> dict[str, object]:
-    """Return the options by name, reduced to their effect.
-
-    Options without an effect compare equal to options that were not given.
-    """
-    found = {name: getattr(options, name) for name in PER_MODULE}
-    del found["use_orig_params"]  # both values have the same effect
-    # Compared by the regions: two functions may return the same groups.
-    del found["group_by"]
-    # CPUOffload(offload_params=False) equals no offload.
-    offload = options.cpu_offload
-    found["cpu_offload"] = offload is not None and offload.offload_params
-    return {**found, "mixed_precision": _precision_in_force(options)}
-
-
-def _precision_in_force(options: UnitOptions) -> dict[str, object]:
-    """Return the mixed precision fields that have an effect, by name."""
-    mixed = options.mixed_precision
-    if mixed is None:
-        return {}
-    found: dict[str, Any] = {f.name: getattr(mixed, f.name) for f in fields(mixed)}
-    # The policy has made units of these classes, which the plans compare as units.
-    del found["_module_classes_to_ignore"]
-    # reduce_dtype defaults to param_dtype.
-    found["reduce_dtype"] = mixed.reduce_dtype or mixed.param_dtype
-    # Without a compute dtype no input is cast.
-    if mixed.param_dtype is None:
-        del found["cast_forward_inputs"], found["cast_root_forward_inputs"]
-    # Gradients keep the parameter dtype anyway.
-    if found["reduce_dtype"] is None:
-        del found["keep_low_precision_grads"]
-    # None and False have no effect, as if the field were not given.
-    return {name: value for name, value in found.items() if value not in (None, False)}
 
 
 def _members(ranks: RankLayout, strategy: ShardingStrategy) -> str:

@@ -84,6 +84,8 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         device_mesh: The ranks as a mesh: 1-D, or 2-D (replicate, shard). Default None.
         tied_params: As in ``fully_shard``; FSDP1 does not have this argument. Default
             "error".
+        check_weights: As in ``fully_shard``; FSDP1 does not have this argument. Default
+            "warn".
         if_sharded: As in ``fully_shard``; FSDP1 does not have this argument. Default
             "error".
 
@@ -117,6 +119,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         device_mesh: DeviceMesh | None = None,
         *,
         tied_params: str = "error",
+        check_weights: str = "warn",
         if_sharded: str = "error",
     ) -> None:
         again = module is self  # __new__ returned the existing wrapper
@@ -164,6 +167,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
             ignored_states=ignored_states,
             device_mesh=device_mesh,
             tied_params=tied_params,
+            check_weights=check_weights,
             if_sharded="skip" if again else if_sharded,
         )
         if not again:

@@ -41,6 +41,9 @@ class Dtypes(NamedTuple):
     gradient: torch.dtype
 
 
+CHECKS = ("warn", "error", "off")
+"""Values of ``check_weights``: what happens if ranks shard different weights."""
+
 _ENUMS: tuple[tuple[str, type[Enum]], ...] = (
     ("strategy", ShardingStrategy),
     ("block", Block),
@@ -54,7 +57,8 @@ class UnitOptions:
 
     Instances are frozen and compare by value.
 
-    Raises: TypeError, if a value has a wrong type.
+    Raises: TypeError, if a value has a wrong type; PlanError, for an unknown
+    ``check_weights``.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
@@ -66,6 +70,7 @@ class UnitOptions:
     mixed_precision: MixedPrecision | None = None
     cpu_offload: CPUOffload | None = None
     group_by: GroupBy | None = None
+    check_weights: str = "warn"
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMS:
@@ -96,6 +101,11 @@ class UnitOptions:
                 raise TypeError(
                     f"{name} expects True or False, got {getattr(self, name)!r}."
                 )
+        if self.check_weights not in CHECKS:
+            raise PlanError(
+                f"check_weights expects {', '.join(map(repr, CHECKS[:-1]))} or "
+                f"{CHECKS[-1]!r}, got {self.check_weights!r}."
+            )
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -230,3 +240,48 @@ def override(
 def as_keywords(options: UnitOptions) -> dict[str, Any]:
     """Return the options as a new dict of keyword arguments, for a policy."""
     return {name: getattr(options, name) for name in PER_MODULE}
+
+
+def in_force(options: UnitOptions) -> dict[str, object]:
+    """Return the options by name, reduced to their effect.
+
+    Options without an effect compare equal to options that were not given.
+    """
+    found = {name: getattr(options, name) for name in PER_MODULE}
+    del found["use_orig_params"]  # both values have the same effect
+    # Compared by the regions: two functions may return the same groups.
+    del found["group_by"]
+    # CPUOffload(offload_params=False) equals no offload.
+    offload = options.cpu_offload
+    found["cpu_offload"] = offload is not None and offload.offload_params
+    return {**found, "mixed_precision": _precision_in_force(options)}
+
+
+def precision_fields(options: UnitOptions) -> dict[str, object]:
+    """Return all fields of ``mixed_precision`` that ``in_force`` may return, by name.
+
+    A field without an effect is None.
+    """
+    found = _precision_in_force(options)
+    names = [f.name for f in fields(MixedPrecision) if f.name[0] != "_"]
+    return {name: found.get(name) for name in names}
+
+
+def _precision_in_force(options: UnitOptions) -> dict[str, object]:
+    """Return the mixed precision fields that have an effect, by name."""
+    mixed = options.mixed_precision
+    if mixed is None:
+        return {}
+    found: dict[str, Any] = {f.name: getattr(mixed, f.name) for f in fields(mixed)}
+    # The policy has made units of these classes, which the plans compare as units.
+    del found["_module_classes_to_ignore"]
+    # reduce_dtype defaults to param_dtype.
+    found["reduce_dtype"] = mixed.reduce_dtype or mixed.param_dtype
+    # Without a compute dtype no input is cast.
+    if mixed.param_dtype is None:
+        del found["cast_forward_inputs"], found["cast_root_forward_inputs"]
+    # Gradients keep the parameter dtype anyway.
+    if found["reduce_dtype"] is None:
+        del found["keep_low_precision_grads"]
+    # None and False have no effect, as if the field were not given.
+    return {name: value for name, value in found.items() if value not in (None, False)}

@@ -11,12 +11,14 @@ import torch
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.planning.assign import API
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime import engine
 from composable_fsdp.runtime.deepcopy import copy_state
 from composable_fsdp.runtime.hooks import install_hooks
+from composable_fsdp.tree.initial_weights import InitialWeights, hash_weights
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
@@ -33,6 +35,7 @@ def build_units(
     api: str = API,
     before: Callable[[int], None] | None = None,
     awaiting: Container[int] = (),
+    synced: bool = False,
 ) -> list[_FSDPState]:
     """Build every unit of a call of ``fully_shard``, nested units first.
 
@@ -48,6 +51,7 @@ def build_units(
         before: called with the index of each target just before the unit is sharded;
             default None.
         awaiting: indices of the targets whose buffers were on meta; default none.
+        synced: whether ``before`` gives all ranks the same values; default False.
 
     Returns: the states, in the order of ``targets``.
     Collective: none.
@@ -61,7 +65,13 @@ def build_units(
         target, state = targets[index], states[index]
         if before is not None:
             before(index)
-        _fill(state, target, ranks, device, application, index in awaiting)
+        groups = ranks.for_strategy(target.plan.options.strategy)
+        # Hashed while this rank still has whole values.
+        initial = hash_weights(target, groups, synced=synced)
+        handle = build_handle(target, groups=groups, device=device)
+        if not handle.layout.on_meta:
+            initial.mark(handle.layout)
+        _fill(state, target, ranks, application, handle, initial, index in awaiting)
         if state is not root_state:
             set_state(target.modules[0], api, state)
             _link(state, states[target.parent])
@@ -87,25 +97,25 @@ def _fill(
     state: _FSDPState,
     target: Target,
     ranks: RankLayout,
-    device: torch.device,
     number: int,
+    handle: FlatParamHandle,
+    initial: InitialWeights,
     awaits_buffers: bool,
 ) -> None:
-    """Build the handle of a new state and fill the state.
+    """Fill a new state.
 
     Args:
         state: the state that the registry made.
         target: the planned unit.
         ranks: the shard and replicate groups.
-        device: the compute device.
         number: number of the call of ``fully_shard``.
+        handle: the handle of the unit.
+        initial: the hashes of the values.
         awaits_buffers: whether buffers of the unit were on meta.
 
     Collective: none.
     """
     options = target.plan.options
-    groups = ranks.for_strategy(options.strategy)
-    handle = build_handle(target, groups=groups, device=device)
     state.fill(
         target.plan.fqn,
         target.modules,
@@ -114,6 +124,7 @@ def _fill(
         options=options,
         ranks=ranks,
         application=number,
+        initial=initial,
         copier=copy_state,
         settings=UnitSettings(
             None if options.reshard_after_forward else False,

@@ -47,14 +47,16 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
     # Before all else: the modules below refer back to this state.
     memo[id(state)] = made
     modules = tuple(_copy_module(module, memo) for module in state.modules)
+    handle = _copy_handle(state.handle, modules, memo)
     made.fill(
         state.fqn,
         modules,
-        _copy_handle(state.handle, modules, memo),
+        handle,
         copy.deepcopy(state.precision, memo),
         options=state.options,
         ranks=state.ranks,
         application=state.application,
+        initial=state.initial.copy(state.handle.layout, handle.layout),
         copier=copy_state,
         settings=state.settings.copy(),
         searches=state.searches.copy(),

@@ -64,14 +64,18 @@ from composable_fsdp.runtime.unshard import (
     reshard,
     shard_versions,
 )
+from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
 from composable_fsdp.tree.meeting import forwards_of
+from composable_fsdp.tree.order_logs import assign_order_logs
 from composable_fsdp.tree.root import ensure_root
+from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import (
     BackwardSchedule,
     ForwardRecord,
     RuntimeContext,
     _FSDPState,
+    _RootFSDPState,
     root_of,
 )
 
@@ -86,8 +90,10 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     Raises: PlanError, if a parameter was given data that does not fit the shard, or, in
         the first forward, if a buffer was on meta and has no values; PhaseError, if
         ``requires_grad`` has changed while gradients wait, or if shards were written to
-        while the unit was kept full.
-    Collective: none, except as ``finish_reduction`` if a reduction is in flight.
+        while the unit was kept full; DesyncError, as ``compare_models``.
+    Collective: in the first forward, and in the first forward whose gradients are
+    reduced, as ``compare_models``; else none, except as ``finish_reduction`` if a
+    reduction is in flight.
     """
     # Outside backward a graph task that has not ended belongs to a backward that
     # raised.
@@ -113,17 +119,17 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
                 _keep_or_discard(context, handle)
         elif handle.residency is not SHARDED or handle.kept_full:
             _keep_or_discard(context, handle)
-    for unit in root_of(context)._root_states:
+    root = root_of(context)
+    for unit in root._root_states:
         handle = unit.handle
         if not handle.kept_full and not shards_are_unchanged(handle):
             with functional_params_aside(handle):
                 adopt_external_changes(unit)
                 if requires_grad_changed(handle):
                     follow_requires_grad(context, handle)
-    if context.forwards is None:
-        require_filled(root_of(context)._root_states)
-        warn_of_equal_init(context.handles)
-        context.forwards = forwards_of(root_of(context))
+    if root.initial.compared != ALL_RANKS or context.forwards is None:
+        _check_ranks(context, root)
+    assert context.forwards is not None
     context.forwards.note()
     if PENDING:
         warn_of_added_in_forward(context)
@@ -148,6 +154,28 @@ def _keep_or_discard(context: RuntimeContext, handle: FlatParamHandle) -> None:
         return
     if handle.residency is not SHARDED:
         discard_full(context, handle)
+
+
+def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
+    """Compare the ranks of a tree in the first forwards; begin the order logs.
+
+    Collective, Raises: as ``compare_models``, and as ``require_filled``.
+    """
+    before = root.initial.compared
+    # If a forward gathers nothing, a rank may run the forward alone, also with
+    # gradients that are not reduced (``no_sync``). So replicas are compared in the
+    # first forward that leads to a reduction.
+    reduces = any(unit.settings.sync_gradients for unit in root._root_states)
+    compare_models(root, replicas=reduces and torch.is_grad_enabled())
+    after = root.initial.compared
+    if context.forwards is None or after != before:
+        # Not before the comparison: other models may have other logs, and the ranks
+        # would number all later logs otherwise.
+        assign_order_logs(context, replicas=after == ALL_RANKS)
+    if context.forwards is None:
+        require_filled(root._root_states)
+        warn_of_equal_init(context.handles)
+        context.forwards = forwards_of(root)
 
 
 def end_iteration(context: RuntimeContext) -> None:

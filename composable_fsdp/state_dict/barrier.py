@@ -13,6 +13,7 @@ from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.naming import join_name, strip_wrapper
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.tree.meeting import meet_over
+from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -44,12 +45,12 @@ def barrier_before_gather(
         prefix: The prefix of the keys; unused.
         keep_vars: torch's argument; unused.
 
-    Collective: none, as ``meet``.
-    Raises: DesyncError, if other ranks do not call within the timeout.
+    Collective: before the first gather of a tree as ``compare_models``; else none, as
+        ``meet``.
+    Raises: DesyncError, if other ranks do not call within the timeout, or as
+        ``compare_models``.
     """
-    # Lower units are gathered inside the same call; a lower unit that the user saves
-    # alone is not checked.
-    if state.parent is not None:
+    if state.handle.groups.shard is None:
         return
     settings = effective_settings(state)
     # Sharded values and local shards are not gathered, so a rank may be alone.
@@ -57,10 +58,14 @@ def barrier_before_gather(
         return
     if state.context is not None and state.context.summoned is not None:
         return  # inside unshard_params values are shown or refused, not gathered
-    config = settings.state_dict_config
-    first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    details = ("rank0_only=True",) if first_only else ()
-    meet_over([state], Call("state_dict", state.title, details, _WAY_OUT))
+    # Lower units are gathered inside the same call; a lower unit that the user saves
+    # alone does not wait.
+    if state.parent is None:
+        config = settings.state_dict_config
+        first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+        details = ("rank0_only=True",) if first_only else ()
+        meet_over([state], Call("state_dict", state.title, details, _WAY_OUT))
+    compare_models(state, replicas=False)
 
 
 class _OpenLoad:

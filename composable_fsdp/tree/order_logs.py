@@ -37,8 +37,11 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
 
-def assign_order_logs(context: RuntimeContext) -> None:
+def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
     """Assign the order logs of each unit of a tree; collect all logs in ``context``.
+
+    Ranks number the logs of a group, so the ranks of a log must have compared their
+    models before. Without ``replicas`` units that are not cut have no logs yet.
 
     Collective: none.
     """
@@ -51,6 +54,8 @@ def assign_order_logs(context: RuntimeContext) -> None:
         # A unit without elements sends no collective.
         if not any(region.layout.padded_numel for region in handle.layout.regions):
             handle.logs = NO_LOGS
+            continue
+        if handle.groups.shard is None and not replicas:
             continue
         # Units with the same ``Groups`` object share the logs without another lookup.
         if handle.groups not in known:

@@ -13,7 +13,6 @@ import torch
 from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.tree.order_logs import assign_order_logs
 from composable_fsdp.tree.state import (
     RuntimeContext,
     _FSDPState,
@@ -81,7 +80,6 @@ def _initialise(top: _FSDPState) -> None:
         s for s in root._root_states if s.precision and s.precision.buffer_dtype
     )
     set_streams(context, root.device)
-    assign_order_logs(context)
 
 
 def set_streams(context: RuntimeContext, device: torch.device) -> None:

@@ -26,6 +26,7 @@ from composable_fsdp.flat.handle import FlatParamHandle, FullForm
 from composable_fsdp.flat.precision import Precision
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
 H = TypeVar("H")
@@ -306,6 +307,7 @@ class _FSDPState:
         "copier",
         "fqn",
         "handle",
+        "initial",
         "modules",
         "options",
         "precision",
@@ -352,6 +354,7 @@ class _FSDPState:
         options: UnitOptions,
         ranks: RankLayout,
         application: int,
+        initial: InitialWeights,
         copier: Callable[[_FSDPState, dict[int, Any]], _FSDPState],
         settings: UnitSettings,
         searches: ForwardSearches,
@@ -369,6 +372,9 @@ class _FSDPState:
         self.application = application
         """Number of the call of ``fully_shard`` that created the unit. A policy creates
         several units in a call."""
+        self.initial = initial
+        """The values that ``fully_shard`` was given, for a comparison with other
+        ranks."""
         # Passed and not imported, because the implementation is in a higher layer.
         self.copier = copier
         """Implementation of ``copy.deepcopy``."""

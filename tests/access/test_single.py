@@ -22,11 +22,11 @@ from composable_fsdp import (
     set_full_param,
     unshard_params,
 )
-from composable_fsdp.comm.collectives import record
 from tests.optim.models import Mixed, by_name, mixed, train_plain, train_sharded
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
+from tests.support.recording import record_steps
 from tests.support.reference import (
     STRATEGIES,
     averaged_gradients,
@@ -59,7 +59,7 @@ def check_values(world: World, path: str, kind: str) -> None:
         assert not found.requires_grad
         found.fill_(3.0)  # a copy
     assert _same(dict(model.state_dict()), dict(plain.state_dict()))
-    with record() as calls:
+    with record_steps() as calls:
         for index, name in enumerate(expected):
             new = torch.full_like(expected[name], index, dtype=torch.float64)
             set_full_param(model, name, new)
@@ -84,7 +84,7 @@ def test_no_more_bytes_are_sent_than_the_parameter_has(world: World) -> None:
     """Each part once, from the rank that holds it."""
     model = gpt("composable")
     for name, value in TinyGPT().named_parameters():
-        with record() as calls:
+        with record_steps() as calls:
             get_full_param(model, name)
         assert sum(call.nbytes for call in calls) == value.numel() * 4, name
         assert {call.op for call in calls} == {"broadcast"}
@@ -145,7 +145,7 @@ def test_a_parameters_optimizer_state_is_read_and_written_by_its_name(
         found = get_full_optim_state(model, ours, name)
         assert _same(found, expected.get(name, {})), name
         new = {key: torch.full_like(value, 4.0) for key, value in found.items()}
-        with record() as calls:
+        with record_steps() as calls:
             set_full_optim_state(model, ours, name, new)
         assert calls == []
         assert _same(get_full_optim_state(model, ours, name), new)

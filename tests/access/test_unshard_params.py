@@ -23,6 +23,7 @@ from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     STRATEGIES,
     apply_units,
@@ -112,7 +113,7 @@ def test_each_level_unshards_the_units_it_names_and_no_other(
         ),
     }
     for name, (block, expected) in levels.items():
-        with record() as calls, block:
+        with record_steps() as calls, block:
             shown = is_full(model)
 
         assert shown == expected, name
@@ -192,7 +193,7 @@ def test_only_rank_0_sees_full_parameters_when_told_so(world: World, path: str) 
     shards = values(model)
 
     with (
-        record() as calls,
+        record_steps() as calls,
         unshard_params(model, rank0_only=True, writeback=False),
     ):
         inside = values(model)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import plan
-from composable_fsdp.comm.collectives import record
 from tests.architectures.test_training import by_class, checkpoint, shard
 from tests.architectures.zoo import (
     Built,
@@ -29,6 +28,7 @@ from tests.architectures.zoo import (
     own_loss,
 )
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -110,7 +110,7 @@ def test_adapters_train_as_on_the_plain_model(
 def reduce_adapters(world: World, path: str) -> tuple[int, int]:
     """Bytes that one step reduces, and bytes of gradients that it leaves here."""
     sharded = shard(adapted_llama(), path)
-    with record() as calls:
+    with record_steps() as calls:
         backward(own_loss(sharded, batch("llama", 0, world.rank)))
     reduced = sum(call.nbytes for call in calls if call.op == "reduce_scatter")
     assert {call.op for call in calls} == {"all_gather", "reduce_scatter"}

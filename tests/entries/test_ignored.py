@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from composable_fsdp import ModuleWrapPolicy, fully_shard, unshard_params
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import find_leaf
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import PATHS, apply_units, backward, gpt_input, loss_of
 from tests.support.tiny import TinyBlock, TinyGPT, tiny_mlp
 from tests.support.world import RankPool, World
@@ -54,7 +54,7 @@ def test_what_is_ignored_stays_as_it_is(
     pointers = {name: p.data_ptr() for name, p in ignored.items()}
     sharded = ignoring(model, path, by_policy=by_policy)
 
-    with record() as calls:
+    with record_steps() as calls:
         backward(loss_of(sharded, gpt_input(0, world.rank)))
     with unshard_params(sharded):
         inside = {name: model_parameter(sharded, name) for name in IGNORED}
@@ -105,7 +105,7 @@ def test_a_module_that_ignores_itself_keeps_all_its_parameters(
         with pytest.warns(UserWarning, match="so none of its parameters is") as told:
             model = apply_units(plain, [], path=path, ignored_modules=[plain])
         assert len(told) == 1
-        with record() as calls:
+        with record_steps() as calls:
             y = model(x)
             backward(y.sum())
 

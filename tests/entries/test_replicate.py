@@ -24,10 +24,10 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     replicate,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyBlock, TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     adamw,
@@ -179,7 +179,7 @@ def train_as_hybrid(world: World, path: str, same_start: bool) -> list[str]:
     replicate(outer, process_group=copies[world.rank % 2])
 
     expected = train_reference(plain, world.world_size, gpt_input, sgd)
-    with record() as calls:
+    with record_steps() as calls:
         losses = train(outer, world.rank, gpt_input, sgd)
     assert_same_training(
         outer,
@@ -207,7 +207,7 @@ def start_apart(world: World, init_sync: bool) -> list[float]:
     model = tiny_mlp()
     model.register_buffer("seen", torch.full((1,), float(world.rank)))
     model.get_parameter("0.bias").data.fill_(world.rank)
-    with record() as calls:
+    with record_steps() as calls:
         replicate(model, init_sync=init_sync)
     assert {call.op for call in calls} == ({"broadcast"} if init_sync else set())
     bias, seen = model.get_parameter("0.bias"), model.get_buffer("seen")
@@ -224,10 +224,10 @@ def count_reductions(world: World, compose: Compose) -> list[int]:
     """All-reduces of a backward under ``no_sync``, and of the next one."""
     model = compose(TinyGPT(), "composable")
     counts = []
-    with record() as calls, no_sync(model):
+    with record_steps() as calls, no_sync(model):
         backward(loss_of(model, gpt_input(0, world.rank)))
     counts.append(len(calls))
-    with record() as calls:
+    with record_steps() as calls:
         backward(loss_of(model, gpt_input(1, world.rank)))
     assert {call.op for call in calls} == {"all_reduce"}
     return [*counts, len(calls)]

@@ -15,11 +15,12 @@ from composable_fsdp import (
     get_full_grad,
     plan,
 )
-from composable_fsdp.comm.collectives import CallRecord, record
+from composable_fsdp.comm.collectives import CallRecord
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning.plan import ShardingPlan
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -50,11 +51,11 @@ def steps_of(
     optimizer = sgd(model.parameters())
     seen = []
     for step in range(steps):
-        with record() as in_forward:
+        with record_steps() as in_forward:
             loss = loss_of(model, gpt_input(step, rank))
-        with record() as in_backward:
+        with record_steps() as in_backward:
             backward(loss)
-        with record() as rest:
+        with record_steps() as rest:
             optimizer.step()
             optimizer.zero_grad()
         seen.append((in_forward, in_backward, rest))
@@ -160,7 +161,7 @@ def reduce_adapter(world: World) -> tuple[Counts, int, int]:
     """One step of a unit that is mostly frozen: calls, and who has gradients."""
     model = fully_shard(Adapter())
     x = torch.ones(2, 16) * (world.rank + 1)
-    with record() as calls:
+    with record_steps() as calls:
         backward(loss_of(model, x))
     state = fully_shard.state(model)
     assert state is not None
@@ -204,7 +205,7 @@ def run_frozen_middle(world: World) -> tuple[Counts, bool]:
     """Counts of one step with a frozen unit on the way of the gradient."""
     torch.manual_seed(0)
     model = apply_units(FrozenMiddle(), ["first", "frozen", "last"])
-    with record() as calls:
+    with record_steps() as calls:
         backward(loss_of(model, torch.ones(2, 8)))
     return counts(calls), all(
         (p.grad is None) == (not p.numel())

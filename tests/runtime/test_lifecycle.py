@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy, fully_shard
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.phases import Phase, Residency
 from composable_fsdp.runtime.forward import post_forward, pre_forward
@@ -21,6 +20,7 @@ from composable_fsdp.tree import traversal
 from composable_fsdp.tree.traversal import _get_fsdp_handles, _get_fsdp_states
 from tests.support.models import TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -257,7 +257,7 @@ def events(world: World, path: str) -> list[Event]:
     log: list[Event] = []
     units = {"root": model, **{u: module_at(model, u) for u in gpt_units(model)}}
     sharded = apply_units(model, gpt_units(model), path=path)
-    with record() as calls:
+    with record_steps() as calls:
 
         def watch(name: str, moment: str) -> Callable[..., None]:
             def note(module: nn.Module, *_: Any) -> None:

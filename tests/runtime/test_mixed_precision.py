@@ -31,12 +31,12 @@ from composable_fsdp import (
     save,
     unshard_params,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.planning.precision import overridden_classes
 from composable_fsdp.runtime import precision as runtime_precision
 from composable_fsdp.storage.native import NativeSource
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -195,7 +195,7 @@ def test_a_policy_sets_the_precision_of_one_class(world: World, path: str) -> No
     options: dict[str, Any] = {"mixed_precision": COMPUTE, name: policy}
     sharded = apply_units(model, [], path=path, **options)
 
-    with record() as calls:
+    with record_steps() as calls:
         backward(sharded(torch.tensor([[1, 2]])).float().sum())
 
     sent = {(c.op, c.dtype) for c in calls}
@@ -216,7 +216,7 @@ def test_gradients_are_reduced_in_the_dtype_asked_for(
     model = tiny_mlp()
     fully_shard(model, mixed_precision=MixedPrecision(BF16, dtype))
 
-    with record() as calls:
+    with record_steps() as calls:
         backward(loss_of(model, wide_input(8)(0, world.rank)))
 
     (reduced,) = {c.dtype for c in calls if c.op == "reduce_scatter"}

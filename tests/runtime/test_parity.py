@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard as torch_fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ShardingStrategy, clip_grad_norm_, fully_shard, no_sync
-from composable_fsdp.comm.collectives import record
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -183,7 +183,7 @@ def test_accumulation_without_communication_equals_the_big_batch(
     for step in range(2):
         big_batch(plain, world.world_size, [step, step + 9])
 
-        with record() as calls, no_sync(sharded):
+        with record_steps() as calls, no_sync(sharded):
             backward(loss_of(sharded, gpt_input(step, world.rank)))
         backward(loss_of(sharded, gpt_input(step + 9, world.rank)))
         descend(sharded)

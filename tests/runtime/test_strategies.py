@@ -24,10 +24,10 @@ from composable_fsdp import (
     fully_shard,
     plan,
 )
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.runtime.traffic import Counts, counts, planned
 from tests.support.models import TinyGPT, module_at
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -86,7 +86,7 @@ def train_on(
     plain, expected = trained_reference(
         TinyGPT, world.world_size, gpt_input, adamw, steps=STEPS
     )
-    with record() as calls:
+    with record_steps() as calls:
         losses = train(sharded, world.rank, gpt_input, adamw, steps=STEPS)
 
     mine = [step[world.rank] for step in expected]
@@ -177,7 +177,7 @@ def send_low(
     )
     steps = []
     for step in range(2):
-        with record() as calls:
+        with record_steps() as calls:
             backward(loss_of(sharded, gpt_input(step, world.rank)))
         steps.append(counts(calls))
     return steps
@@ -233,7 +233,7 @@ def test_dtypes_that_are_reduced_as_one_are_one_call() -> None:
     low = MixedPrecision(reduce_dtype=torch.float32)
     expected = planned(plan(model, world_size=2, mixed_precision=low))
 
-    with fake_world(2), record() as calls:
+    with fake_world(2), record_steps() as calls:
         fully_shard(model, mixed_precision=low)
         backward(model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy, fully_shard
-from composable_fsdp.comm.collectives import record
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     STRATEGIES,
@@ -140,7 +140,7 @@ def test_wrapper_composable_and_plain_load_from_each_other(
         if path != "plain":
             target = apply_units(target, SIMILAR, path=path, strategy=strategy)  # type: ignore[assignment]
         given = dict(state)
-        with record() as calls:
+        with record_steps() as calls:
             target.load_state_dict(state)
 
         assert calls == []
@@ -192,9 +192,9 @@ def test_members_of_a_unit_made_from_a_list_save_their_own_names(world: World) -
 def test_saving_costs_one_all_gather_per_unit(world: World, path: str) -> None:
     """Of a unit alone just its own, of the model those of all."""
     model = gpt(path)
-    with record() as whole:
+    with record_steps() as whole:
         model.state_dict()
-    with record() as one:
+    with record_steps() as one:
         model.get_submodule("blocks")[1].state_dict()  # type: ignore[index]
 
     expected = ["all_gather"] * 3 if world.world_size > 1 else []

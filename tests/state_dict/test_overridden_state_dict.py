@@ -15,11 +15,11 @@ from composable_fsdp import (
     fully_shard,
     state_dict_type,
 )
-from composable_fsdp.comm.collectives import record
 from tests.optim.models import INPUT, Mixed
 from tests.optim.test_names import Parallel, put
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
+from tests.support.recording import record_steps
 from tests.support.sharded import RankCount, both_paths
 from tests.support.world import World
 
@@ -108,7 +108,7 @@ def test_what_such_a_model_gave_it_takes(world: World) -> None:
 
 def check_added(world: World, path: str) -> list[str]:
     model, expected = put(Added(), path), Added().state_dict()
-    with record() as calls:
+    with record_steps() as calls:
         found = model.state_dict()
     assert _same(dict(found), dict(expected))
     model.load_state_dict({k: v + 1 for k, v in expected.items()})

@@ -1,0 +1,96 @@
+"""Hashes of values, so that ranks can compare parameters without sending them.
+
+A hash reads every byte, as a tree of sums::
+
+    bytes as int64 words   (n,)
+    rows of 32768 words    sum(mix(word) * weight) per row
+    the sums as words      again, until a single word is left
+
+``mix`` brings the high half of a word into the low half: the signs of two elements
+would cancel out otherwise. ``torch.hash_tensor`` is no replacement: it is an
+exclusive-or of the elements, the same for zeros and for ones. The hash is no
+cryptographic one: nobody attacks a rank's own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_ROW = 1 << 15
+"""Words per row."""
+_BLOCK = {"cpu": _ROW}
+"""Words that are read at once, by device type: on CPU what stays in the cache, and
+what torch gives to a single thread, because ranks share the cores."""
+_LARGE_BLOCK = 1 << 26
+"""Words that are read at once on other devices; two temporaries have this size."""
+
+
+@torch.no_grad()
+def hash_values(values: Sequence[Tensor]) -> Tensor:
+    """Return a hash of each tensor, ``(len(values),)`` int64, on the tensors' device.
+
+    Equal bytes in equal order have equal hashes on every rank and on every device.
+    Does not wait for the device. Collective: none.
+    """
+    found = [_hash_words(_words(value)) for value in values]
+    return torch.stack(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def _words(value: Tensor) -> Tensor:
+    """Return the bytes of ``value`` as int64 words; the last word is filled up."""
+    flat = value.detach().reshape(-1)
+    nbytes = flat.numel() * flat.itemsize
+    if nbytes % 8 == 0:
+        if flat.storage_offset() * flat.itemsize % 8 or flat.data_ptr() % 8:
+            flat = flat.clone()
+        return flat.view(torch.int64)
+    filled = flat.new_zeros(-(-nbytes // 8) * 8, dtype=torch.uint8)
+    filled[:nbytes] = flat.view(torch.uint8)
+    return filled.view(torch.int64)
+
+
+def _hash_words(words: Tensor) -> Tensor:
+    """Return the hash of ``words`` ``(n,)``, without dimensions."""
+    weights = _weights(words.device)
+    while words.numel() > _ROW:
+        block = _BLOCK.get(words.device.type, _LARGE_BLOCK)
+        words = torch.cat([_sums(each, weights) for each in torch.split(words, block)])
+    return (_mix(words) * weights[: words.numel()]).sum()
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Return words whose low halves depend on the high halves, too."""
+    mixed = words >> 32
+    mixed ^= words
+    return mixed
+
+
+def _sums(words: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each row of ``words``; the last row may be short."""
+    mixed = _mix(words)
+    whole = words.numel() // _ROW * _ROW
+    rows, rest = mixed[:whole].view(-1, _ROW), mixed[whole:]
+    rows *= weights
+    if not rest.numel():
+        return rows.sum(1)
+    rest *= weights[: rest.numel()]
+    return torch.cat([rows.sum(1), rest.sum(0, keepdim=True)])
+
+
+@lru_cache(maxsize=64)
+def _weights(device: torch.device) -> Tensor:
+    """Return the odd weight of each place in a row, equal on all ranks."""
+    # A generator of numbers (SplitMix64) instead of torch's own, which a version of
+    # torch may change. Odd: an even weight would drop the highest bit of a word.
+    number = torch.arange(1, _ROW + 1, dtype=torch.int64, device=device)
+    number *= 0x9E3779B97F4A7C15 - 2**64
+    for shift, factor in (
+        (30, 0xBF58476D1CE4E5B9 - 2**64),
+        (27, 0x94D049BB133111EB - 2**64),
+    ):
+        number = (number ^ (number >> shift)) * factor
+    return (number ^ (number >> 31)) | 1

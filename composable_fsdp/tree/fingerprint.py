@@ -1,0 +1,295 @@
+"""The facts of a unit in which all ranks must agree, and the first that differs.
+
+Facts are plain text and integers. Ranks compare a digest of all facts; if the digests
+differ, the ranks exchange the facts themselves and ``first_difference`` finds the
+place::
+
+    unit 3   name         'blocks.2'
+             parameters   names, shape, dtype, requires_grad, region
+             options      strategy, dtypes, prefetch, divisor, number of ranks, ..
+             buffers      names
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.planning.layout import RegionLayout
+from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
+from composable_fsdp.planning.walk import named
+from composable_fsdp.tree.state import OWNERS, _FSDPState
+
+ParameterFacts: TypeAlias = tuple[
+    tuple[str, ...], tuple[int, ...], str, bool, tuple[int, int]
+]
+"""Names from the unit's module, shape, dtype, requires_grad, and the parameter's place:
+number of the region, first element in the region."""
+
+Options: TypeAlias = tuple[tuple[str, str], ...]
+"""Pairs of an option's name and its value as text."""
+
+
+class UnitFacts(NamedTuple):
+    """The facts of a unit."""
+
+    name: str
+    parameters: tuple[ParameterFacts, ...]
+    options: Options
+    buffers: tuple[str, ...]
+
+
+class Difference(NamedTuple):
+    """A fact in which ranks differ."""
+
+    what: str
+    """The fact in words, for example ``"the shape of parameter 'a.weight'"``."""
+    values: dict[int, str]
+    """By rank: the value in words."""
+
+
+def facts_of(
+    units: Sequence[tuple[str, _FSDPState]], buffers: Mapping[int, Sequence[str]]
+) -> tuple[UnitFacts, ...]:
+    """Return the facts of ``units``, which are given by name.
+
+    Args:
+        units: the units in the order of the tree; the first is the outermost.
+        buffers: names of buffers by identity of the unit's state.
+
+    Returns: the facts, in the order of ``units``. Collective: none.
+    """
+    names = {id(state): name for name, state in units}
+    # Most units are alike: their plans share these objects.
+    parameters: dict[int, tuple[ParameterFacts, ...]] = {}
+    options: dict[int, Options] = {}
+    found = []
+    for name, state in units:
+        regions = state.handle.layout.plan.regions
+        if id(regions) not in parameters:
+            parameters[id(regions)] = _parameter_facts(regions)
+        if id(state.options) not in options:
+            options[id(state.options)] = _option_facts(state.options)
+        found.append(
+            UnitFacts(
+                name,
+                parameters[id(regions)],
+                options[id(state.options)] + _setting_facts(state, names),
+                tuple(buffers.get(id(state), ())),
+            )
+        )
+    return tuple(found)
+
+
+def digest_of(facts: Iterable[UnitFacts]) -> bytes:
+    """Return 16 bytes that are equal for equal facts, on every rank."""
+    digest = hashlib.blake2b(digest_size=16)
+    # ``repr`` of the parts that units share is computed once.
+    texts: dict[int, bytes] = {}
+    for unit in facts:
+        known = id(unit.parameters)
+        if known not in texts:
+            texts[known] = repr(unit.parameters).encode()
+        rest = (unit.name, unit.options, unit.buffers, len(texts[known]))
+        digest.update(repr(rest).encode())
+        digest.update(texts[known])
+    return digest.digest()
+
+
+def buffer_names(top: _FSDPState) -> dict[int, list[str]]:
+    """Return the names of the buffers below ``top``, by identity of the unit's state.
+
+    Collective: none.
+    """
+    found: dict[int, list[str]] = {}
+    for module in top.modules:
+        for name, each in named(module):
+            if each._buffers:
+                owner = OWNERS.get(each)
+                if owner is not None:
+                    names = [join_name(name, key) for key in each._buffers]
+                    found.setdefault(id(owner), []).extend(names)
+    return found
+
+
+def _parameter_facts(regions: Sequence[RegionLayout]) -> tuple[ParameterFacts, ...]:
+    """Return the facts of a unit's parameters, in the order of the module."""
+    found = {
+        slot.index: (
+            slot.fqns,
+            slot.shape,
+            _text(region.dtype),
+            region.trainable,
+            (number, slot.offset),
+        )
+        for number, region in enumerate(regions)
+        for slot in region.parameters
+    }
+    return tuple([found[index] for index in sorted(found)])
+
+
+def _option_facts(options: UnitOptions) -> Options:
+    """Return the options that have an effect."""
+    found = in_force(options)
+    del found["mixed_precision"], found["forward_prefetch"]  # told in detail elsewhere
+    found.update(
+        (f"mixed_precision.{name}", value)
+        for name, value in precision_fields(options).items()
+    )
+    return tuple((name, _text(value)) for name, value in found.items())
+
+
+def _setting_facts(state: _FSDPState, names: Mapping[int, str]) -> Options:
+    """Return settings that can be changed after ``fully_shard``, and the ranks."""
+    settings, handle = state.settings, state.handle
+    rule, groups = handle.rule, handle.groups
+    reshards = settings.reshard_after_forward
+    if reshards is None:  # as lazy initialization will choose
+        reshards = state.parent is not None
+    hook = rule.hook
+    return (
+        ("ranks per shard group", str(groups.shard_world_size)),
+        ("number of replicas", str(groups.replicas)),
+        ("device type", handle.layout.device.type),
+        ("reshard_after_forward", str(reshards)),
+        ("reshard_after_backward", str(settings.reshard_after_backward)),
+        ("reduction of gradients in backward", str(settings.sync_gradients)),
+        ("forward_prefetch", str(settings.prefetches_forward)),
+        ("units to prefetch in forward", _names(state.ahead_in_forward, names)),
+        ("units to prefetch in backward", _names(state.ahead_in_backward, names)),
+        ("gradient divide factor", str(rule.factor)),
+        ("all-reduce of gradients over replicas", str(rule.all_reduce)),
+        ("reduction of unused parameters", str(rule.fill)),
+        ("communication hook", getattr(hook, "__qualname__", type(hook).__name__)),
+    )
+
+
+def _names(states: Sequence[_FSDPState], names: Mapping[int, str]) -> str:
+    """Return the names of units in words."""
+    return ", ".join(quoted(names.get(id(each), each.fqn)) for each in states)
+
+
+def _text(value: object) -> str:
+    """Return a value of an option in words that are equal on all ranks."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value)
+
+
+def first_difference(facts: Mapping[int, Sequence[UnitFacts]]) -> Difference | None:
+    """Return the first difference between the facts of ranks; None if there is none.
+
+    Args:
+        facts: the facts by rank. Ranks with equal facts may share an object.
+
+    Returns: the difference; names of units come before the facts of the units.
+    Collective: none.
+    """
+    entries = {rank: _entries(units) for rank, units in facts.items()}
+    for key in sorted(set().union(*entries.values())):
+        found = {rank: each.get(key) for rank, each in entries.items()}
+        if len({None if each is None else each[1] for each in found.values()}) > 1:
+            what = next(each[0] for each in found.values() if each is not None)
+            return Difference(
+                what + _missing_names(key, found, facts),
+                {r: "nothing" if e is None else e[1] for r, e in found.items()},
+            )
+    return None
+
+
+_Key = tuple[int, int, int, int]
+"""Order of comparison: names of units or facts of units, unit, kind of fact, index."""
+_NAMES, _SHAPE, _DTYPE, _FLAG, _OPTION, _PLACE, _BUFFER = range(7)
+"""Kinds of facts."""
+
+
+def _entries(units: Sequence[UnitFacts]) -> dict[_Key, tuple[str, str]]:
+    """Return each fact as its description and its value, both in words."""
+    found: dict[_Key, tuple[str, str]] = {}
+    for k, unit in enumerate(units):
+        at = f"of unit {quoted(unit.name)}"
+        found[0, k, 0, 0] = f"unit number {k + 1} of the model", quoted(unit.name)
+        for j, (names, shape, dtype, trainable, place) in enumerate(unit.parameters):
+            full = [join_name(unit.name, name) for name in names]
+            this = f"of parameter {quoted(full[0])}"
+            tied = f" (tied to {', '.join(map(quoted, full[1:]))})" if full[1:] else ""
+            found[1, k, _NAMES, j] = f"parameter {j + 1} {at}", quoted(full[0]) + tied
+            found[1, k, _SHAPE, j] = f"the shape {this}", str(tuple(shape))
+            found[1, k, _DTYPE, j] = f"the dtype {this}", dtype
+            found[1, k, _FLAG, j] = f"requires_grad {this}", str(trainable)
+            found[1, k, _PLACE, j] = (
+                f"the flat buffer {this} (group_by)",
+                f"number {place[0] + 1} from element {place[1]}",
+            )
+        for j, (name, value) in enumerate(unit.options):
+            found[1, k, _OPTION, j] = f"the option {name} {at}", value
+        for j, name in enumerate(unit.buffers):
+            found[1, k, _BUFFER, j] = f"buffer {j + 1} {at}", quoted(name)
+    return found
+
+
+def _missing_names(
+    key: _Key,
+    found: Mapping[int, tuple[str, str] | None],
+    facts: Mapping[int, Sequence[UnitFacts]],
+) -> str:
+    """Return which names of a difference in names other ranks do not have at all."""
+    is_unit = key[0] == 0
+    if not is_unit and key[2] != _NAMES:
+        return ""
+    kind = "unit" if is_unit else "parameter"
+    has = {rank: _names_in(units, is_unit) for rank, units in facts.items()}
+    said = []
+    for name in dict.fromkeys(e[1].partition(" (tied")[0] for e in found.values() if e):
+        without = [rank for rank, names in has.items() if name not in names]
+        if without:
+            said.append(f"{ranks_text(without)} without a {kind} {name}")
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _names_in(units: Iterable[UnitFacts], is_unit: bool) -> set[str]:
+    """Return the quoted names of all units, or of all parameters."""
+    if is_unit:
+        return {quoted(unit.name) for unit in units}
+    return {
+        quoted(join_name(unit.name, name))
+        for unit in units
+        for names, *_ in unit.parameters
+        for name in names
+    }
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks in words.
+
+    >>> ranks_text([0]), ranks_text([0, 1, 2, 5])
+    ('rank 0', 'ranks 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    single = len(runs) == 1 and len(runs[0]) == 1
+    return f"rank {text}" if single else f"ranks {text}"
+
+
+def by_value(values: Mapping[int, object]) -> str:
+    """Return which ranks have which values, in words.
+
+    >>> by_value({0: "(7, 8)", 1: "(8, 7)", 2: "(7, 8)"})
+    '(7, 8) on ranks 0, 2, (8, 7) on rank 1'
+    """
+    ranks: dict[object, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {ranks_text(each)}" for value, each in ranks.items())

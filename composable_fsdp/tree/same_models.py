@@ -1,0 +1,264 @@
+"""Before the first gather of a tree, all ranks compare the models that they sharded.
+
+Ranks whose models differ would send other collectives, or the same with other contents:
+garbage without an error. So each rank sends a digest of fixed size, whatever its model
+is, and all ranks see all digests and decide alike::
+
+    one all-gather       digests of all ranks equal: done
+    objects              facts of some ranks -> first difference -> DesyncError
+                         hashes of weights   -> first difference -> warning or error
+
+Units over different ranks are compared apart, each with the ranks that hold the unit.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import warnings
+import zlib
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.groups import Groups
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.tree.fingerprint import (
+    UnitFacts,
+    buffer_names,
+    by_value,
+    digest_of,
+    facts_of,
+    first_difference,
+    ranks_text,
+)
+from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
+from composable_fsdp.tree.root import outermost
+from composable_fsdp.tree.same_weights import require_same_weights, weights_digest
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+_MOST_MODELS = 8
+"""Number of different models whose facts are exchanged; further models are counted."""
+_SENT = struct.Struct("<q16s16sqqq")
+"""The fields of ``_Said``."""
+
+_WAY_OUT = (
+    "Build the same model on every rank, and call fully_shard (or replicate) in the "
+    "same order with the same arguments. No parameter has been sent yet."
+)
+
+Units = list[tuple[str, _FSDPState]]
+"""Units with their names from the outermost unit."""
+
+
+class Scope(NamedTuple):
+    """Units that the same ranks hold."""
+
+    route: tuple[dist.ProcessGroup, ...]
+    """The groups over which a message reaches all these ranks, in turn."""
+    units: Units
+
+    def all_gather_objects(self, value: object) -> list[Any]:
+        """Return the value of each rank. Not for the steady state.
+
+        Collective: an all-gather of objects over each group of ``route``.
+        """
+        told = [value]
+        for group in self.route:
+            told = list(chain(*collectives.all_gather_object(told, group)))
+        return told
+
+
+def compare_models(state: _FSDPState, *, replicas: bool) -> None:
+    """Ensure that all ranks have sharded the same model as the tree of ``state``.
+
+    The first call for a tree compares; later calls return at once. Call before a tree
+    is gathered, at a place where all ranks call. Units of a single rank or over a fake
+    group are not compared.
+
+    Args:
+        state: a unit of the tree.
+        replicas: whether all replicas call, too. If False, only ranks that shard a unit
+            are compared, and the first call with True compares all of them.
+
+    Collective: in the first call an all-gather of 64 bytes over the ranks of the tree:
+        over the default group if these are all ranks, else over the shard group and
+        then over the replicate group; all ranks must call. Units over other ranks than
+        the first unit's add the same over their ranks. If models or weights differ, or
+        if replicas were written to, up to two all-gathers of objects more.
+    Raises: DesyncError with the first difference, on all ranks alike.
+    Warns: if weights differ and ``check_weights`` is "warn".
+    """
+    top = outermost(state)
+    if top.initial.compared >= (ALL_RANKS if replicas else SHARD_RANKS):
+        return
+    found = {
+        id(each): (name, each)
+        for module in top.modules
+        for name, _, each in walk_states(module)
+    }
+    units = list(found.values())
+    # Without replicas all ranks call anyway.
+    replicas = replicas or all(u.handle.groups.replicate is None for _, u in units)
+    scopes = _scopes(units, replicas=replicas)
+    buffers = buffer_names(top) if scopes else {}
+    due = [_compare(each, facts_of(each.units, buffers)) for each in scopes]
+    # Set before a warning, which the user may have turned into an error.
+    top.initial.compared = ALL_RANKS if replicas else SHARD_RANKS
+    for text in filter(None, due):
+        warnings.warn(text, stacklevel=2)
+
+
+def _scopes(units: Units, *, replicas: bool) -> list[Scope]:
+    """Return the units by the ranks that hold them, most ranks first.
+
+    Without ``replicas`` only units that are cut, by the ranks that share them.
+    """
+    routes: dict[Groups, tuple[dist.ProcessGroup, ...]] = {}
+    found: dict[tuple[str, ...], Scope] = {}
+    for name, state in units:
+        groups = state.handle.groups
+        if groups not in routes:
+            shard = groups.shard
+            if not groups.has_peers:
+                routes[groups] = ()
+            elif replicas:
+                routes[groups] = _route(groups)
+            else:
+                routes[groups] = () if shard is None else (shard,)
+        route = routes[groups]
+        if route:
+            key = tuple([group.group_name for group in route])
+            found.setdefault(key, Scope(route, [])).units.append((name, state))
+    # The largest first, because ranks with different trees most likely agree in the
+    # default group.
+    return sorted(found.values(), key=lambda s: -s.units[0][1].handle.groups.world_size)
+
+
+def _route(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a message reaches all ranks of ``groups``."""
+    everyone = dist.group.WORLD
+    # The default group does not depend on the strategy: a rank with FULL_SHARD and a
+    # rank with HYBRID_SHARD meet there.
+    if everyone is not None and groups.world_size == everyone.size():
+        return (everyone,)
+    return groups.present
+
+
+def _compare(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
+    """Compare the units of ``scope``; return the text of a warning that is due.
+
+    Collective, Raises: as ``compare_models``.
+    """
+    shared = _shard_groups(scope.units)
+    rank = dist.get_rank()
+    hashes, was_written = weights_digest(scope.units)
+    said = _Said(
+        rank,
+        digest_of(facts),
+        hashes,
+        zlib.crc32(repr(shared).encode()),
+        len(set.intersection(*map(set, shared))) if shared else 0,
+        was_written,
+    )
+    told = _exchange(said, scope)
+    if len({each.facts for each in told}) > 1:
+        raise DesyncError(_difference(told, rank, facts, scope))
+    # Ranks with the same shard groups are those that share all of them. A rank whose
+    # peers name other groups finds too few.
+    if any(
+        sum(each.shared == other.shared for other in told) < each.sharing
+        for each in told
+    ):
+        raise DesyncError(_other_groups(shared, rank, scope))
+    if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
+        return None
+    return require_same_weights(scope.units, scope.all_gather_objects)
+
+
+def _shard_groups(units: Units) -> list[tuple[int, ...]]:
+    """Return the ranks of each shard group, in the order of the units."""
+    found: dict[Groups, tuple[int, ...]] = {}
+    for _, state in units:
+        groups = state.handle.groups
+        if groups not in found and groups.shard is not None:
+            found[groups] = tuple(dist.get_process_group_ranks(groups.shard))
+    return list(dict.fromkeys(found.values()))
+
+
+class _Said(NamedTuple):
+    """What a rank sends in the first exchange."""
+
+    rank: int
+    facts: bytes
+    """The digest of the facts."""
+    weights: bytes
+    """The digest of the hashes of weights."""
+    shared: int
+    """A checksum of the ranks of the shard groups."""
+    sharing: int
+    """Number of ranks that are in all shard groups of this rank; 0 without any."""
+    written: bool
+    """Whether replicated parameters were written to since ``fully_shard``."""
+
+
+def _exchange(said: _Said, scope: Scope) -> list[_Said]:
+    """Return what each rank says. Collective: an all-gather over each group."""
+    # Integers, which every backend sends.
+    told: Sequence[int] = struct.unpack(f"<{_SENT.size // 8}q", _SENT.pack(*said))
+    for group in scope.route:
+        told = collectives.all_gather_digests(told, group)
+    sent = struct.pack(f"<{len(told)}q", *told)
+    return [_Said(*each) for each in _SENT.iter_unpack(sent)]
+
+
+def _difference(
+    told: Sequence[_Said], rank: int, facts: Sequence[UnitFacts], scope: Scope
+) -> str:
+    """Return the first difference between the models in words, equal on all ranks.
+
+    Collective: an all-gather of objects over the ranks of ``scope``.
+    """
+    alike: dict[bytes, list[int]] = {}
+    for each in sorted(told, key=lambda said: said.rank):
+        alike.setdefault(each.facts, []).append(each.rank)
+    models = list(alike.values())
+    # One rank per model sends, compressed: a gather gives every rank room for the
+    # longest message of each rank.
+    first = [ranks[0] for ranks in models[:_MOST_MODELS]]
+    sent = zlib.compress(pickle.dumps(tuple(facts))) if rank in first else b""
+    received = dict(scope.all_gather_objects((rank, sent)))
+    known = {
+        each: pickle.loads(zlib.decompress(received[ranks[0]]))
+        for ranks in models[:_MOST_MODELS]
+        for each in ranks
+    }
+    found = first_difference(known)
+    assert found is not None, "different digests of equal facts"
+    rest = list(chain(*models[_MOST_MODELS:]))
+    more = f" ({ranks_text(rest)}: other models still)" if rest else ""
+    return (
+        f"Ranks have sharded different models. They differ first in {found.what}: "
+        f"{by_value(found.values)}{more}. {_WAY_OUT}"
+    )
+
+
+def _other_groups(shared: Sequence[tuple[int, ...]], rank: int, scope: Scope) -> str:
+    """Return which ranks name which shard groups. Collective: as ``_difference``."""
+    told = dict(scope.all_gather_objects((rank, shared)))
+    for rank in sorted(told):
+        for ranks in told[rank]:
+            for peer in ranks:
+                if ranks not in told.get(peer, ()):
+                    theirs = " and over ".join(map(ranks_text, told.get(peer, ())))
+                    return (
+                        f"Ranks disagree on who shares parameters: rank {rank} shards "
+                        f"over {ranks_text(ranks)}, rank {peer} over "
+                        f"{theirs or 'no group'}. Pass the same process_group or "
+                        "device_mesh on all ranks. No parameter has been sent yet."
+                    )
+    raise AssertionError("shard groups agree, but their checksums do not")

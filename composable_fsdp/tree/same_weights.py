@@ -1,0 +1,212 @@
+"""Comparison of the values that ranks have passed to ``fully_shard``.
+
+Each rank keeps its rows of its own values, so a sharded model of different values is a
+mixture that no rank has built, and replicas of different values stay different for
+ever. Hashes of whole values are compared, made before sharding. A value that was
+written to since has no such hash; if it has replicas, the shards themselves are hashed
+and compared with the other replicas' ::
+
+                   not written to                     written to since
+    sharded        whole values, all ranks            -
+    replicated     whole values, and shards           shards, ranks of the same index
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import islice
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.value_hash import hash_values
+from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.tree.fingerprint import ranks_text
+from composable_fsdp.tree.initial_weights import sharded_leaves
+from composable_fsdp.tree.state import _FSDPState
+
+Units = Sequence[tuple[str, _FSDPState]]
+Exchange = Callable[[object], list[Any]]
+"""Returns the object of each rank, in the same order on all ranks."""
+_MOST_NAMED = 4
+"""Number of different values of a parameter whose ranks are listed one by one."""
+
+
+class _Unit(NamedTuple):
+    """What a rank tells of the values of a unit."""
+
+    kind: Hashable
+    """Which parameters have hashes of whole values; equal kinds are compared."""
+    whole: Any
+    """The hashes of whole values by slot index, or a digest of them."""
+    shard_rank: int
+    shard: Any
+    """The hashes of the shards, or a digest of them; None without replicas."""
+
+
+def weights_digest(units: Units) -> tuple[bytes, bool]:
+    """Return a digest of the initial values, and whether replicas were written to.
+
+    One copy of the hashes to the host. Collective: none.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    written = False
+    for (_, state), values in zip(units, _initial_hashes(units), strict=True):
+        digest.update(repr(values).encode())
+        written = written or (_has_replicas(state) and not all(_unwritten(state)))
+    return digest.digest(), written
+
+
+def require_same_weights(units: Units, exchange: Exchange) -> str | None:
+    """Find the first parameter whose values differ between ranks.
+
+    Args:
+        units: the units with their names; equal on all ranks but for the values.
+        exchange: returns the objects of all ranks that hold the units.
+
+    Returns: the text of a warning; None if no values differ that can be compared.
+    Collective: one or two calls of ``exchange``.
+    Raises: DesyncError, if the unit's ``check_weights`` is "error".
+    """
+    told = []
+    for (_, state), values in zip(units, _initial_hashes(units), strict=True):
+        exact = _unit_of(state, values)
+        told.append(
+            _Unit(
+                _short(exact.kind),
+                _short(exact.whole),
+                exact.shard_rank,
+                None if exact.shard is None else _short(exact.shard),
+            )
+        )
+    rank = dist.get_rank()
+    every = dict(exchange((rank, told)))
+    unlike = [
+        i
+        for i in range(len(units))
+        if any(
+            len(set(values.values())) > 1
+            for values in _comparable({each: rows[i] for each, rows in every.items()})
+        )
+    ]
+    if not unlike:
+        return None
+    # An error goes before a warning; all ranks have the same options.
+    strict = [i for i in unlike if units[i][1].options.check_weights == "error"]
+    name, state = units[(strict or unlike)[0]]
+    (values,) = _initial_hashes([(name, state)])
+    said = dict(exchange((rank, _unit_of(state, values))))
+    text = _text(name, state, said, len(unlike))
+    if strict:
+        raise DesyncError(text)
+    return text
+
+
+def _unit_of(state: _FSDPState, values: Sequence[int | None]) -> _Unit:
+    """Return the values of a unit on this rank, parameter by parameter."""
+    kind = tuple([value is None for value in values])
+    return _Unit(kind, tuple(values), state.handle.groups.rank, _shard_hashes(state))
+
+
+def _initial_hashes(units: Units) -> list[list[int | None]]:
+    """Return, per unit and slot, the hash of the initial value if not written to."""
+    hashes = [state.initial.hashes for _, state in units]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for each in hashes:
+        if each is not None:
+            by_device.setdefault(each.device, []).append(each)
+    # One copy to the host per device and not one per unit.
+    numbers = {d: iter(torch.cat(found).tolist()) for d, found in by_device.items()}
+    return [
+        []
+        if each is None
+        else [
+            number if is_unwritten else None
+            for number, is_unwritten in zip(
+                islice(numbers[each.device], len(each)), _unwritten(state), strict=True
+            )
+        ]
+        for each, (_, state) in zip(hashes, units, strict=True)
+    ]
+
+
+def _unwritten(state: _FSDPState) -> list[bool]:
+    """Return, by slot index, whether a parameter has its initial value."""
+    return state.initial.unwritten(state.handle.layout)
+
+
+def _has_replicas(state: _FSDPState) -> bool:
+    """Return whether other ranks hold the same shards, with values to compare."""
+    return (
+        state.initial.is_checked
+        and state.handle.groups.replicas > 1
+        and not state.handle.layout.on_meta
+    )
+
+
+def _shard_hashes(state: _FSDPState) -> tuple[int, ...] | None:
+    """Return the hashes of the unit's shards as they are now; None without replicas."""
+    if not _has_replicas(state):
+        return None
+    return tuple(hash_values(sharded_leaves(state.handle.layout)).tolist())
+
+
+def _short(values: object) -> bytes:
+    """Return a digest of ``values``."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+
+
+def _comparable(said: Mapping[int, _Unit]) -> list[dict[int, Any]]:
+    """Return the values of ranks that must be equal, by rank."""
+    found: dict[Hashable, dict[int, Any]] = {}
+    for rank, unit in said.items():
+        found.setdefault(("whole", unit.kind), {})[rank] = unit.whole
+        if unit.shard is not None:
+            found.setdefault(("shard", unit.shard_rank), {})[rank] = unit.shard
+    return list(found.values())
+
+
+def _text(name: str, state: _FSDPState, said: Mapping[int, _Unit], units: int) -> str:
+    """Return the warning or error for the unit ``name``, one of ``units`` that differ.
+
+    Equal on all ranks.
+    """
+    index, values = min(
+        (
+            (i, {rank: row[i] for rank, row in rows.items()})
+            for rows in _comparable(said)
+            for i in range(len(next(iter(rows.values()))))
+            if len({row[i] for row in rows.values()}) > 1
+        ),
+        key=itemgetter(0),
+    )
+    slots = {
+        slot.index: slot
+        for region in state.handle.layout.regions
+        for slot in region.layout.parameters
+    }
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) > _MOST_NAMED:
+        where = f"{len(ranks)} different values on {ranks_text(values)}"
+    else:
+        first, *others = map(ranks_text, ranks.values())
+        where = f"other values on {first} than on {' than on '.join(others)}"
+    more = f" (and so have parameters of {units - 1} more units)" if units > 1 else ""
+    if state.handle.groups.replicas > 1:
+        why = "Replicas that differ stay different for ever"
+    else:
+        why = "Each rank keeps its rows of its own values, a mixture no rank has built"
+    return (
+        f"Ranks have sharded different weights: parameter "
+        f"{quoted(join_name(name, slots[index].fqn))} has {where}{more}. {why}: build "
+        "the model from the same seed, load the same checkpoint on every rank, or pass "
+        "sync_module_states=True to fully_shard (init_sync=True to replicate). "
+        "check_weights='error' raises here, check_weights='off' compares no weights."
+    )

@@ -1,0 +1,499 @@
+"""Models, options and weights that differ between ranks are told before data moves.
+
+Every rank raises the same error; raw torch, beside it, goes on with values of other
+parameters and exit code 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from composable_fsdp import (
+    FullyShardedDataParallel,
+    PlanError,
+    ShardingStrategy,
+    fully_shard,
+    get_full_param,
+    replicate,
+    unshard,
+    unshard_params,
+)
+from composable_fsdp.comm import collectives
+from tests.faults.fingerprints import (
+    CHANGES,
+    Outcome,
+    build,
+    changed_model,
+    outcome,
+    shard,
+    step,
+    units,
+    wrapped_model,
+)
+from tests.support.on_ranks import on_ranks
+from tests.support.world import RankPool, World, fake_world, single_rank_group
+
+RankCount = Callable[[int], RankPool]
+NO_SHARD = ShardingStrategy.NO_SHARD
+
+
+def agreed(outcomes: list[Outcome]) -> Outcome:
+    """Return the outcome, which must be that of every rank."""
+    assert all(each == outcomes[0] for each in outcomes), outcomes
+    return outcomes[0]
+
+
+# Models and options
+
+
+def check_change(world: World, name: str) -> Outcome:
+    """One rank has the change; it raises before a parameter is gathered."""
+    model = changed_model(world.rank == 1, name)
+    with collectives.record() as calls:
+        found = outcome(lambda: step(model))
+    assert {call.op for call in calls} == {"all_gather_digests", "all_gather_object"}
+    return found
+
+
+@pytest.mark.req("X-09", "X-10", "X-11")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_on_one_rank_is_told_by_name_on_every_rank(
+    ranks: RankCount, name: str
+) -> None:
+    """The first difference, both values, and which rank has which."""
+    error, warned = agreed(ranks(2).run(check_change, name))
+
+    assert error is not None
+    assert CHANGES[name].told in error
+    assert "No parameter has been sent yet." in error
+    assert warned == ()
+
+
+def check_wrapper(world: World, name: str) -> Outcome:
+    model = wrapped_model(world.rank == 1, name)
+    return outcome(lambda: step(model))
+
+
+@pytest.mark.req("X-09", "X-11")
+@pytest.mark.parametrize("name", ["order", "extra layer", "units"])
+def test_the_wrapper_tells_the_same_names(ranks: RankCount, name: str) -> None:
+    """Names have no component of a wrapper."""
+    error, _ = agreed(ranks(2).run(check_wrapper, name))
+
+    assert error is not None
+    assert CHANGES[name].told in error
+
+
+def check_doors(world: World) -> Outcome:
+    model = wrapped_model(False, "") if world.rank else changed_model(False, "")
+    return outcome(lambda: step(model))
+
+
+@pytest.mark.req("X-11")
+def test_a_wrapped_rank_goes_with_an_unwrapped_one(ranks: RankCount) -> None:
+    """Both doors issue the same collectives, so nothing differs."""
+    assert agreed(ranks(2).run(check_doors)) == Outcome(None, ())
+
+
+def check_three(world: World) -> Outcome:
+    model = changed_model(world.rank == 1, "shape")
+    if world.rank == 3:
+        model = changed_model(True, "dtype")
+    return outcome(lambda: step(model))
+
+
+@pytest.mark.req("X-09")
+def test_several_models_are_told_apart(ranks: RankCount) -> None:
+    """The first place where any two models differ is named, with all ranks."""
+    error, _ = agreed(ranks(4).run(check_three))
+
+    assert error is not None
+    assert (
+        "the shape of parameter '1.scale': (8,) on ranks 0, 2-3, (4, 2) on rank 1"
+        in error
+    )
+
+
+ENTRIES: dict[str, Callable[[nn.Module], object]] = {
+    "forward": step,
+    "forward of a part": lambda model: model.get_submodule("0")(torch.ones(1, 4)),
+    "evaluation": lambda model: torch.no_grad()(step)(model.eval()),
+    "state_dict": lambda model: model.state_dict(),
+    "state_dict of a unit": lambda model: model.get_submodule("0").state_dict(),
+    "state_dict of a part": lambda model: model.get_submodule("0.first").state_dict(),
+    "unshard_params": lambda model: unshard_params(model).__enter__(),
+    "unshard": unshard,
+    "get_full_param": lambda model: get_full_param(model, "1.scale"),
+}
+
+
+def check_entry(world: World, entry: str) -> Outcome:
+    model = changed_model(world.rank == 1, "shape")
+    with collectives.record() as calls:
+        found = outcome(lambda: ENTRIES[entry](model))
+    ops = {call.op for call in calls}
+    assert ops == {"all_gather_digests", "all_gather_object"}
+    # Nothing is remembered of a comparison that failed.
+    assert outcome(lambda: ENTRIES[entry](model)) == found
+    return found
+
+
+@pytest.mark.req("X-10")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_models_are_compared_before_whatever_gathers_first(
+    ranks: RankCount, entry: str
+) -> None:
+    """A full state dict or a block of ``unshard_params`` may come before a forward."""
+    error, _ = agreed(ranks(2).run(check_entry, entry))
+
+    assert error is not None
+    assert CHANGES["shape"].told in error
+
+
+@on_ranks(2)
+def test_equal_models_are_compared_once(world: World) -> None:
+    """One exchange of 64 bytes per tree, whatever gathers first, and none later."""
+    for entry in ("forward", "state_dict", "unshard", "get_full_param"):
+        model = shard(build())
+        with collectives.record() as calls:
+            ENTRIES[entry](model)
+        assert [c.nbytes for c in calls if "digest" in c.op] == [64 * 2]
+        assert not [c for c in calls if "object" in c.op]
+
+        with collectives.record() as calls:
+            step(model)
+            model.state_dict()
+        assert not [c for c in calls if "digest" in c.op or "object" in c.op]
+
+
+@on_ranks(2)
+def test_a_tree_that_grows_is_compared_again(world: World) -> None:
+    """A state dict of a unit does not stand for the units above."""
+    model = build()
+    for layer in model:
+        fully_shard(layer)
+    model.state_dict()
+    if world.rank == 1:
+        model.register_parameter("bias", nn.Parameter(torch.ones(1)))
+    fully_shard(model)
+
+    found = outcome(lambda: step(model))
+
+    assert found.error is not None
+    assert "rank 0 without a parameter 'bias'" in found.error
+
+
+@on_ranks(2)
+def test_a_copy_is_compared_as_a_tree_of_its_own(world: World) -> None:
+    """And its weights are those of the original, also where these differ by now."""
+    model = shard(build(seed=world.rank))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    twin_of_zeros = copy.deepcopy(model)
+
+    assert len(outcome(lambda: step(twin)).warnings) == 1
+    assert outcome(lambda: step(model)) == Outcome(None, ())
+    assert outcome(lambda: step(twin_of_zeros)) == Outcome(None, ())
+
+
+# Groups
+
+
+def check_groups(world: World, kind: str) -> Outcome:
+    """Ranks 0 and 1 shard otherwise than ranks 2 and 3, or over other ranks."""
+    one_way = init_device_mesh("cpu", (4,))
+    two_way = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    rows, columns = two_way.get_group(1), two_way.get_group(0)
+    odd = world.rank == 3
+    if kind == "mesh":
+        model = shard(build(), device_mesh=two_way if odd else one_way)
+    else:
+        pair = (columns, rows) if odd else (rows, columns)
+        model = shard(build(), process_group=pair)
+    return outcome(lambda: step(model))
+
+
+@pytest.mark.req("X-09", "D-07")
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            "mesh",
+            "the option ranks per shard group of unit (root): 4 on ranks 0-2, 2 on "
+            "rank 3",
+        ),
+        ("swapped", "rank 0 shards over ranks 0-1"),
+    ],
+)
+def test_other_groups_are_told_on_every_rank(
+    ranks: RankCount, kind: str, told: str
+) -> None:
+    """Ranks with other groups compare over the default group, so nobody waits."""
+    error, _ = agreed(ranks(4).run(check_groups, kind))
+
+    assert error is not None
+    if kind == "swapped":
+        assert "Ranks disagree on who shares parameters" in error
+    else:
+        assert told in error
+
+
+@on_ranks(2)
+def test_a_rank_may_evaluate_alone_where_nothing_is_gathered(world: World) -> None:
+    """Replicas are compared in the first forward with gradients."""
+    model = changed_model(world.rank == 1, "shape", strategy=NO_SHARD)
+    if world.rank == 0:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+    world.barrier()
+
+    found = outcome(lambda: step(model))
+
+    assert CHANGES["shape"].told in str(found.error)
+
+
+def check_replica_alone(world: World) -> Outcome:
+    """One replica of two evaluates and saves, then both train."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = changed_model(world.rank == 3, "shape", device_mesh=mesh)
+    if world.rank < 2:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        model.state_dict()
+    world.barrier()
+    return outcome(lambda: step(model))
+
+
+@pytest.mark.req("X-09", "D-07")
+def test_a_replica_may_evaluate_and_save_alone(ranks: RankCount) -> None:
+    """It compares its own ranks; the first step compares all of them."""
+    error, _ = agreed(ranks(4).run(check_replica_alone))
+
+    assert "(8,) on ranks 0-2, (4, 2) on rank 3" in str(error)
+
+
+def check_part_of_the_world(world: World) -> Outcome:
+    """Two pairs hold different models; in a pair one rank has a change."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = changed_model(
+        world.rank == 3, "shape", process_group=pairs[world.rank // 2]
+    )
+    return outcome(lambda: step(model))
+
+
+@pytest.mark.req("X-09")
+def test_groups_of_some_ranks_are_compared_apart(ranks: RankCount) -> None:
+    """The other pair trains on."""
+    found = ranks(4).run(check_part_of_the_world)
+
+    assert found[:2] == [Outcome(None, ())] * 2
+    assert "(8,) on rank 2, (4, 2) on rank 3" in (agreed(found[2:]).error or "")
+
+
+def check_experts(world: World, is_bad: bool) -> Outcome:
+    """Layer 1 is sharded over pairs, and each pair has an expert of its own."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = build()
+    pair = world.rank % 2
+    torch.manual_seed(pair)
+    expert = nn.Linear(4, 4)
+    nn.init.normal_(expert.weight, std=1.0 + world.rank if is_bad else 1.0)
+    model[1].first = expert
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model[1], process_group=pairs[pair])
+    fully_shard(model)
+    with collectives.record() as calls:
+        found = outcome(lambda: step(model))
+    sizes = [call.world_size for call in calls if call.op == "all_gather_digests"]
+    assert sizes == [4, 2]
+    return found
+
+
+@pytest.mark.req("X-13", "D-07")
+def test_units_over_other_ranks_are_compared_with_these(ranks: RankCount) -> None:
+    """Experts differ between groups; inside a group a difference is told."""
+    assert agreed(ranks(4).run(check_experts, False)) == Outcome(None, ())
+
+    found = ranks(4).run(check_experts, True)
+    for pair in (0, 1):
+        (text,) = agreed(found[pair::2]).warnings
+        assert f"'1.first.weight' has other values on rank {pair} than" in text
+
+
+def test_a_single_rank_and_a_fake_group_compare_nothing() -> None:
+    """No collective, and no hash is computed."""
+    for world in (single_rank_group(), fake_world(8)):
+        with world, collectives.record() as calls:
+            model = shard(build())
+            model.state_dict()
+            step(model)
+        assert not [c for c in calls if "digest" in c.op or "object" in c.op]
+
+
+# Weights
+
+
+def check_weights(world: World, strategy: str, how: dict[str, Any]) -> Outcome:
+    """Each rank builds from its own seed."""
+    mesh = None
+    if strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = build(seed=world.rank)
+    shard(model, strategy=ShardingStrategy[strategy], device_mesh=mesh, **how)
+    return outcome(lambda: step(model))
+
+
+@pytest.mark.req("X-13")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+def test_different_weights_are_warned_of_once(ranks: RankCount, strategy: str) -> None:
+    """The first parameter, and which rank has its own values."""
+    (text,) = agreed(ranks(2).run(check_weights, strategy, {})).warnings
+
+    assert "'0.first.weight' has other values on rank 0 than on rank 1" in text
+    assert "parameters of 2 more units" in text
+    assert ("stay different for ever" in text) is (strategy != "FULL_SHARD")
+
+
+@pytest.mark.req("X-13")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_check_weights_refuses_syncs_or_is_silent_as_told(
+    ranks: RankCount, strategy: str
+) -> None:
+    """An error on all ranks; nothing after a broadcast, or if told so."""
+
+    def run(**how: Any) -> Outcome:
+        return agreed(ranks(2).run(check_weights, strategy, how))
+
+    error, warned = run(check_weights="error")
+    assert error is not None
+    assert "parameter '0.first.weight' has other values" in error
+    assert warned == ()
+    assert run(check_weights="off") == Outcome(None, ())
+    assert run(sync_module_states=True, check_weights="error") == Outcome(None, ())
+
+
+@on_ranks(2)
+def test_replicate_without_its_broadcast_is_warned_of(world: World) -> None:
+    """The default of ``replicate`` broadcasts, and compares nothing."""
+    for sync, count in ((True, 0), (False, 1)):
+        model = replicate(build(seed=world.rank), init_sync=sync)
+        assert len(outcome(partial(step, model)).warnings) == count
+
+
+@on_ranks(4)
+def test_one_rank_among_four_is_named(world: World) -> None:
+    """One bit of one parameter of one rank is found, in the unit that has it."""
+    model = build()
+    if world.rank == 2:
+        with torch.no_grad():
+            model.get_parameter("1.second.bias")[3] += 1e-7
+    shard(model)
+
+    (text,) = outcome(lambda: step(model)).warnings
+
+    assert (
+        "parameter '1.second.bias' has other values on ranks 0-1, 3 than on rank 2."
+        in text
+    )
+
+
+@on_ranks(2)
+def test_values_that_were_loaded_since_are_the_ones_that_count(world: World) -> None:
+    """A checkpoint on all ranks ends the difference; replicas are compared anew."""
+    for strategy in (ShardingStrategy.FULL_SHARD, NO_SHARD):
+        model = shard(build(seed=world.rank), strategy=strategy)
+        model.load_state_dict(build(seed=5).state_dict())
+        assert outcome(partial(step, model)) == Outcome(None, ())
+
+    model = shard(build(), strategy=NO_SHARD)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(world.rank)
+    (text,) = outcome(lambda: step(model)).warnings
+    assert "'0.scale' has other values on rank 0 than on rank 1" in text
+
+
+@on_ranks(2)
+def test_replicas_that_one_rank_alone_wrote_are_warned_of(world: World) -> None:
+    """Only the written parameter is named."""
+    model = shard(build(), strategy=NO_SHARD)
+    if world.rank == 1:
+        with torch.no_grad():
+            model.get_parameter("2.scale").zero_()
+
+    (text,) = outcome(lambda: step(model)).warnings
+
+    assert "parameter '2.scale' has other values on rank 0 than on rank 1." in text
+
+
+@on_ranks(2)
+def test_values_on_meta_are_left_out(world: World) -> None:
+    """A rank on meta takes values later; the other's are not held against it."""
+    with torch.device("meta" if world.rank else "cpu"):
+        model = build()
+    shard(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(build().state_dict())
+
+    assert outcome(lambda: step(model)) == Outcome(None, ())
+
+
+@on_ranks(2)
+def test_an_error_is_chosen_before_a_warning(world: World) -> None:
+    """Units have their own ``check_weights``."""
+    model = build(seed=world.rank)
+    for layer, how in zip(model, ("warn", "off", "error"), strict=True):
+        fully_shard(layer, check_weights=how)
+    fully_shard(model, check_weights="off")
+
+    error, warned = outcome(lambda: step(model))
+
+    assert "parameter '2.first.weight'" in str(error)
+    assert warned == ()
+
+
+def test_check_weights_is_checked_and_compared() -> None:
+    """A wrong value is refused, and ``if_sharded="skip"`` sees another value."""
+    with fake_world(2):
+        for apply in (fully_shard, replicate, FullyShardedDataParallel):
+            with pytest.raises(PlanError, match="'warn', 'error' or 'off', got 'no'"):
+                apply(build(), check_weights="no")
+        model = fully_shard(build(), check_weights="off")
+        assert fully_shard(model, check_weights="off", if_sharded="skip") is model
+        with pytest.raises(ValueError, match="has check_weights=off"):
+            fully_shard(model, if_sharded="skip")
+
+
+# Raw torch
+
+
+def torch_trains_on(world: World, name: str) -> bool:
+    """torch's FSDP2 raises nothing; return whether it computed what the model does."""
+    model = build(seed=world.rank if name == "weights" else 0)
+    plain = copy.deepcopy(model)
+    if world.rank == 1 and name != "weights":
+        CHANGES[name].edit(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for each in units(model):
+        torch_fully_shard(each, mesh=mesh)
+    return step(model) == pytest.approx(step(plain))
+
+
+@pytest.mark.req("X-09", "X-13")
+@pytest.mark.parametrize("name", ["order", "weights"])
+def test_torch_is_silent_and_wrong(ranks: RankCount, name: str) -> None:
+    """The same faults in torch's FSDP2: no error, and other numbers."""
+    assert not all(ranks(2).run(torch_trains_on, name))
