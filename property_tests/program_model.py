@@ -163,7 +163,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Once) -> Tensor:
-        ctx.run = run
+        ctx.run, ctx.random = run, torch.random.get_rng_state()
         ctx.save_for_backward(x)
         with torch.no_grad():
             return run(x)
@@ -171,7 +171,8 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng([]):
+            torch.random.set_rng_state(ctx.random)
             y = ctx.run(x)
         torch.autograd.backward(y, grads[0])
         return cast(Tensor, x.grad), None

@@ -24,7 +24,7 @@ from composable_fsdp.flat.flat_parameter import (
     move_own_gradients,
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
-from composable_fsdp.flat.param_ref import param_ref
+from composable_fsdp.flat.param_ref import ParamRef, param_ref
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.optim.names import Group
 
@@ -154,9 +154,10 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
 def require_own_state(optim: torch.optim.Optimizer) -> None:
     """Refuse state whose shapes do not fit the shards.
 
-    Collective: none. If a rank holds each parameter whole or not at all, and so cannot
-    see by shapes what other ranks refuse, ranks tell each other through the key-value
-    store and wait for each other, at most ``_PATIENCE`` seconds.
+    Collective: none. If a rank may not see by shapes what other ranks refuse, because
+    the rank holds each parameter whole or not at all, or because another rank's state
+    was loaded, ranks tell each other through the key-value store and wait for each
+    other, at most ``_PATIENCE`` seconds.
     Raises: CompositionError, on all ranks.
     """
     own: CompositionError | None = None
@@ -180,21 +181,40 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
 
 
 def _groups_to_ask(optim: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
-    """Return shard groups of which some rank holds no parameter in part."""
+    """Return shard groups in which state may fit the shards of some ranks only."""
     partly: dict[dist.ProcessGroup, set[int]] = {}
+    uneven: set[dist.ProcessGroup] = set()
     for parameter in (p for group in optim.param_groups for p in group["params"]):
         found = cut_leaf(parameter)
         if found is None:
             continue
         ref = param_ref(*found)
-        assert ref.handle.groups.shard is not None  # it is cut
-        ranks = partly.setdefault(ref.handle.groups.shard, set())
+        group = ref.handle.groups.shard
+        assert group is not None  # it is cut
+        ranks = partly.setdefault(group, set())
         holders = ref.region.layout.holders(ref.slot)
         if len(holders) > 1:
             ranks.update(holders)
+        if not _is_even(ref):
+            uneven.add(group)
+    # Not ``if optim.state``: a rank whose elements are all frozen has no state, and
+    # the other ranks would wait for that rank.
     return [
-        g for g, ranks in partly.items() if len(ranks) < g.size() and can_compare(g)
+        g
+        for g, ranks in partly.items()
+        if (g in uneven or len(ranks) < g.size()) and can_compare(g)
     ]
+
+
+def _is_even(ref: ParamRef) -> bool:
+    """Return whether all ranks hold equally many elements of the parameter."""
+    layout, slot = ref.region.layout, ref.slot
+    last = layout.world_size - 1
+    if len(layout.holders(slot)) <= last:
+        return False
+    # Of the holders, only the first and the last may hold less than a whole shard.
+    ends = [layout.interval(slot, rank) for rank in (0, 1, last)]
+    return len({stop - start for start, stop in ends}) == 1
 
 
 def _require_own_shapes(optim: torch.optim.Optimizer) -> None:

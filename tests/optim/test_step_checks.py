@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from composable_fsdp import (
@@ -244,3 +246,40 @@ def test_ranks_that_hold_parameters_whole_refuse_state_with_the_others(
     assert text.startswith("CompositionError: ")
     assert "Adagrad's state 'sum' of 'p" in text
     assert "It was made before fully_shard, or loaded from a plain model." in text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rows", [8, 7, 1])
+def test_state_that_a_constructor_made_is_right_or_refused_if_rank_0_wrote_it(
+    world: World, rows: int
+) -> None:
+    """No hook of torch shows Adagrad's state dict to the package before a step.
+
+    The state is plain until then: this rank's part, filled with one number. Every
+    rank may have rank 0's, where the parts have equal shapes.
+    """
+    torch.manual_seed(0)
+    plain = nn.Linear(8, rows, bias=False)
+    model = fully_shard(copy.deepcopy(plain))
+    make = partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5)
+    ours, reference = make(model.parameters()), make(plain.parameters())
+    raw = ours.state_dict()["state"]
+    assert type(raw[0]["sum"]) is torch.Tensor
+    assert raw[0]["sum"].shape == model.weight.shape
+
+    file = [ours.state_dict()]
+    dist.broadcast_object_list(file, src=0)
+    ours.load_state_dict(file[0])
+    inputs = [torch.rand(2, 8) for _ in range(world.world_size)]
+    averaged_gradients(plain, inputs, lambda each, x: each(x).square().sum())
+    reference.step()
+    model(inputs[world.rank]).square().sum().backward()
+
+    if rows == 8:
+        ours.step()
+        assert _same(dict(model.state_dict()), dict(plain.state_dict()))
+        assert _same(optim_state_dict(model, ours), by_name(plain, reference))
+    else:
+        text = message_of(ours.step)
+        assert text.startswith("CompositionError: ")
+        assert "Adagrad's state 'sum' of 'weight'" in text
