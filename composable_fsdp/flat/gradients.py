@@ -344,18 +344,7 @@ def arrived_flags(handle: FlatParamHandle) -> tuple[bytes, ...]:
 
     Includes gradients of earlier reductions whose sums wait in ``partial``.
     """
-    if handle.rule.fill:
-        # With ``set_reduce_scatter_unused_params`` every parameter counts as arrived,
-        # so that all ranks reduce the same parameters; except if it was frozen after
-        # the forward.
-        arrived = tuple(
-            bytes([leaf.requires_grad for leaf in region.leaves])
-            for region in handle.layout.trainable
-        )
-    else:
-        arrived = tuple(
-            [bytes(region.reduce.arrived) for region in handle.layout.trainable]
-        )
+    arrived = tuple(map(bytes, map(handle.rule.flags, handle.layout.trainable)))
     if handle.reduction.held is not None:
         arrived = tuple(
             bytes(map(or_, now, earlier))

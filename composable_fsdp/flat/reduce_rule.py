@@ -11,8 +11,9 @@ A sum over ranks is divided by ``factor``, by default the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ NO_DIVISION = Division(1.0, 1.0, False)
 class ReduceRule:
     """The reduction settings of a unit; written by ``access.settings``."""
 
-    __slots__ = ("all_reduce", "factor", "fill", "hook", "hook_state")
+    __slots__ = ("all_reduce", "factor", "fill", "flags", "hook", "hook_state")
 
     def __init__(self) -> None:
         self.factor: float | None = None
@@ -50,14 +51,28 @@ class ReduceRule:
         """Whether a reduction includes the all-reduce over the replicate group. If
         False, the sums of the reduce-scatter wait in ``ReduceBuffer.partial``.
         Default: True."""
-        self.fill = False
-        """Whether every trainable parameter takes part in every reduction, with zeros
-        if a rank has no gradient (``runtime.unused_params``). Default: False."""
+        self.fill_missing(fill=False)
         self.hook: Callable[..., object] | None = None
         """Communication hook of the user, which replaces the collectives. Default:
         None."""
         self.hook_state: Any = None
         """First argument of ``hook``."""
+
+    def fill_missing(self, *, fill: bool) -> None:
+        """Choose whether parameters without a gradient are reduced as zeros."""
+        self.fill = fill
+        """Whether every trainable parameter takes part in every reduction, with zeros
+        if a rank has no gradient (``runtime.unused_params``). Default: False."""
+        self.flags: Callable[[Any], Iterable[int]] = (
+            _requires_grad_flags if fill else attrgetter("reduce.arrived")
+        )
+        """Returns per parameter of a region: 1 if a reduction gives the parameter a
+        gradient."""
+
+
+def _requires_grad_flags(region: Any) -> list[bool]:
+    """Return 1 for each parameter that was not frozen after the forward."""
+    return [leaf.requires_grad for leaf in region.leaves]
 
 
 def split_factor(factor: float) -> tuple[float, float]:

@@ -44,6 +44,7 @@ from composable_fsdp.runtime.graph_task import (
     current_task,
     join_unannounced,
     reset_failed_graph_tasks,
+    will_run,
 )
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
@@ -60,16 +61,24 @@ from composable_fsdp.runtime.unshard import (
     wait_for_freed_memory,
     wait_unsharded,
 )
-from composable_fsdp.runtime.unused_params import (
-    finish_later_forwards,
-    send_skipped_uses,
-    will_run,
-)
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 _AccumulateGradFeeder: Any = torch._C._functions.DelayedError
 FSDP_HOOK_KEY = -1
 """Key of our hook in the hook dicts of a full parameter and of a module's forward."""
+
+
+class GradientOrder(ForwardRecord):
+    """The default: a unit reduces as soon as its gradients are complete."""
+
+    __slots__ = ()
+
+    reduce = staticmethod(reduce_gradients)
+    prefetch = staticmethod(prefetch_backward)
+
+    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
+        """Make ``form`` current, as ``select_form``."""
+        select_form(state, form, self)
 
 
 class UnitForward:
@@ -106,8 +115,9 @@ class UnitForward:
         self.held: object = None
         """The arguments, if they include containers; None from the end of the forward
         on."""
-        self.index = self.begin = self.since = -1
-        """``index``: position of this use in ``tape.order``; -1 in a recomputed
+        self.begin = tape.count
+        self.index = self.since = -1
+        """``index``: position of this use in ``tape.uses``; -1 in a recomputed
         forward. ``begin``: number of uses that were recorded before the forward began.
         ``since``: sequence number of the next autograd node at the start."""
         self.task = NO_TASK
@@ -149,27 +159,20 @@ class UnitForward:
         if through:
             reshard_after_backward(state, handle)
         progress.expected_calls -= 1
-        post = (
+        # ``reached`` and not ``self.index``: units inside this unit have run since, so
+        # the next unit is the one before the earliest use that backward has reached.
+        if (
             handle.layout.plan.options.backward_prefetch
             is BackwardPrefetch.BACKWARD_POST
-        )
-        if post:
-            # ``reached`` and not ``self.index``: units inside this unit have run since,
-            # so the next unit is the one before the earliest use that backward has
-            # reached.
-            listed = state.ahead_in_backward
-            if tape.reached > 0 and tape.schedule is None and not listed:
-                prefetch_backward(context, tape, tape.reached)
+            and tape.reached > 0
+            and not state.ahead_in_backward
+        ):
+            tape.prefetch(context, tape, tape.reached)
         # The reduce-scatter is issued after the prefetch: a backend runs collectives in
         # order. The next unit waits for the all-gather, whereas no compute waits for
         # this reduction until the next reduction is due.
-        if (
-            through
-            and handle.reduction.due
-            and state.settings.sync_gradients
-            and tape.schedule is None
-        ):
-            reduce_gradients(context, handle)
+        if through and handle.reduction.due and state.settings.sync_gradients:
+            tape.reduce(context, handle)
 
 
 def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) -> None:
@@ -193,15 +196,12 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     call.task = task
     # A single alias is not looked up: if the alias does not run, nothing counts down.
     # Of several aliases, count only the aliases that this graph task will run.
-    call.waiting = sum(map(will_run, aliases)) if len(aliases) > 1 else 1
-    state = call.state
+    call.waiting = sum(map(will_run, aliases)) if aliases else 1
+    state, tape = call.state, call.tape
     handle, context = state.handle, state.context
     assert context is not None
-    schedule = call.tape.schedule
-    if schedule is not None and call.tape not in context.filling:
-        _begin_schedule(context, call.tape)
     if handle.form is not call.form:
-        _select_form(state, call.form, scheduled=schedule is not None)
+        tape.restore_form(state, call.form)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     mode = handle.layout.plan.options.backward_prefetch
@@ -209,25 +209,15 @@ def pre_backward(call: UnitForward, aliases: tuple[Any, ...], _: object = None) 
     # call without an alias ends with the graph task.
     if call.aliased:
         handle.backward.expected_calls += 1
-    if schedule is not None and call.index >= 0:
-        send_skipped_uses(context, call.tape, call.index)
-    if call.tape not in handle.backward.tapes:
+    if tape not in handle.backward.tapes:
         # First call of this forward record in this graph task: add the open calls of
         # the whole record.
-        handle.backward.tapes = (*handle.backward.tapes, call.tape)
-        handle.backward.open_calls += call.tape.open_calls.get(handle, 0)
-    log = handle.logs.backward
-    # With a schedule, backward follows the order of the forward, which has been
-    # compared.
-    if log is not None and schedule is None:
-        if log.expected[log.position] is handle:
-            log.position += 1
-        else:
-            context.enter_backward_use(log, handle, call.tape.mode)
+        handle.backward.tapes = (*handle.backward.tapes, tape)
+        handle.backward.open_calls += tape.open_calls.get(handle, 0)
+    tape.reach(context, handle, call.index)
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
     wait_unsharded(handle)
-    tape = call.tape
     if tape.task != task:
         tape.task, tape.reached = task, call.index
     elif call.index < tape.reached:
@@ -259,7 +249,7 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     handle, context = state.handle, state.context
     assert context is not None
     if handle.form is not call.form:
-        _select_form(state, call.form, scheduled=call.tape.schedule is not None)
+        select_form(state, call.form, call.tape)
     if handle.backward.task != task:
         begin_unit_backward(context, state, task)
     # The last node of the second backward is not known, so no hook counts down; the end
@@ -271,26 +261,13 @@ def pre_next_backward(call: UnitForward, _: object = None) -> None:
     wait_unsharded(handle)
 
 
-def _begin_schedule(context: RuntimeContext, tape: ForwardRecord) -> None:
-    """Give each unit of the schedule the full form of the forward, on all ranks alike.
-
-    Raises: PhaseError, as ``take_earlier_form``. Collective: as
-        ``finish_later_forwards``.
-    """
-    assert tape.schedule is not None
-    finish_later_forwards(context)
-    for state, form in tape.schedule.forms.items():
-        if state.handle.form is not form:
-            _select_form(state, form, scheduled=True)
-
-
-def _select_form(state: _FSDPState, form: FullForm, *, scheduled: bool) -> None:
+def select_form(state: _FSDPState, form: FullForm, tape: ForwardRecord) -> None:
     """Make ``form``, whose full leaves a graph holds, the current form of the unit.
 
     Args:
         state: the unit.
         form: a full form of the unit, of this or an earlier layout.
-        scheduled: as in ``take_earlier_form``.
+        tape: the record of the forward that backward has reached.
 
     Raises: PhaseError, as ``take_earlier_form``.
     Collective: none, except as ``take_earlier_form``.
@@ -300,7 +277,7 @@ def _select_form(state: _FSDPState, form: FullForm, *, scheduled: bool) -> None:
     if form is state.handle.other_form:
         select_full_form(context, state, wide=form.full_precision)
     else:
-        take_earlier_form(state, form, scheduled=scheduled)
+        take_earlier_form(state, form, tape)
         install_grad_hooks(state)
 
 
@@ -451,9 +428,6 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
     context = state.context
     assert context is not None
     progress = handle.backward
-    # With a schedule (``unused_params``) the reduction of the unit has a fixed turn,
-    # which is at the same point on all ranks.
-    scheduled = progress.tapes and progress.tapes[0].schedule is not None
     # If every open call has an alias, the last ``input_done`` reshards and reduces.
     if progress.expected_calls and progress.expected_calls == progress.open_calls:
         return
@@ -461,7 +435,7 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
         # Reshard first: the reduce buffer can then take the memory of the full
         # parameters.
         reshard_after_backward(state, handle)
-    if state.settings.sync_gradients and not scheduled:
+    if state.settings.sync_gradients:
         for region in handle.layout.trainable:
             if progress.open_calls and 0 in region.reduce.arrived:
                 # Missing gradients may still arrive without a pre-backward, from a
@@ -469,7 +443,8 @@ def _on_all_gradients(state: _FSDPState, handle: FlatParamHandle) -> None:
                 # after the checkpoint and reduces once.
                 break
         else:
-            reduce_gradients(context, handle)
+            reduce = progress.tapes[0].reduce if progress.tapes else reduce_gradients
+            reduce(context, handle)
 
 
 def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:

@@ -20,12 +20,12 @@ from composable_fsdp.flat.external_changes import rebuild_for_form
 from composable_fsdp.flat.handle import FullForm
 from composable_fsdp.runtime.graph_task import reset_failed_graph_tasks
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
-from composable_fsdp.runtime.reduce import finish_reduction, reduce_gradients
+from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import release
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import ForwardRecord, _FSDPState
 
 
-def take_earlier_form(state: _FSDPState, form: FullForm, *, scheduled: bool) -> None:
+def take_earlier_form(state: _FSDPState, form: FullForm, tape: ForwardRecord) -> None:
     """Give the unit the regions of ``form``, and make ``form`` the current form.
 
     The full leaves need hooks afterwards (``install_grad_hooks``). The next forward
@@ -34,8 +34,7 @@ def take_earlier_form(state: _FSDPState, form: FullForm, *, scheduled: bool) -> 
     Args:
         state: the unit.
         form: the full form of the forward that backward has reached.
-        scheduled: whether the backward follows a schedule (``unused_params``), in which
-            reductions have fixed turns.
+        tape: the record of that forward, whose class decides when units reduce.
 
     Raises: PhaseError, if the parameters were replaced, cast or moved since, if
         gradients of the unit wait, or if this backward captures gradients.
@@ -47,8 +46,8 @@ def take_earlier_form(state: _FSDPState, form: FullForm, *, scheduled: bool) -> 
         reset_failed_graph_tasks(context)
     # The engine runs the nodes of the later forward first, so if the backward is of
     # both forwards, the unit has no further part in the backward of the later one.
-    if handle.reduction.due and state.settings.sync_gradients and not scheduled:
-        reduce_gradients(context, handle)
+    if handle.reduction.due and state.settings.sync_gradients:
+        tape.reduce(context, handle)
     finish_reduction(context)
     finish_d2h_grad_copies(context)
     busy = (

@@ -36,6 +36,7 @@ from composable_fsdp.flat.residency import NOT_GATHERED, UNSHARDED, version_of
 from composable_fsdp.phases import BACKWARD_PRE, FORWARD, IDLE, illegal_move
 from composable_fsdp.runtime.backward import (
     FSDP_HOOK_KEY,
+    GradientOrder,
     UnitForward,
     pre_backward,
     select_full_form,
@@ -78,7 +79,7 @@ from composable_fsdp.runtime.unshard import (
     wait_unsharded,
 )
 from composable_fsdp.tree.root import ensure_root
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 _LAZY_OUTPUTS = frozenset(
     (AsyncGeneratorType, CoroutineType, GeneratorType, map, filter)
@@ -187,9 +188,7 @@ def pre_forward(
             else replaced
         )
     # A recomputed forward has a graph and a record of its own.
-    call = UnitForward(state, ForwardRecord() if recomputing else context.tape)
-    if call.tape.schedule is not None:
-        call.begin = len(call.tape.order.uses)
+    call = UnitForward(state, GradientOrder() if recomputing else context.tape)
     if searches.scans or searches.kept_at:
         call.since = sequence_number()
     calls.append(call)
@@ -408,11 +407,14 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
         nodes = grad_fns_of(below_transforms(tensors), first_number(aliases))
     if not nodes:
         return False
-    if len(aliases) > 1:
+    if len(aliases) == 1:
+        counted: tuple[Any, ...] = ()
+    else:
         # A hook must not hold the node that the hook is registered on (an alias that is
         # also an output): the reference cycle would keep the graph alive.
-        aliases = tuple(a for a in aliases if all(a is not node for node in nodes))
-    hook = partial(pre_backward, call, aliases if len(aliases) > 1 else ())
+        others = [a for a in aliases if all(a is not node for node in nodes)]
+        counted = tuple(others) if len(others) > 1 else ()
+    hook = partial(pre_backward, call, counted)
     for node in nodes:
         node.register_prehook(hook)
     for tensor in tensors:
@@ -427,9 +429,7 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
                 each._backward_hooks.update({FSDP_HOOK_KEY: hook, **hooks})
     handle = state.handle
     if record:
-        call.index = call.tape.order.record(handle)
-        if call.tape.schedule is not None:
-            call.tape.schedule.record(state, call.begin)
+        call.index = call.tape.record(state, call.begin)
     # Without an alias no ``input_done`` counts this call down, as intended: the
     # gradient may flow to an attribute or a closure until the graph task ends.
     calls = call.tape.open_calls

@@ -6,8 +6,8 @@ the engine calls ``TaskEnd``, which finishes these units. If backward raises, th
 drops ``TaskEnd`` without a call; ``TaskEnd.__del__`` then records the graph task as
 dead.
 
-``torch._C._current_graph_task_id`` and the engine's ``queue_callback`` are private;
-used only here, checked on torch 2.13 and 2.11.
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and the
+engine's ``queue_callback`` are private; used only here, checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ from composable_fsdp.runtime.unshard import (
     free_oldest,
     reshard,
 )
-from composable_fsdp.runtime.unused_params import finish_unused_params, will_run
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the id of the graph task that runs on this thread; ``NO_TASK`` outside
 backward."""
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the graph task that is running will execute the node."""
 _engine = torch.autograd.Variable._execution_engine
 
 
@@ -259,12 +260,14 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     Raises: DesyncError, if another rank reduces more units.
     Collective: the reductions of units with gradients that no pre-backward announced,
         and of gradients that ``no_sync`` or a delayed all-reduce left; all-gathers and
-        reductions of ``finish_unused_params``.
+        reductions of ``unused_params.CommonOrder``.
     """
     # Gradients are enabled inside a backward only with ``create_graph``.
     keep = torch.is_grad_enabled()
     if context.filling and len(context.tasks) == 1:
-        finish_unused_params(context)
+        for tape in tuple(context.filling):
+            tape.finish(context)
+        context.filling.clear()
     for state in context.tasks.pop(task, ()):
         handle = state.handle
         if handle.backward.task != task:

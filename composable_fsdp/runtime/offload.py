@@ -26,7 +26,7 @@ from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import note_shown, own_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, HostCopy
-from composable_fsdp.runtime.user_hooks import call_post_hooks, show_flat_gradient
+from composable_fsdp.flat.user_hooks import call_post_hooks, show_flat_gradient
 from composable_fsdp.tree.state import RuntimeContext
 
 

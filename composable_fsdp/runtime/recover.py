@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from operator import attrgetter
 from types import FrameType
 
 import torch
@@ -35,6 +36,7 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     shards_are_unchanged,
 )
+from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
     adopt_external_changes,
@@ -64,6 +66,7 @@ from composable_fsdp.runtime.unshard import (
     reshard,
     shard_versions,
 )
+from composable_fsdp.runtime.unused_params import CommonOrder
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
 from composable_fsdp.tree.meeting import forwards_of
@@ -71,13 +74,13 @@ from composable_fsdp.tree.order_logs import assign_order_logs
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import (
-    BackwardSchedule,
-    ForwardRecord,
     RuntimeContext,
     _FSDPState,
     _RootFSDPState,
     root_of,
 )
+
+_fills = attrgetter("rule.fill")
 
 
 def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
@@ -105,15 +108,12 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     if context.frame is not None:
         require_not_elsewhere(context)
     context.frame = _module_call()
-    schedule: BackwardSchedule | None = None
     for log in context.forward_logs:
         log.drop()
     context.prefetched.clear()
     for handle in context.handles:
         # Free ``gradient.shard`` if ``zero_grad`` has cleared ``.grad``.
         free_cleared(handle)
-        if handle.rule.fill:
-            schedule = schedule or BackwardSchedule()
         if handle.residency is UNSHARDED:  # by hand
             with functional_params_aside(handle):
                 _keep_or_discard(context, handle)
@@ -140,7 +140,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     training = state.module.training
     # The order log keeps a separate order of uses for each mode.
     mode = (state.fqn, training, torch.is_grad_enabled())
-    context.tape = ForwardRecord(mode, schedule)
+    fills = any(map(_fills, context.handles))
+    context.tape = CommonOrder(mode) if fills else GradientOrder(mode)
     context.streams.begin_iteration()
     context.outermost = state
 

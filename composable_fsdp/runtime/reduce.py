@@ -38,16 +38,16 @@ from composable_fsdp.flat.gradients import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import TrainableRegion
-from composable_fsdp.runtime.comm_hooks import call_comm_hook
-from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
-from composable_fsdp.runtime.unshard import unshard
-from composable_fsdp.runtime.user_hooks import (
+from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
     hooked_leaves,
     show_flat_gradient,
     tensor_hooks_of,
 )
+from composable_fsdp.runtime.comm_hooks import call_comm_hook
+from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
+from composable_fsdp.runtime.unshard import unshard
 from composable_fsdp.tree.state import Reduction, RuntimeContext
 
 

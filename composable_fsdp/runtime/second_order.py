@@ -25,8 +25,12 @@ from torch.autograd.function import once_differentiable
 from composable_fsdp.comm import collectives
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import TrainableRegion
-from composable_fsdp.runtime.backward import UnitForward, pre_next_backward
-from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
+from composable_fsdp.runtime.backward import (
+    GradientOrder,
+    UnitForward,
+    pre_next_backward,
+)
+from composable_fsdp.tree.state import RuntimeContext, _FSDPState
 
 Captured = Mapping[int, Tensor]
 """Gradients of full parameters with their graph, by index in the unit."""
@@ -70,7 +74,7 @@ def reduced(handle: FlatParamHandle, captured: Captured) -> dict[int, Tensor]:
         all-reduce over the replicate group; in a backward through the result, an
         all-gather over the shard group.
     """
-    call = UnitForward(_state(handle), ForwardRecord())
+    call = UnitForward(_state(handle), GradientOrder())
     hook = partial(pre_next_backward, call)
     found: dict[int, Tensor] = {}
     first = 0

@@ -318,15 +318,15 @@ def prefetch_backward(
     Args:
         context: the context of the tree.
         tape: the record of the forward.
-        reached: index in ``tape.order`` of the earliest use that backward has reached.
+        reached: index in ``tape.uses`` of the earliest use that backward has reached.
             The nearest earlier use of another unit is prefetched.
 
     Collective: the all-gather of that unit; none if no unit is earlier, or that unit is
         unsharded already.
     """
-    handle: FlatParamHandle | None = tape.order.before(reached)
-    if handle is not None and handle.residency in NOT_GATHERED:
-        unshard(context, handle)
+    state = tape.before(reached)
+    if state is not None and state.handle.residency in NOT_GATHERED:
+        unshard(context, state.handle)
 
 
 def prefetch_forward(context: RuntimeContext, state: _FSDPState) -> None:

@@ -13,22 +13,18 @@ that the other ranks issue there::
 
 A unit is reduced when backward reaches a use before the first forward of that unit
 began.
-
-``torch._C._will_engine_execute_node`` is private; used only here, checked on torch 2.13
-and 2.11.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
+from collections.abc import Hashable
 
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.flat.gradients import has_arrived
-from composable_fsdp.flat.handle import NO_TASK
+from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, FullForm
 from composable_fsdp.flat.residency import NOT_GATHERED, SHARDED
+from composable_fsdp.runtime.backward import select_form
+from composable_fsdp.runtime.graph_task import will_run
 from composable_fsdp.runtime.reduce import reduce_gradients, unshard_in_backward
 from composable_fsdp.runtime.requested_grads import parameters_not_requested
 from composable_fsdp.runtime.unshard import (
@@ -38,93 +34,137 @@ from composable_fsdp.runtime.unshard import (
     reshard,
     wait_unsharded,
 )
-from composable_fsdp.tree.state import (
-    BackwardSchedule,
-    ForwardRecord,
-    RuntimeContext,
-    _FSDPState,
-)
-
-will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Return whether the graph task that is running will execute the node."""
+from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
 
-def send_skipped_uses(context: RuntimeContext, tape: ForwardRecord, index: int) -> None:
-    """Issue the collectives of all uses after use ``index`` that were not issued yet.
+class CommonOrder(ForwardRecord):
+    """A record whose backward goes through all uses, in an order that ranks share."""
 
-    Args:
-        context: the context of the tree.
-        tape: the record of the forward, with a schedule.
-        index: the use that backward has reached; -1 at the end of backward.
+    __slots__ = ("accumulates", "begins", "forms", "next", "waiting")
 
-    Raises: DesyncError, if another rank is at another use.
-    Collective: for every skipped use the all-gather of the unit, if the unit is
-        sharded, and any prefetch that the use triggers; for every unit with no uses
-        left, the reduction.
-    """
-    schedule = tape.schedule
-    assert schedule is not None
-    if tape not in context.filling:
-        finish_later_forwards(context)
-        context.filling.append(tape)
-        schedule.next = len(schedule.uses)
-        schedule.waiting = dict(schedule.begins)
+    def __init__(self, mode: Hashable = ()) -> None:
+        super().__init__(mode)
+        self.begins: dict[_FSDPState, int] = {}
+        """Per unit: the number of uses that were recorded when the unit's first forward
+        began."""
+        self.forms: dict[_FSDPState, FullForm] = {}
+        """The full form of each unit in the forward."""
+        # Progress of backward; set when backward reaches the forward of this record.
+        self.next = 0
+        """Index of the use that backward has reached last; uses are walked from the
+        end."""
+        self.accumulates = False
+        """Whether this backward accumulates gradients of parameters; not so for
+        ``autograd.grad`` of inputs."""
+        self.waiting: dict[_FSDPState, int] = {}
+        """The entries of ``begins`` whose unit is not reduced yet."""
+
+    def record(self, unit: _FSDPState, begin: int = 0) -> int:
+        """Append a use whose forward began after ``begin`` uses; return its index."""
+        # A unit that runs several times is reduced only before its earliest forward.
+        self.begins[unit] = min(begin, self.begins.get(unit, begin))
+        self.forms[unit] = unit.handle.form
+        return super().record(unit, begin)
+
+    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
+        """Make the forms of this forward current in all units, on all ranks alike.
+
+        Raises: PhaseError, as ``take_earlier_form``.
+        Collective: as ``finish_later_forwards``.
+        """
+        assert state.context is not None
+        self._start(state.context)
+        if state.handle.form is not form:
+            select_form(state, form, self)
+
+    def _start(self, context: RuntimeContext) -> None:
+        """Finish later forwards and restore all forms, if this backward is new."""
+        if self not in context.filling:
+            finish_later_forwards(context)
+            for state, form in self.forms.items():
+                if state.handle.form is not form:
+                    select_form(state, form, self)
+
+    def reach(
+        self, context: RuntimeContext, handle: FlatParamHandle, index: int
+    ) -> None:
+        """Issue the collectives of all uses after ``index`` that were not issued yet.
+
+        Args:
+            context: the context of the tree.
+            handle: the unit of the use; not read.
+            index: the use that backward has reached.
+
+        Raises: DesyncError, if another rank is at another use.
+        Collective: for every skipped use the all-gather of the unit, if the unit is
+            sharded, and any prefetch that the use triggers; for every unit with no uses
+            left, the reduction.
+        """
+        self._issue_until(context, index)
+
+    def finish(self, context: RuntimeContext) -> None:
+        """Issue the collectives of all uses that backward has not reached.
+
+        Collective, Raises: as ``reach``.
+        """
+        self._issue_until(context, -1)
+
+    def _issue_until(self, context: RuntimeContext, index: int) -> None:
+        """Issue the collectives of the uses after ``index``, last to first."""
+        if self not in context.filling:
+            self._start(context)
+            context.filling.append(self)
+            self._begin(context)
+        while self.next > index:
+            self.next -= 1
+            at = self.next
+            # The engine runs younger nodes first, so when backward reaches a use before
+            # the first forward of a unit began, the gradients of that unit are complete
+            # or will never come.
+            for state in [s for s, begin in self.waiting.items() if begin > at]:
+                del self.waiting[state]
+                _reduce_in_turn(context, state, accumulates=self.accumulates)
+            super().reach(context, self.uses[at].handle, at)
+            if at > index:
+                _gather_in_turn(context, self, at)
+
+    def _begin(self, context: RuntimeContext) -> None:
+        """Begin a backward of this forward."""
+        self.next = self.count
+        self.waiting = dict(self.begins)
         # A backward of ``autograd.grad`` with respect to other tensors reduces nothing:
         # zeros would become gradients that the user did not ask for. All ranks must
         # therefore run the same kind of backward.
-        schedule.accumulates = not parameters_not_requested() or any(
+        self.accumulates = not parameters_not_requested() or any(
             will_run(node)
             for each in context.handles
             for node in each.form.accumulators
         )
-    while schedule.next > index:
-        schedule.next -= 1
-        at = schedule.next
-        # The engine runs younger nodes first, so when backward reaches a use before the
-        # first forward of a unit began, the gradients of that unit are complete or will
-        # never come.
-        for state in [s for s, begin in schedule.waiting.items() if begin > at]:
-            del schedule.waiting[state]
-            _reduce_in_turn(context, schedule, state)
-        handle = schedule.uses[at].handle
-        log = handle.logs.backward
-        if log is not None:
-            if log.expected[log.position] is handle:
-                log.position += 1
-            else:
-                context.enter_backward_use(log, handle, tape.mode)
-        if at > index:
-            _gather_in_turn(context, tape, at)
+
+    def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
+        """Do nothing: ``reach`` reduces the unit in its turn, equal on all ranks."""
+
+    def prefetch(
+        self, context: RuntimeContext, tape: ForwardRecord, reached: int
+    ) -> None:
+        """Do nothing: the end of a unit's backward is at another time on each rank."""
 
 
 def finish_later_forwards(context: RuntimeContext) -> None:
     """Finish the backward of the forwards so far: backward has reached an earlier one.
 
     Which units of these forwards are still full differs between ranks, so reshard all
-    of them, or keep all that are configured so. Collective: as ``send_skipped_uses``.
+    of them, or keep all that are configured so. Collective: as ``CommonOrder.reach``.
     """
     for tape in tuple(context.filling):
-        assert tape.schedule is not None
-        send_skipped_uses(context, tape, -1)
-        for state in tape.schedule.begins:
+        tape.finish(context)
+        for state in dict.fromkeys(tape.uses):
             _free_unused(context, state)
 
 
-def finish_unused_params(context: RuntimeContext) -> None:
-    """Finish the backward of each forward that runs with a schedule.
-
-    Collective: as ``send_skipped_uses``.
-    """
-    tapes = list(context.filling)
-    for tape in tapes:
-        send_skipped_uses(context, tape, -1)
-    context.filling.clear()
-
-
-def _gather_in_turn(context: RuntimeContext, tape: ForwardRecord, at: int) -> None:
+def _gather_in_turn(context: RuntimeContext, tape: CommonOrder, at: int) -> None:
     """Unshard the unit of skipped use ``at``, and prefetch as in a normal backward."""
-    assert tape.schedule is not None
-    state = tape.schedule.uses[at]
+    state = tape.uses[at]
     handle = state.handle
     if handle.residency in NOT_GATHERED:
         unshard_in_backward(context, handle)
@@ -138,11 +178,11 @@ def _gather_in_turn(context: RuntimeContext, tape: ForwardRecord, at: int) -> No
 
 
 def _reduce_in_turn(
-    context: RuntimeContext, schedule: BackwardSchedule, state: _FSDPState
+    context: RuntimeContext, state: _FSDPState, *, accumulates: bool
 ) -> None:
     """Reduce the unit in turn, with zeros for parameters without a gradient."""
     handle = state.handle
-    expected = handle.rule.fill and handle.layout.trainable and schedule.accumulates
+    expected = handle.rule.fill and handle.layout.trainable and accumulates
     if state.settings.sync_gradients and (expected or has_arrived(handle)):
         reduce_gradients(context, handle)
     if handle.backward.task == NO_TASK:

@@ -29,7 +29,7 @@ from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.tree.initial_weights import InitialWeights
 from composable_fsdp.tree.unit_settings import ForwardSearches, UnitSettings
 
-H = TypeVar("H")
+U = TypeVar("U")
 Reduced = tuple[FlatParamHandle, int, tuple[bytes, ...]]
 """A reduction in a log: the unit, the ``structure`` of the unit's layout, and, per
 trainable region, which parameters had a gradient."""
@@ -37,41 +37,7 @@ trainable region, which parameters had a gradient."""
 _ROOT_ONLY = ("_all_fsdp_states", "_all_handles")
 
 
-class BackwardSchedule:
-    """The order of backward that all ranks share, if units reduce unused parameters.
-
-    Recorded in the forward; read by ``runtime.unused_params``.
-    """
-
-    __slots__ = ("accumulates", "begins", "forms", "next", "uses", "waiting")
-
-    def __init__(self) -> None:
-        self.uses: list[_FSDPState] = []
-        """The unit of each use, in the order in which forwards ended."""
-        self.begins: dict[_FSDPState, int] = {}
-        """Per unit: the number of uses that were recorded when the unit's first forward
-        began."""
-        self.forms: dict[_FSDPState, FullForm] = {}
-        """The full form of each unit in the forward."""
-        # Progress of backward; set when backward reaches the forward of this schedule.
-        self.next = 0
-        """Index of the use that backward has reached last; uses are walked from the
-        end."""
-        self.accumulates = False
-        """Whether this backward accumulates gradients of parameters; not so for
-        ``autograd.grad`` of inputs."""
-        self.waiting: dict[_FSDPState, int] = {}
-        """The entries of ``begins`` whose unit is not reduced yet."""
-
-    def record(self, state: _FSDPState, begin: int) -> None:
-        """Append a use whose forward began after ``begin`` other uses had ended."""
-        self.uses.append(state)
-        # A unit that runs several times is reduced only before its earliest forward.
-        self.begins[state] = min(begin, self.begins.get(state, begin))
-        self.forms[state] = state.handle.form
-
-
-class ExecutionOrder(Generic[H]):
+class ExecutionOrder(Generic[U]):
     """Uses of units in a forward of the root, first to last.
 
     >>> order = ExecutionOrder[str]()
@@ -81,18 +47,23 @@ class ExecutionOrder(Generic[H]):
     'embed'
     """
 
-    __slots__ = ("uses",)
+    __slots__ = ("count", "uses")
 
     def __init__(self) -> None:
         # Backward refers to a use by the index in this list.
-        self.uses: list[H] = []
+        self.uses: list[U] = []
+        """The unit of each use, in the order in which forwards ended."""
+        self.count = 0
+        """The length of ``uses``, which saves a call of ``len`` per forward."""
 
-    def record(self, unit: H) -> int:
-        """Append a use and return its index."""
+    def record(self, unit: U, begin: int = 0) -> int:
+        """Append a use whose forward began after ``begin`` uses; return its index."""
+        index = self.count
         self.uses.append(unit)
-        return len(self.uses) - 1
+        self.count = index + 1
+        return index
 
-    def before(self, index: int) -> H | None:
+    def before(self, index: int) -> U | None:
         """Return the nearest earlier use of another unit; ``None`` if there is none."""
         # Consecutive uses of the same unit are skipped: a prefetch of the current unit
         # would have no effect.
@@ -103,29 +74,59 @@ class ExecutionOrder(Generic[H]):
         return None
 
 
-class ForwardRecord:
-    """The record of a forward through the root, read by the backward of the forward."""
+class ForwardRecord(ExecutionOrder["_FSDPState"]):
+    """The uses of a forward that will see a backward, and how backward goes through.
+
+    The class of the record decides when a unit reduces and what is prefetched:
+    ``runtime.backward.GradientOrder``, the default, or
+    ``runtime.unused_params.CommonOrder``. The class is chosen when the forward begins.
+    """
 
     # Only hooks in the autograd graph keep a record alive (and ``RuntimeContext.tape``,
     # for the latest record), so a forward without a backward leaves nothing behind.
-    __slots__ = ("mode", "open_calls", "order", "reached", "schedule", "task")
+    __slots__ = ("mode", "open_calls", "reached", "task")
 
-    def __init__(
-        self, mode: Hashable = (), schedule: BackwardSchedule | None = None
-    ) -> None:
+    def __init__(self, mode: Hashable = ()) -> None:
+        super().__init__()
         self.mode = mode
         """Mode of the forward: FQN of the outermost unit, training or evaluation,
         gradients enabled or not."""
         # ``task``: the last graph task that reached this forward. ``reached``: index of
         # the earliest use that the graph task has reached, for prefetching.
         self.task = self.reached = -1
-        self.order: ExecutionOrder[FlatParamHandle] = ExecutionOrder()
-        """Uses of the units that will see a backward."""
-        self.schedule = schedule
-        """The common order of backward, if any unit reduces unused parameters; else
-        None."""
         self.open_calls: dict[FlatParamHandle, int] = {}
         """Per unit: number of forwards whose inputs have not got their gradient yet."""
+
+    def restore_form(self, state: _FSDPState, form: FullForm) -> None:
+        """Make ``form``, the unit's full form in this forward, current for backward."""
+        raise NotImplementedError
+
+    def reach(
+        self, context: RuntimeContext, handle: FlatParamHandle, index: int
+    ) -> None:
+        """Compare with the order log that backward has reached use ``index``.
+
+        Collective: none. Raises: DesyncError, as ``OrderLog.depart``.
+        """
+        log = handle.logs.backward
+        if log is not None:
+            if log.expected[log.position] is handle:
+                log.position += 1
+            else:
+                context.enter_backward_use(log, handle, self.mode)
+
+    def finish(self, context: RuntimeContext) -> None:
+        """Issue the collectives that the end of backward owes other ranks: none."""
+
+    def reduce(self, context: RuntimeContext, handle: FlatParamHandle) -> None:
+        """Reduce a unit whose gradients of this backward are complete."""
+        raise NotImplementedError
+
+    def prefetch(
+        self, context: RuntimeContext, tape: ForwardRecord, reached: int
+    ) -> None:
+        """Prefetch the unit before use ``reached`` once the backward of a unit ends."""
+        raise NotImplementedError
 
 
 class RuntimeContext:
@@ -204,7 +205,7 @@ class RuntimeContext:
         # The end of backward, or the backward of an earlier forward, sends the
         # reductions of these forwards that no gradient has triggered.
         self.filling: list[ForwardRecord] = []
-        """Forwards with a ``BackwardSchedule`` whose backward is running."""
+        """Forwards with ``unused_params.CommonOrder`` whose backward is running."""
         # CUDA only. The gather stream frees the units in this order, each after its
         # last reader.
         self.retiring: deque[FlatParamHandle] = deque()

@@ -142,7 +142,7 @@ def order_of(model: nn.Module) -> list[str]:
     """Names of the units in the order of the last forward."""
     context = _get_fsdp_states(model)[0].context
     assert context is not None
-    return [handle.full_fqn for handle in context.tape.order.uses]
+    return [state.fqn for state in context.tape.uses]
 
 
 @pytest.mark.req("S2-05", "B-12")
