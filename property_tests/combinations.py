@@ -98,7 +98,7 @@ def check_idle(state: _FSDPState) -> None:
     assert not context.tasks
     assert not context.filling
     assert not context.prefetched
-    assert not any(unit.remaining for unit in context.lists)
+    assert not any(unit.remaining for unit in context.marked.lists)
     # A unit awaits its backward also when the loss did not use what it computed.
     assert handle.phase in (Phase.IDLE, Phase.BACKWARD_PRE), handle
     assert not handle.is_full, state.name

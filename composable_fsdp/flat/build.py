@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +18,11 @@ from composable_fsdp.flat.handle import (
     FlatParamHandle,
     FullForm,
     LeafMemory,
+    PartGuards,
+    ShardWrites,
     UnitLayout,
     remember_leaves,
+    written,
 )
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
@@ -30,7 +31,11 @@ from composable_fsdp.flat.region import (
     TrainableRegion,
     no_owner,
 )
-from composable_fsdp.flat.residency import unreadable_versions
+from composable_fsdp.flat.residency import (
+    count_flat_writes,
+    make_readable,
+    unreadable_versions,
+)
 from composable_fsdp.planning.assign import Place
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
@@ -44,7 +49,7 @@ def build_handle(
     device: torch.device,
     sharded: bool = False,
     rule: ReduceRule | None = None,
-    guarded: tuple[OrderedDict[int, Any], ...] | None = None,
+    guarded: PartGuards | None = None,
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves; the unit is sharded afterwards.
 
@@ -82,6 +87,7 @@ def build_handle(
         groups=groups,
         rule=rule or ReduceRule(),
         guards=guarded,
+        writes=ShardWrites(written(made), make_readable),
     )
     set_divisions(handle)
     remember_leaves(handle)
@@ -137,6 +143,7 @@ def replace_layout(
         earlier=earlier,
     )
     handle.begin_layout(made, make_form(made), leaf_memory(made))
+    count_flat_writes(handle)
     set_divisions(handle)
     remember_leaves(handle)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
-from composable_fsdp.flat.gradients import new_shard, shard_views
+from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -79,6 +79,7 @@ def build_region(
             device=device,
             offload=offload,
             gradient_dtype=dtypes.gradient,
+            show=show_on_leaves,
         )
         if isinstance(region, TrainableRegion):
             region.reduce = _reduce_buffer(layout, dtypes.reduce, device)

@@ -32,6 +32,8 @@ from composable_fsdp.flat.gradients import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.flat.residency import count_flat_writes
+from composable_fsdp.flat.user_hooks import show_on_flat
 from composable_fsdp.planning.layout import RegionLayout
 
 grad_of = attrgetter("grad")
@@ -114,10 +116,9 @@ def rebind_flat_parameter(
         flat.grad_dtype = region.gradient.dtype
     if gradient is not None and not gradient.is_meta:
         flat.grad = gradient.to(region.shard.device, region.gradient.dtype)
-    region.flat = flat
-    handle.writes.flat_parameters = tuple(
-        [r.flat for r in handle.layout.regions if r.flat is not None]
-    )
+    region.flat, region.show = flat, show_on_flat
+    region.graded = (flat, *region.leaves)
+    count_flat_writes(handle)
     known = FlatParamRecord(handle, _forget)
     known.key, known.parameter, known.region = id(flat), flat, region
     known.layout, known.rank = region.layout, region.rank

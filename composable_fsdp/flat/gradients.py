@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from operator import or_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.handle import FlatParamHandle
@@ -148,10 +148,8 @@ def free_cleared(handle: FlatParamHandle) -> None:
 
 def _is_shown(region: FlatParameter) -> bool:
     """Return whether any ``.grad`` exists that may be a part of the flat gradient."""
-    if region.flat is not None and region.flat.grad is not None:
-        return True
-    for leaf in region.leaves:  # noqa: SIM110  # a generator would take longer
-        if leaf.grad is not None:
+    for each in region.graded:  # noqa: SIM110  # a generator would take longer
+        if each.grad is not None:
             return True
     return False
 
@@ -289,6 +287,46 @@ def own_gradients(region: FlatParameter) -> None:
     note_shown(region, bytes([each is not None for each in gradients]))
     if stale:
         torch._foreach_zero_(stale)
+
+
+def show_on_leaves(
+    region: FlatParameter, sums: Tensor | None, arrived: bytes
+) -> list[nn.Parameter]:
+    """Add reduced gradients to ``.grad`` of the leaves.
+
+    Args:
+        region: a trainable region with a flat gradient.
+        sums: the reduced gradients ``(shard_numel,)``; None if the flat gradient holds
+            them.
+        arrived: per parameter, 1 if the parameter gets a gradient.
+
+    Returns: the leaves that got a gradient and have a post-accumulate-grad hook.
+    Collective: none.
+    """
+    # A single addition for the whole region, if that is correct for every parameter.
+    if sums is not None and not add_to_all(region, sums, arrived):
+        add_to_each(region, sums, arrived)
+        return [
+            leaf
+            for leaf, hit in zip(region.leaves, arrived, strict=True)
+            if hit and leaf._post_accumulate_grad_hooks
+        ]
+    if region.gradient.shown != arrived:
+        note_shown(region, arrived)
+    hooked: list[nn.Parameter] = []
+    for leaf, view, hit in zip(
+        region.leaves, region.gradient.views, arrived, strict=True
+    ):
+        if hit:
+            meanwhile = leaf.grad
+            if meanwhile is not None and meanwhile is not view is not None:
+                # The loss also used the sharded parameter directly (a penalty on
+                # weights), and autograd has accumulated that gradient in ``.grad``.
+                view.add_(meanwhile)
+            leaf.grad = view
+            if leaf._post_accumulate_grad_hooks:
+                hooked.append(leaf)
+    return hooked
 
 
 def note_shown(region: FlatParameter, parts: bytes) -> None:

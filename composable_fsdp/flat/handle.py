@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -194,6 +194,9 @@ class ShardWrites:
 
     at_build: int
     """Sum of the version counters of the sharded leaves at build; -1 if on meta."""
+    make_readable: Callable[[FlatParamHandle], None]
+    """Allows autograd to read the full leaves: ``flat.residency.make_readable``, or its
+    counterpart for a unit with ``flat_parameters``."""
     gathered_at: tuple[int, ...] | None = None
     """``flat.residency.shard_versions`` when the last all-gather read the shards. If
     the versions differ later, the shards were written to (for example by an optimizer
@@ -227,6 +230,17 @@ class RunningForwards:
 
 
 @dataclass(slots=True)
+class PartGuards:
+    """The parts of a unit, whose calls are refused while the unit is sharded."""
+
+    tables: tuple[OrderedDict[int, Any], ...]
+    """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
+    refusal."""
+    open: bool = True
+    """Whether calls of the parts are allowed, as inside the unit's forward."""
+
+
+@dataclass(slots=True)
 class ReductionProgress:
     """Which gradients of a unit wait for a reduction."""
 
@@ -256,7 +270,6 @@ class FlatParamHandle:
         "logs",
         "memory",
         "other_form",
-        "parts_open",
         "phase",
         "ready",
         "reduction",
@@ -274,7 +287,8 @@ class FlatParamHandle:
         *,
         groups: Groups,
         rule: ReduceRule,
-        guards: tuple[OrderedDict[int, Any], ...],
+        guards: PartGuards,
+        writes: ShardWrites,
     ) -> None:
         self.groups = groups
         """The process groups over which the unit is sharded and replicated."""
@@ -286,13 +300,8 @@ class FlatParamHandle:
         self.logs = NO_LOGS
         """The order logs; assigned by lazy initialization."""
         self.guards = guards
-        """Tables of forward pre-hooks, one per part, to which ``part_guards`` adds the
-        refusal while the unit is sharded."""
-        self.parts_open = True
-        """Whether calls of the unit's parts are allowed, as inside the unit's
-        forward."""
         self.running = RunningForwards()
-        self.writes = ShardWrites(written(layout))
+        self.writes = writes
         self.begin_layout(layout, form, memory)
 
     def begin_layout(
@@ -329,7 +338,7 @@ class FlatParamHandle:
         versions of then."""
         self.reduction = ReductionProgress()
         self.events = make_events(layout.device)
-        self.writes.steps, self.writes.flat_parameters = 0, ()
+        self.writes.steps = 0
 
     @property
     def is_full(self) -> bool:

@@ -12,7 +12,7 @@ While the unit is sharded, each part has a forward pre-hook that refuses the cal
 inside the unit's forward, no part has the pre-hook. So a step pays for a table entry
 per part and for no call::
 
-    use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards
+    use_sharded    hooks[REFUSE] = refuse_part      for hooks in handle.guards.tables
     pre_forward    del hooks[REFUSE]
 
 For the same reason torch sees no hook on a part inside the unit's forward: a hook would
@@ -30,7 +30,7 @@ from torch import nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
@@ -41,8 +41,8 @@ REFUSE = -2
 
 def find_guards(
     groups: Groups, owners: Sequence[nn.Module], modules: Sequence[nn.Module]
-) -> tuple[OrderedDict[int, Any], ...]:
-    """Return the tables of pre-hooks of a unit's parts.
+) -> PartGuards:
+    """Find the tables of pre-hooks of a unit's parts.
 
     Args:
         groups: the process groups of the unit. If the unit has a single rank, the shard
@@ -51,10 +51,10 @@ def find_guards(
         owners: the modules that hold the unit's parameters.
         modules: the modules with the unit's hooks, which are no parts.
 
-    Returns: the tables. Collective: none.
+    Returns: the tables, without refusals. Collective: none.
     """
     if groups.world_size == 1:
-        return ()
+        return PartGuards(())
     # A module that owns parameters and has a forward is a part.
     parts = {id(owner): owner for owner in owners}
     without = {key for key, owner in parts.items() if not has_forward(owner)}
@@ -67,7 +67,7 @@ def find_guards(
         parts.pop(id(module), None)
     # Torch annotates the tables as dicts, and creates each as an OrderedDict.
     tables = (part._forward_pre_hooks for part in parts.values())
-    return tuple([cast("OrderedDict[int, Any]", table) for table in tables])
+    return PartGuards(tuple([cast("OrderedDict[int, Any]", each) for each in tables]))
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -105,12 +105,12 @@ def _readers(root: nn.Module, without: set[int]) -> dict[int, nn.Module]:
 
 def refuse_part_calls(handle: FlatParamHandle) -> None:
     """Install the refusal on the unit's parts; for the sharded state."""
-    for hooks in handle.guards:
+    for hooks in handle.guards.tables:
         # Before pre-hooks of the user, which may compute with parameters
         # (``torch.nn.utils.weight_norm`` does).
         hooks[REFUSE] = refuse_part
         hooks.move_to_end(REFUSE, last=False)
-    handle.parts_open = False
+    handle.guards.open = False
 
 
 def allow_part_calls(handle: FlatParamHandle) -> None:
@@ -120,11 +120,11 @@ def allow_part_calls(handle: FlatParamHandle) -> None:
     """
     # Backward does not call this function: most backwards call no part, and the
     # pre-hook lets a part pass that shows full leaves.
-    for hooks in handle.guards:
+    for hooks in handle.guards.tables:
         # A user may have cleared the hooks of the module.
         if REFUSE in hooks:
             del hooks[REFUSE]
-    handle.parts_open = True
+    handle.guards.open = True
 
 
 def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:

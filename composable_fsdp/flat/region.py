@@ -142,6 +142,7 @@ class FlatParameter:
         "device",
         "flat",
         "full",
+        "graded",
         "gradient",
         "host_copy",
         "layout",
@@ -149,6 +150,7 @@ class FlatParameter:
         "offload",
         "rank",
         "shard",
+        "show",
     )
 
     def __init__(
@@ -163,6 +165,7 @@ class FlatParameter:
         device: torch.device,
         offload: bool,
         gradient_dtype: torch.dtype,
+        show: Callable[[Any, Tensor | None, bytes], list[nn.Parameter]],
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -191,6 +194,12 @@ class FlatParameter:
         """``shard`` as a single parameter, or ``None`` (``flat_parameter``). If set,
         the flat gradient is the ``.grad`` of ``flat`` and the leaves have no
         ``.grad``."""
+        self.graded: tuple[nn.Parameter, ...] = leaves
+        """The parameters whose ``.grad`` may show the flat gradient: the leaves, and
+        ``flat`` if set."""
+        self.show = show
+        """Gives reduced gradients to the leaves (``gradients.show_on_leaves``) or, if
+        set, to ``flat`` (``user_hooks.show_on_flat``)."""
         self.host_copy: HostCopy | None = None
         """Offloaded units only: the copy in flight into the flat gradient."""
 

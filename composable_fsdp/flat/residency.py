@@ -126,14 +126,14 @@ def use_sharded(handle: FlatParamHandle) -> None:
     if handle.running.foreign:
         restore_functional_params(handle)
     # As ``refuse_part_calls``, inlined to save a function call per step.
-    if handle.parts_open:
-        for hooks in handle.guards:
+    if handle.guards.open:
+        for hooks in handle.guards.tables:
             if hooks:
                 hooks[REFUSE] = refuse_part
                 hooks.move_to_end(REFUSE, last=False)
             else:  # in most models; saves the call of ``move_to_end`` per part
                 hooks[REFUSE] = refuse_part
-        handle.parts_open = False
+        handle.guards.open = False
     # A unit that shows its sharded leaves already keeps its state.
     if handle.residency is UNSHARDED:
         handle.residency = HIDDEN
@@ -214,14 +214,27 @@ def make_readable(handle: FlatParamHandle) -> None:
     # written to (``forward_writes``). Read at every wait: a parent's forward may write
     # to its children's shards.
     now = tuple(map(version_of, handle.layout.sharded_placed))
-    if handle.writes.flat_parameters:
-        # An optimizer that steps on a flat parameter increments only the version of the
-        # flat parameter, which stands for all leaves.
-        steps = sum(map(version_of, handle.writes.flat_parameters))
-        now = tuple([version + steps for version in now])
     if now != handle.form.readable:
         set_versions(handle.form.placed, now)
         handle.form.readable = now
+
+
+def _make_readable_with_flats(handle: FlatParamHandle) -> None:
+    """Do as ``make_readable`` in a unit that has flat parameters."""
+    # An optimizer that steps on a flat parameter increments only the version of the
+    # flat parameter, which stands for all leaves.
+    steps = sum(map(version_of, handle.writes.flat_parameters))
+    now = tuple([leaf._version + steps for leaf in handle.layout.sharded_placed])
+    if now != handle.form.readable:
+        set_versions(handle.form.placed, now)
+        handle.form.readable = now
+
+
+def count_flat_writes(handle: FlatParamHandle) -> None:
+    """Count writes to the unit's present flat parameters as writes to the leaves."""
+    flats = tuple([r.flat for r in handle.layout.regions if r.flat is not None])
+    handle.writes.flat_parameters = flats
+    handle.writes.make_readable = _make_readable_with_flats if flats else make_readable
 
 
 def accept_versions(handle: FlatParamHandle) -> None:

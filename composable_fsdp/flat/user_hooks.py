@@ -20,12 +20,11 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.flat.flat_parameter import grad_of
-from composable_fsdp.flat.gradients import note_shown, shard_views
+from composable_fsdp.flat.gradients import note_shown, own_gradients, shard_views
 from composable_fsdp.flat.region import FlatParameter
 
-tensor_hooks_of = attrgetter("_backward_hooks")
 _post_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+_grad_of = attrgetter("grad")
 
 
 @torch.no_grad()
@@ -53,15 +52,6 @@ def call_tensor_hooks(region: FlatParameter, sums: Tensor, arrived: bytes) -> No
             view.copy_(gradient)
 
 
-def hooked_leaves(region: FlatParameter, arrived: bytes) -> list[nn.Parameter]:
-    """Return parameters that got a gradient and have a post-accumulate-grad hook."""
-    return [
-        leaf
-        for leaf, hit in zip(region.leaves, arrived, strict=True)
-        if hit and leaf._post_accumulate_grad_hooks
-    ]
-
-
 @torch.no_grad()
 def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
     """Call the hooks of parameters whose ``.grad`` was just set or added to."""
@@ -78,8 +68,24 @@ def call_post_hooks(leaves: Iterable[nn.Parameter]) -> None:
             leaf.grad = None
 
 
-def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> None:
-    """Set ``.grad`` of the region's flat parameter to ``gradient.shard``."""
+def show_on_flat(
+    region: FlatParameter, sums: Tensor | None, arrived: bytes | bytearray
+) -> list[nn.Parameter]:
+    """Add reduced gradients to ``.grad`` of the flat parameter; call the leaves' hooks.
+
+    Args:
+        region: a region with a flat parameter.
+        sums: the reduced gradients ``(shard_numel,)``; None if the flat gradient holds
+            them.
+        arrived: per parameter, 1 if the parameter gets a gradient.
+
+    Returns: an empty list, because the hooks have been called.
+    Collective: none, except the collectives of the hooks.
+    """
+    if sums is not None:
+        own_gradients(region)
+        assert region.gradient.shard is not None
+        region.gradient.shard.add_(sums)
     if 1 in arrived:
         assert region.flat is not None
         region.flat.grad = region.gradient.shard
@@ -88,6 +94,7 @@ def show_flat_gradient(region: FlatParameter, arrived: bytes | bytearray) -> Non
         # if any of them has a post-accumulate-grad hook.
         if any(map(_post_hooks_of, region.leaves)):
             _call_flat_post_hooks(region, arrived)
+    return []
 
 
 @torch.no_grad()
@@ -101,7 +108,7 @@ def _call_flat_post_hooks(region: FlatParameter, arrived: bytes | bytearray) -> 
             call_post_hooks([leaf])
             # A hook may have replaced or cleared ``.grad``; the result is copied into
             # the flat gradient.
-            left, leaf.grad = grad_of(leaf), own
+            left, leaf.grad = _grad_of(leaf), own
             if view is None:
                 continue
             if left is None:

@@ -20,7 +20,7 @@ from torch import nn
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.build import build_handle
 from composable_fsdp.flat.flat_parameter import rebind_flat_parameter
-from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.backward import install_grad_hooks
@@ -107,7 +107,9 @@ def _copy_handle(
         sharded=True,
         rule=copy.copy(handle.rule),
         # Modules below may be partly copied and have no children yet.
-        guarded=tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards),
+        guarded=PartGuards(
+            tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards.tables)
+        ),
     )
     if handle.is_full:
         # The user has unsharded the unit, so the copied modules show copies of full

@@ -163,11 +163,11 @@ def pre_forward(
     elif not recomputing and not calls:
         # ``use_full`` does not run, so record tensors of ``functional_call`` here.
         save_functional_params(handle, over_full=True)
-    if not handle.parts_open:  # ``allow_part_calls``, inlined
-        for hooks in handle.guards:
+    if not handle.guards.open:  # ``allow_part_calls``, inlined
+        for hooks in handle.guards.tables:
             if REFUSE in hooks:
                 del hooks[REFUSE]
-        handle.parts_open = True
+        handle.guards.open = True
     if not recomputing:
         # Find writes through ``.data`` in the first two forwards; see ``_copy_writes``.
         if searches.looks and not calls:
@@ -325,11 +325,11 @@ def post_forward(
             drop_unused(context)
         for log in context.forward_logs:
             log.end()
-        if context.offload and not awaited:
+        if context.marked.offload and not awaited:
             # No backward will wait for the copies to the device, so wait here: an
             # optimizer or the user may overwrite the shards on the host.
             synchronize_copy_stream(context)
-        for unit in context.lists:
+        for unit in context.marked.lists:
             if unit.remaining:
                 _reshard_late_modules(context, unit)
     if calls or state.remaining:  # an outer call or another module needs the parameters

@@ -309,7 +309,7 @@ def finish_task(context: RuntimeContext, task: int) -> None:
     context.prefetched.clear()
     if root.settings.is_last_backward:
         finish_reduction(context)
-        if context.offload:
+        if context.marked.offload:
             finish_d2h_grad_copies(context)
         if FLAT_PARAMS:
             move_gradients_in(context.handles)

@@ -26,7 +26,7 @@ from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import note_shown, own_gradients
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter, HostCopy
-from composable_fsdp.flat.user_hooks import call_post_hooks, show_flat_gradient
+from composable_fsdp.flat.user_hooks import call_post_hooks, show_on_flat
 from composable_fsdp.tree.state import RuntimeContext
 
 
@@ -97,7 +97,7 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
 
     Collective: none.
     """
-    if not context.offload:
+    if not context.marked.offload:
         return
     # The only point of a step at which the CPU waits. The wait includes copies of
     # shards to the device, which an optimizer is about to overwrite.
@@ -109,7 +109,7 @@ def finish_d2h_grad_copies(context: RuntimeContext) -> None:
             if copy is not None:
                 region.host_copy = None
                 if region.flat is not None:
-                    show_flat_gradient(region, copy.arrived)
+                    show_on_flat(region, None, copy.arrived)
                 else:
                     hooked += _show(region, copy)
     call_post_hooks(hooked)
@@ -136,7 +136,7 @@ def _show(region: FlatParameter, copy: HostCopy) -> list[nn.Parameter]:
 
 def drop_d2h_grad_copies(context: RuntimeContext) -> None:
     """Wait for the gradients that are being copied to the host, and discard them."""
-    if not context.offload:
+    if not context.marked.offload:
         return
     context.streams.synchronize()
     for handle in context.handles:
@@ -146,7 +146,7 @@ def drop_d2h_grad_copies(context: RuntimeContext) -> None:
 
 def synchronize_copy_stream(context: RuntimeContext) -> None:
     """Wait until no copy to the device reads shards; the host may then write shards."""
-    if context.offload:
+    if context.marked.offload:
         context.streams.synchronize()
 
 

@@ -133,9 +133,9 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     context.forwards.note()
     if PENDING:
         warn_of_added_in_forward(context)
-    for unit in context.lists:
+    for unit in context.marked.lists:
         unit.remaining = frozenset()
-    for unit in context.precisions:
+    for unit in context.marked.precisions:
         cast_buffers(unit)
     training = state.module.training
     # The order log keeps a separate order of uses for each mode.
@@ -288,7 +288,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
         except RuntimeError as error:  # of a prefetched all-gather
             failed = failed or error
             end_use(context, handle, reshards=True, kept=False)
-    for unit in context.lists:
+    for unit in context.marked.lists:
         unit.remaining = frozenset()
     free_oldest(context, keep=0)
     finish_reduction(context)

@@ -25,14 +25,10 @@ from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
-    add_to_all,
-    add_to_each,
     allocate_reduce,
     arrived_flags,
     clear_arrived,
     free_reduce,
-    note_shown,
-    own_gradients,
     ready_gradient,
     zero_missing,
 )
@@ -41,9 +37,6 @@ from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.user_hooks import (
     call_post_hooks,
     call_tensor_hooks,
-    hooked_leaves,
-    show_flat_gradient,
-    tensor_hooks_of,
 )
 from composable_fsdp.runtime.comm_hooks import call_comm_hook
 from composable_fsdp.runtime.offload import drop_d2h_grad_copies, start_d2h_grad_copies
@@ -266,16 +259,13 @@ def _choose_targets(handle: FlatParamHandle, *, final: bool) -> None:
         reduce = region.reduce
         dtype = reduce.buffer.dtype
         direct = whole and dtype == region.gradient.dtype and not region.offload
+        for each in region.graded:
+            if each.grad is not None:
+                direct = False
         reduce.has_tensor_hooks = False
-        if region.flat is not None:
-            direct = direct and region.flat.grad is None
-            reduce.has_tensor_hooks = any(map(tensor_hooks_of, region.leaves))
-        else:
-            for leaf in region.leaves:
-                if leaf.grad is not None:
-                    direct = False
-                if leaf._backward_hooks:
-                    reduce.has_tensor_hooks = True
+        for leaf in region.leaves:
+            if leaf._backward_hooks:
+                reduce.has_tensor_hooks = True
         reduce.temporary = None
         if not direct:
             reduce.temporary = memory.new_buffer(
@@ -389,9 +379,10 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
     by_hook = handle.rule.hook is not None
     hooked: list[nn.Parameter] = []
     for region, arrived in zip(handle.layout.trainable, reduction.arrived, strict=True):
-        gradient, reduce = region.gradient, region.reduce
-        temporary = reduce.temporary
-        target = gradient.shard if temporary is None else temporary  # as ``_target``
+        reduce = region.reduce
+        target = reduce.temporary  # as ``_target``
+        if target is None:
+            target = region.gradient.shard
         assert target is not None
         divisor = reduce.division.after
         if divisor != 1 and target.numel() and not by_hook:
@@ -400,33 +391,8 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
             call_tensor_hooks(region, target, arrived)
         if region.offload:
             start_d2h_grad_copies(region, target, arrived)
-            continue
-        if temporary is not None:
-            if region.flat is not None:
-                own_gradients(region)
-                assert gradient.shard is not None
-                gradient.shard.add_(temporary)
-            # A single addition for the whole region, if that is correct for every
-            # parameter.
-            elif not add_to_all(region, temporary, arrived):
-                add_to_each(region, temporary, arrived)
-                hooked += hooked_leaves(region, arrived)
-                continue
-        if region.flat is not None:
-            show_flat_gradient(region, arrived)
-            continue
-        if gradient.shown != arrived:
-            note_shown(region, arrived)
-        for leaf, view, hit in zip(region.leaves, gradient.views, arrived, strict=True):
-            if hit:
-                meanwhile = leaf.grad
-                if meanwhile is not None and meanwhile is not view is not None:
-                    # The loss also used the sharded parameter directly (a penalty on
-                    # weights), and autograd has accumulated that gradient in ``.grad``.
-                    view.add_(meanwhile)
-                leaf.grad = view
-                if leaf._post_accumulate_grad_hooks:
-                    hooked.append(leaf)
+        else:
+            hooked += region.show(region, reduce.temporary, arrived)
     if hooked:
         call_post_hooks(hooked)
 

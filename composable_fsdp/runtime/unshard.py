@@ -33,7 +33,6 @@ from composable_fsdp.flat.residency import (
     NOT_GATHERED,
     SHARDED,
     UNSHARDED,
-    make_readable,
     make_unreadable,
 )
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
@@ -155,7 +154,7 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
         ready.wait()
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
-    make_readable(handle)
+    handle.writes.make_readable(handle)
 
 
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:

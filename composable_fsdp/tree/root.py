@@ -14,6 +14,7 @@ from composable_fsdp.comm.device import make_streams
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.tree.state import (
+    MarkedUnits,
     RuntimeContext,
     _FSDPState,
     _RootFSDPState,
@@ -73,11 +74,10 @@ def _initialise(top: _FSDPState) -> None:
     root._root_states = tuple(state for _, _, state in found)
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles
-    # Subsets of the units that need rare work, so that a step does not visit all units.
-    context.lists = tuple(s for s in root._root_states if len(s.modules) > 1)
-    context.offload = any(handle.layout.offload for handle in context.handles)
-    context.precisions = tuple(
-        s for s in root._root_states if s.precision and s.precision.buffer_dtype
+    context.marked = MarkedUnits(
+        tuple(s for s in root._root_states if len(s.modules) > 1),
+        tuple(s for s in root._root_states if s.precision and s.precision.buffer_dtype),
+        any(handle.layout.offload for handle in context.handles),
     )
     set_streams(context, root.device)
 
@@ -86,7 +86,7 @@ def set_streams(context: RuntimeContext, device: torch.device) -> None:
     """Give the tree the side streams of its compute device."""
     context.streams = make_streams(device)
     # Shards in host memory are read by copies that an optimizer must not overtake.
-    context.streams.reads_host = context.offload
+    context.streams.reads_host = context.marked.offload
 
 
 def forget_root(context: RuntimeContext) -> None:

@@ -142,10 +142,8 @@ class RuntimeContext:
         "forwards",
         "frame",
         "handles",
-        "lists",
-        "offload",
+        "marked",
         "outermost",
-        "precisions",
         "prefetched",
         "reducing",
         "retiring",
@@ -164,8 +162,8 @@ class RuntimeContext:
         # Filled by lazy initialization.
         self.handles: tuple[FlatParamHandle, ...] = ()
         """Handles of all units, in ``.modules()`` order."""
-        self.lists: tuple[_FSDPState, ...] = ()
-        """Units that consist of several modules."""
+        self.marked = MarkedUnits()
+        """The units that need rare work, so that a step does not visit all units."""
         self.forward_logs: tuple[OrderLog, ...] = ()
         """Order logs of all-gathers in forward."""
         self.backward_logs: tuple[OrderLog, ...] = ()
@@ -178,10 +176,6 @@ class RuntimeContext:
         """Whether the running backward captures gradients of full leaves
         (``autograd.grad``), so that no AccumulateGrad node runs and no gradient
         arrives."""
-        self.offload = False
-        """Whether any unit keeps its shards in host memory."""
-        self.precisions: tuple[_FSDPState, ...] = ()
-        """Units whose buffers are cast."""
         self.streams = Streams(device)
         """The side streams; a null object on CPU."""
         # Replaced, and not cleared, when an iteration begins: hooks in the autograd
@@ -250,6 +244,17 @@ class RuntimeContext:
         syncs = tuple([state.settings.sync_gradients for state in states])
         structures = tuple([s.handle.layout.structure for s in states])
         log.depart(use, (forward, syncs, structures))
+
+
+class MarkedUnits(NamedTuple):
+    """The units of a tree that need rare work; replaced by lazy initialization."""
+
+    lists: tuple[_FSDPState, ...] = ()
+    """Units that consist of several modules."""
+    precisions: tuple[_FSDPState, ...] = ()
+    """Units whose buffers are cast."""
+    offload: bool = False
+    """Whether any unit keeps its shards in host memory."""
 
 
 class Summon(NamedTuple):
