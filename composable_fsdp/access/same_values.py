@@ -12,6 +12,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.build_region import full_views
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.value_hash import hash_values
 from composable_fsdp.naming import join_name, quoted
 
 SAMPLES = 4096
@@ -22,26 +23,27 @@ SAMPLES = 4096
 def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> None:
     """Refuse full values ``(padded_numel,)`` that differ between the unit's ranks.
 
-    Collective: a single all-reduce with four numbers per parameter over the shard group
+    Collective: a single all-reduce with two numbers per parameter over the shard group
         and over the replicate group.
     Raises: DesyncError with the parameter's name, on all ranks alike.
     """
-    names, prints = [], []
+    names: list[str] = []
+    whole: list[Tensor] = []
     for region, full in zip(handle.layout.regions, fulls, strict=True):
         pieces, _ = full_views(region.layout, full)
         for slot, piece in zip(region.layout.parameters, pieces, strict=True):
             names.append(join_name(handle.full_fqn, slot.fqn))
-            prints.append(fingerprint(piece))
-    if not prints:
+            whole.append(piece)
+    if not whole:
         return
-    mine = torch.stack(prints).to(handle.layout.device)
-    # A single maximum gives the maximum and, negated, the minimum; equal ends mean
-    # equal values on all ranks.
-    ends = torch.cat([mine, -mine])
+    mine = hash_values(whole).to(handle.layout.device)
+    # A single maximum gives the maximum and, of the inverted bits, the minimum; equal
+    # ends mean equal values on all ranks. The negative would overflow.
+    ends = torch.cat([mine, ~mine])
     for group in handle.groups.present:
         collectives.all_reduce(ends, group, maximum=True)
-    largest, smallest = ends[: len(names)], -ends[len(names) :]
-    unlike = (largest != smallest).any(1).tolist()
+    largest, smallest = ends[: len(names)], ~ends[len(names) :]
+    unlike = (largest != smallest).tolist()
     if any(unlike):
         count = sum(unlike)
         more = f" and {count - 1} more of its unit" if count > 1 else ""
@@ -81,16 +83,6 @@ def brief(value: object) -> str:
     if value.is_meta or value.layout is not torch.strided or not value.numel():
         return kind
     flat = value.detach().reshape(-1)
-    # Two numbers per tensor are read from the device, whatever its size.
-    first, second = fingerprint(flat[:: -(-flat.numel() // SAMPLES)]).tolist()
-    return f"{kind} #{(first * 31 + second) & 0xFFFFFFFF:08x}"
-
-
-def fingerprint(values: Tensor) -> Tensor:
-    """Return two integers ``(2,)`` that depend on every bit and on the order."""
-    flat = values.reshape(-1).contiguous()
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size())
-    bits = flat.view(whole or torch.int64).to(torch.int64)
-    # Odd weights: no single difference is lost when the sum overflows.
-    weights = torch.arange(bits.numel(), device=bits.device) * 2 + 1
-    return torch.stack([bits.sum(), (bits * weights).sum()])
+    # A single number per tensor is read from the device, whatever its size.
+    (number,) = hash_values([flat[:: -(-flat.numel() // SAMPLES)]]).tolist()
+    return f"{kind} #{number >> 32 & 0xFFFFFFFF:08x}"

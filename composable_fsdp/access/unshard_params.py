@@ -84,7 +84,7 @@ def unshard_params(
         parameter (with ``rank0_only`` and ``writeback`` a broadcast of these bytes on
         exit). With ``writeback`` the ranks agree on exit that no rank raised: an
         all-reduce of an integer per shard and replicate group. ``check_same`` adds a
-        single all-reduce with four numbers per parameter.
+        single all-reduce with two numbers per parameter.
     Raises: PhaseError, inside forward, backward or another such block; the exception of
         the block, and DesyncError on the other ranks: on all ranks the units that the
         failing rank holds keep their old values; DesyncError, naming a parameter that

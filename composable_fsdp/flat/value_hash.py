@@ -42,9 +42,11 @@ def hash_values(values: Sequence[Tensor]) -> Tensor:
 
 def _words(value: Tensor) -> Tensor:
     """Return the bytes of ``value`` as int64 words; the last word is filled up."""
+    # Contiguous; a copy of the memory only if the tensor is not.
     flat = value.detach().reshape(-1)
     nbytes = flat.numel() * flat.itemsize
     if nbytes % 8 == 0:
+        # Words must begin at multiples of 8 bytes, also in a file that is mapped.
         if flat.storage_offset() * flat.itemsize % 8 or flat.data_ptr() % 8:
             flat = flat.clone()
         return flat.view(torch.int64)
@@ -56,6 +58,7 @@ def _words(value: Tensor) -> Tensor:
 def _hash_words(words: Tensor) -> Tensor:
     """Return the hash of ``words`` ``(n,)``, without dimensions."""
     weights = _weights(words.device)
+    # Each turn leaves a word per row; two turns serve 1 Gi words.
     while words.numel() > _ROW:
         block = _BLOCK.get(words.device.type, _LARGE_BLOCK)
         words = torch.cat([_sums(each, weights) for each in torch.split(words, block)])
@@ -74,6 +77,7 @@ def _sums(words: Tensor, weights: Tensor) -> Tensor:
     mixed = _mix(words)
     whole = words.numel() // _ROW * _ROW
     rows, rest = mixed[:whole].view(-1, _ROW), mixed[whole:]
+    # Overflow is meant: sums and products are modulo 2**64 on all devices.
     rows *= weights
     if not rest.numel():
         return rows.sum(1)

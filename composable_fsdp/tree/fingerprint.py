@@ -109,6 +109,7 @@ def buffer_names(top: _FSDPState) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for module in top.modules:
         for name, each in named(module):
+            # Most modules have no buffers, and this walk visits all modules.
             if each._buffers:
                 owner = OWNERS.get(each)
                 if owner is not None:
@@ -151,8 +152,10 @@ def _setting_facts(state: _FSDPState, names: Mapping[int, str]) -> Options:
     reshards = settings.reshard_after_forward
     if reshards is None:  # as lazy initialization will choose
         reshards = state.parent is not None
+    # The hook's name and not the hook: functions are other objects on each rank.
     hook = rule.hook
     return (
+        # Numbers of ranks and not the ranks, which differ between replicas.
         ("ranks per shard group", str(groups.shard_world_size)),
         ("number of replicas", str(groups.replicas)),
         ("device type", handle.layout.device.type),
@@ -214,6 +217,8 @@ def _entries(units: Sequence[UnitFacts]) -> dict[_Key, tuple[str, str]]:
     """Return each fact as its description and its value, both in words."""
     found: dict[_Key, tuple[str, str]] = {}
     for k, unit in enumerate(units):
+        # Names of units come before all else: a module that is a unit on some ranks
+        # only would be told as parameters that are missing in the unit above.
         at = f"of unit {quoted(unit.name)}"
         found[0, k, 0, 0] = f"unit number {k + 1} of the model", quoted(unit.name)
         for j, (names, shape, dtype, trainable, place) in enumerate(unit.parameters):
@@ -230,6 +235,7 @@ def _entries(units: Sequence[UnitFacts]) -> dict[_Key, tuple[str, str]]:
             )
         for j, (name, value) in enumerate(unit.options):
             found[1, k, _OPTION, j] = f"the option {name} {at}", value
+        # Buffers last: no collective of the step sends them.
         for j, name in enumerate(unit.buffers):
             found[1, k, _BUFFER, j] = f"buffer {j + 1} {at}", quoted(name)
     return found
@@ -272,6 +278,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     >>> ranks_text([0]), ranks_text([0, 1, 2, 5])
     ('rank 0', 'ranks 0-2, 5')
     """
+    # Each run of consecutive ranks is its first rank, or its first and last rank.
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:

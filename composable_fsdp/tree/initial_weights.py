@@ -75,6 +75,8 @@ class InitialWeights:
         """Return what a copy of the unit remembers; ``copied`` is the copy's layout."""
         made = InitialWeights(is_checked=self.is_checked, hashes=self.hashes)
         made.mark(copied)
+        # The copied tensors have versions of their own, so a parameter that was written
+        # to needs a version that no tensor has.
         if self._ids:
             made._versions = tuple(
                 [
@@ -102,6 +104,7 @@ def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeig
     """
     is_checked = target.plan.options.check_weights != "off" and groups.has_peers
     hashes = None
+    # Without other ranks nothing is hashed: tensors may be fake then.
     if is_checked and not synced:
         values: list[nn.Parameter] = by_slot(target.plan.regions, target.parameters)
         if not any(value.is_meta for value in values):
@@ -111,6 +114,7 @@ def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeig
 
 def by_slot(regions: Iterable[RegionLayout], found: Iterable[Sequence[T]]) -> list[T]:
     """Return what ``found`` has per region and parameter, in the order of the slots."""
+    # Regions hold parameters by dtype and size; slots count in the module's order.
     pairs = [
         (slot.index, each)
         for region, values in zip(regions, found, strict=True)

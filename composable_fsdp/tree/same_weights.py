@@ -75,6 +75,7 @@ def require_same_weights(units: Units, exchange: Exchange) -> str | None:
     """
     told = []
     for (_, state), values in zip(units, _initial_hashes(units), strict=True):
+        # A digest per unit first, to find the unit.
         exact = _unit_of(state, values)
         told.append(
             _Unit(
@@ -99,6 +100,8 @@ def require_same_weights(units: Units, exchange: Exchange) -> str | None:
     # An error goes before a warning; all ranks have the same options.
     strict = [i for i in unlike if units[i][1].options.check_weights == "error"]
     name, state = units[(strict or unlike)[0]]
+    # Hashes per parameter are sent for this unit only: those of all parameters, from
+    # all ranks, would be many megabytes.
     (values,) = _initial_hashes([(name, state)])
     said = dict(exchange((rank, _unit_of(state, values))))
     text = _text(name, state, said, len(unlike))
@@ -115,6 +118,7 @@ def _unit_of(state: _FSDPState, values: Sequence[int | None]) -> _Unit:
 
 def _initial_hashes(units: Units) -> list[list[int | None]]:
     """Return, per unit and slot, the hash of the initial value if not written to."""
+    # None after a broadcast, for values on meta, and with ``check_weights="off"``.
     hashes = [state.initial.hashes for _, state in units]
     by_device: dict[torch.device, list[Tensor]] = {}
     for each in hashes:
@@ -165,6 +169,8 @@ def _comparable(said: Mapping[int, _Unit]) -> list[dict[int, Any]]:
     """Return the values of ranks that must be equal, by rank."""
     found: dict[Hashable, dict[int, Any]] = {}
     for rank, unit in said.items():
+        # Ranks that wrote to other parameters since are not compared: nothing is known
+        # of the initial values of the written ones.
         found.setdefault(("whole", unit.kind), {})[rank] = unit.whole
         if unit.shard is not None:
             found.setdefault(("shard", unit.shard_rank), {})[rank] = unit.shard
@@ -193,6 +199,7 @@ def _text(name: str, state: _FSDPState, said: Mapping[int, _Unit], units: int) -
     ranks: dict[Any, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
+    # With a seed per rank, all ranks have different values.
     if len(ranks) > _MOST_NAMED:
         where = f"{len(ranks)} different values on {ranks_text(values)}"
     else:
