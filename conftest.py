@@ -20,6 +20,9 @@ from tests.support.matrix import thin
 # Read by pytest-timeout where it is installed; an option of its own would be an error
 # where it is not.
 os.environ.setdefault("PYTEST_TIMEOUT", "120")
+# Tests give groups short timeouts, half of which would be reported as a hang. Ranks
+# inherit the variable.
+os.environ.setdefault("COMPOSABLE_FSDP_HANG_AFTER", "0")
 
 collect_ignore_glob: list[str] = []
 if find_spec("hypothesis") is not None:

@@ -91,6 +91,11 @@ class Peers:
         self._prefix, self._rank = "", dist.get_rank()
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The group. Raises: PhaseError, if the group was destroyed."""
+        return self._group.get()
+
+    @property
     def ranks(self) -> list[int]:
         """The global ranks of the group, in group rank order."""
         return dist.get_process_group_ranks(self._group.get())
@@ -162,15 +167,27 @@ class Peers:
             pause = min(2 * pause, 0.05)
         return True
 
-    def missing(self, place: str, notice: Callable[[list[int]], None]) -> list[int]:
-        """Wait until all ranks have arrived at ``place``; return the ranks that have
-        not.
+    def missing(
+        self,
+        place: str,
+        notice: Callable[[list[int]], None],
+        in_vain: Callable[[list[int]], bool],
+    ) -> list[int]:
+        """Wait until all ranks have arrived at ``place``; return the missing ranks.
 
-        ``notice`` is called once with the missing ranks if the wait takes longer than
-        ``NOTICE_AFTER``. After ``timeout()`` seconds the missing ranks are returned.
+        Args:
+            place: name of the place, equal on all ranks.
+            notice: called once with the missing ranks if the wait takes longer than
+                ``NOTICE_AFTER``.
+            in_vain: called about once a second with the missing ranks; returns whether
+                they cannot come.
+
+        Returns: the global ranks that have not arrived after ``timeout()`` seconds, or
+            that cannot come.
+        Collective: none.
         """
         store, key = _store(), self._key(place)
-        start, pause, told = time.monotonic(), 0.0005, False
+        start, pause, told, seconds = time.monotonic(), 0.0005, False, 1.0
         # Polling, because a blocking wait would hold the connection to the store, which
         # other threads of this process share.
         while not store.check([f"{key}/open"]):
@@ -180,6 +197,14 @@ class Peers:
             if not told and waited > NOTICE_AFTER:
                 told = True
                 notice(self._absent(key))
+            # Not at every visit: the answer takes a round trip per missing rank, and a
+            # rank that waits in vain now will do so in a second, too.
+            if waited > seconds:
+                seconds += 1.0
+                absent = self._absent(key)
+                # The last rank may have come meanwhile.
+                if absent and in_vain(absent):
+                    return absent
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return []

@@ -15,10 +15,11 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
+from composable_fsdp.comm.watch import pronounce, ranks_in_vain, return_to
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import quoted
 
@@ -279,9 +280,11 @@ class OrderComparison:
                 groups.append(peers)
         if not groups:
             return
+        # All ranks of these groups have seen the difference, so all exchange objects.
+        # The names are sent only now: a fact of many parameters is long.
         mine = Said(words.what, words.tree, number, at, fact, words.note())
         errors = [
-            self._error(mine, theirs, rank)
+            self._difference(mine, theirs, rank)
             for peers in groups
             for rank, theirs in zip(
                 peers.ranks, peers.gather_objects(mine), strict=True
@@ -289,14 +292,14 @@ class OrderComparison:
             if theirs[:-1] != mine[:-1]
         ]
         if errors:
-            raise errors[0]
+            raise DesyncError(errors[0])
         raise DesyncError(
             f"Ranks of another process group disagree in {words.what} {number}, at "
             f"{at}: see the error of the other ranks. {WAY_OUT}"
         )
 
-    def _error(self, mine: Said, theirs: Said, rank: int) -> DesyncError:
-        """Return the error for global rank ``rank``, which says ``theirs``."""
+    def _difference(self, mine: Said, theirs: Said, rank: int) -> str:
+        """Return the error text for global rank ``rank``, which says ``theirs``."""
         here, there = contrast(mine.fact, theirs.fact)
         if here.action == there.action == RAN:
             pairs = enumerate(zip(here.details, there.details, strict=False))
@@ -316,7 +319,7 @@ class OrderComparison:
                 f"Ranks disagree: in {place} of {mine.tree}, {own}; in {theirs.what} "
                 f"{theirs.number}, at {theirs.at} of {theirs.tree}, {peer}"
             )
-        return DesyncError(f"{told}. {WAY_OUT}")
+        return f"{told}. {WAY_OUT}"
 
     def _say(self, number: int, at: str, fact: Fact) -> None:
         """Write ``fact`` at a place of the store.
@@ -325,6 +328,9 @@ class OrderComparison:
         """
         words, place = self._words, f"{number}/{at}"
         mine = Said(words.what, words.tree, number, at, fact, words.note())
+        # A rank that has left a collective unfinished cannot meet the others.
+        for peers in self.peers:
+            return_to(peers.group)
         self.said.append(place)
         # The first rank at the place writes. Later ranks compare their fact with the
         # first.
@@ -332,7 +338,7 @@ class OrderComparison:
             other = peers.say(place, fact, mine.note)
             if other is not None:
                 theirs = mine._replace(fact=Fact.of(other.value), note=other.note)
-                raise self._error(mine, theirs, other.rank)
+                self._raise(self._difference(mine, theirs, other.rank))
 
     def _meet(self, number: int, at: str, story: str, way_out: str) -> None:
         """Wait until every rank has come to the place, too.
@@ -349,17 +355,31 @@ class OrderComparison:
         def notice(absent: list[int]) -> None:
             warnings.warn(f"{story} Waiting for ranks {absent}.", stacklevel=2)
 
+        stuck: list[str] = []
+
+        def in_vain(absent: list[int]) -> bool:
+            stuck.extend(ranks_in_vain(peers.group, absent))
+            return bool(stuck)
+
         for peers in self.peers:
-            absent = peers.missing(place, notice)
+            absent = peers.missing(place, notice, in_vain)
             if absent:
-                raise DesyncError(
-                    f"{story} Ranks {absent} did not follow within "
-                    f"{peers.timeout():g} s. {way_out}"
-                )
+                why = f"Ranks {absent} did not follow within {peers.timeout():g} s."
+                if stuck:
+                    why = f"They cannot meet: {'; '.join(stuck)}."
+                self._raise(f"{story} {why} {way_out}")
+
+    def _raise(self, text: str) -> NoReturn:
+        """Raise ``text``, also on ranks that wait for this rank in a collective."""
+        # Other ranks may follow the record and wait in a collective for this rank.
+        for peers in self.peers:
+            pronounce(peers.group, text)
+        raise DesyncError(text)
 
 
 def checksum(value: object) -> int:
     """Return a checksum of ``value``, for JSON, in 63 bits."""
+    # 63 bits, because the tag is a signed integer; ``hash`` differs from rank to rank.
     text = json.dumps(value).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 

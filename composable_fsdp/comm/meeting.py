@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.watch import pronounce, ranks_in_vain
 from composable_fsdp.errors import DesyncError
 
 MOST_EXPECTATIONS = 64
@@ -198,7 +199,7 @@ class History:
         meeting.arrive()
         # Polling with growing pauses: a blocking wait would hold the connection to the
         # store, which other threads of this process share.
-        start, pause, told = time.monotonic(), 0.0005, False
+        start, pause, told, seconds = time.monotonic(), 0.0005, False, 1.0
         while meeting.is_awaited():
             # Before all ranks are here: ranks that differ need not wait for the others.
             if not meeting.is_equal():
@@ -206,6 +207,16 @@ class History:
             # A slow rank is no error, so a warning comes first, and the error only
             # after the time in which the backend would end a collective, too.
             waited = time.monotonic() - start
+            # Once a second: a rank that waits in a collective which this rank has not
+            # issued cannot come, and this rank cannot go on, so that both raise now
+            # instead of after the time limit.
+            if waited > seconds:
+                seconds += 1.0
+                stuck = ranks_in_vain(group, meeting.absent)
+                if stuck and meeting.gives_up():
+                    error = meeting.in_vain(stuck)
+                    pronounce(group, str(error.args[0]))
+                    raise error
             if waited > agreement.seconds_to_wait(group) and meeting.gives_up():
                 raise meeting.alone(usual if type(usual) is Call else None)
             if not told and waited > agreement.NOTICE_AFTER:
@@ -336,7 +347,7 @@ class _Meeting:
         """Return the warning of a rank that has waited for some time."""
         return (
             f"{self._call.story} was called on this rank, which waits for "
-            f"{_ranks(self._absent())}. {self._call.way_out}"
+            f"{_ranks(self.absent)}. {self._call.way_out}"
         )
 
     def alone(self, usual: Call | None) -> DesyncError:
@@ -347,13 +358,21 @@ class _Meeting:
             instead = f" The call that usually comes here is {usual.story}."
         return DesyncError(
             f"{self._call.story} was called on this rank, and "
-            f"{_ranks(self._absent())} did not call it within "
+            f"{_ranks(self.absent)} did not call it within "
             f"{agreement.seconds_to_wait(self._group):g} s.{instead} "
             f"{self._call.way_out}"
         )
 
-    def _absent(self) -> list[int]:
-        """Return the global ranks that are missing."""
+    def in_vain(self, stuck: Sequence[str]) -> DesyncError:
+        """Return the error of a rank for which other ranks wait in a collective."""
+        return DesyncError(
+            f"{self._call.story} was called on this rank, and other ranks cannot call "
+            f"it: {'; '.join(stuck)}. {self._call.way_out}"
+        )
+
+    @property
+    def absent(self) -> list[int]:
+        """The global ranks that are missing."""
         here = {dist.get_rank(), *self._present()}
         everyone = dist.get_process_group_ranks(self._group)
         return [rank for rank in everyone if rank not in here]

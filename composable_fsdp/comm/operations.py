@@ -124,12 +124,17 @@ class Reporter:
         """Return None: this rank does not know what other ranks do."""
         return None
 
+    def back(self) -> None:
+        """Do nothing: nobody knows that this rank had left."""
+
     def last_words(self) -> str:
         """Return what the other ranks said last: nothing."""
         return ""
 
     def failed(self, operation: Operation, error: RuntimeError) -> CollectiveError:
         """Return the error of this package for ``error`` of the backend."""
+        # The raw error names sockets or streams and no parameter, so the text begins
+        # with what the user knows: the unit and the phase. The raw error is the cause.
         record = OperationRecord.of(operation)
         return CollectiveError(
             f"{record.title} failed on this rank after {operation.elapsed:.3g} s: "
@@ -151,6 +156,7 @@ _logs: weakref.WeakKeyDictionary[dist.ProcessGroup, OperationLog] = (
 
 def operation_log(group: dist.ProcessGroup) -> OperationLog:
     """Return the log of ``group``. Collective: none."""
+    # Weak keys: a destroyed group takes its log along.
     found = _logs.get(group)
     if found is None:
         found = _logs[group] = OperationLog(group, Reporter())
@@ -160,6 +166,17 @@ def operation_log(group: dist.ProcessGroup) -> OperationLog:
 def operation_logs() -> list[OperationLog]:
     """Return the logs of all process groups that exist. Collective: none."""
     return list(_logs.values())
+
+
+def waiting_in(log: OperationLog) -> Operation | None:
+    """Return the operation in which this rank waits; None if it waits in none."""
+    # ``list`` of a deque is atomic: the main thread may append meanwhile.
+    for each in reversed(list(log.operations)):
+        # Without a wait the program goes on. A collective without a ``Work`` blocks
+        # while it is issued.
+        if not each.done and (each.waited or each.work is None):
+            return each
+    return None
 
 
 def round_order(group: dist.ProcessGroup) -> RoundOrder:

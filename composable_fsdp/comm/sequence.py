@@ -12,27 +12,23 @@ with the n-th operation of every other rank::
 
 An ``OrderLog`` expects the order in which a tree uses its units in a direction. A
 *round* is a forward or a backward. The first round of a mode (training or evaluation,
-outermost unit, ...) records the uses of units. Later rounds are compared with the
-record. In the steady state, the comparison is a look at the next entry, inlined before
-each collective::
+...) records the uses of units. Later rounds are compared with the record::
 
     if log.expected[log.position] is unit:
         log.position += 1
     else:
         log.depart(unit, mode)
 
-``RoundOrder`` expects the order in which the logs of a group begin their rounds, so
-that ranks which run two models in another order are told apart, too. Only a rank
-without a matching entry communicates (``comm.comparison``)::
+``RoundOrder`` expects the order in which the logs of a group (of several models) begin
+their rounds. Only a rank without a matching entry communicates (``comm.comparison``)::
 
     this rank              its next use    action
     follows the record     as recorded     nothing is sent, no wait
     follows the record     another use     depart: write the use to the store, and wait
                                            until all ranks have departed to the same use
     records                any             exchange a checksum of the use with all ranks
-    varies (the order of   any             exchange a checksum of all uses at the end
-    the mode has changed                   of the round
-    twice before)
+    varies (departed       any             exchange a checksum of all uses at the end
+    twice before)                          of the round
 """
 
 from __future__ import annotations
@@ -63,8 +59,7 @@ NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
 
 MOST_MODES = 64
-"""Number of modes whose records are kept, and of successors. The oldest goes first, on
-all ranks alike, because all ranks record in the same rounds."""
+"""Number of modes whose records are kept, and of successors. The oldest goes first."""
 
 _CONTEXTS = (24, 6, 2)
 """Numbers of rounds from which ``RoundOrder`` predicts the next, the longest first."""
@@ -81,6 +76,9 @@ class Watcher(Protocol):
     def verdict(self) -> Exception | None:
         """Return the error to raise if the wait is in vain; None to go on waiting."""
 
+    def back(self) -> None:
+        """Note that a rank that has ``left`` sends again; raise if it cannot."""
+
     def failed(self, operation: Operation, error: RuntimeError) -> Exception:
         """Return the error of this package for ``error`` of the backend."""
 
@@ -90,6 +88,7 @@ class OperationLog:
 
     __slots__ = (
         "__weakref__",
+        "left",
         "name",
         "number",
         "operations",
@@ -110,6 +109,9 @@ class OperationLog:
         self.patience = PATIENCE if sliced else _NO_LIMIT
         """Limit of a single wait of the host for a collective of CPU tensors."""
         self.watcher = watcher
+        # Set by ``comm.watch``.
+        self.left = False
+        """Whether this rank has left the order, or a collective before its end."""
         self.rounds = RoundOrder()
 
 
@@ -167,6 +169,8 @@ class Operation:
         Raises: CollectiveError, if the backend raises.
         Collective: that of ``start``.
         """
+        if self.log.left:
+            self.log.watcher.back()
         try:
             self.work = start(*args)
         except RuntimeError as error:
@@ -199,7 +203,7 @@ class Operation:
 
     def leave(self) -> None:
         """Let the collective go on without a wait."""
-        self.work = None
+        self.work, self.done = None, time_ns()
 
     def _wait_on(self, work: Any, error: RuntimeError) -> None:
         """Wait again as long as the limit, and not the collective, has ended a wait."""
@@ -257,7 +261,7 @@ class RoundOrder:
 
 
 class Comparison(Protocol):
-    """Compares a log with the logs of other ranks: ``comm.comparison``."""
+    """Compares a log with other ranks: ``comm.comparison``."""
 
     said: list[str]
 
@@ -308,11 +312,9 @@ class _Record:
 
 
 class OrderLog:
-    """The order of uses in a direction (forward or backward) over process groups.
+    """The order of uses in a direction (forward or backward) over process groups."""
 
-    ``rounds`` is shared by all logs over the first group; ``comparison`` compares with
-    the other ranks.
-    """
+    # All logs over the first group share ``rounds``.
 
     __slots__ = (
         "_entries",
@@ -394,10 +396,8 @@ class OrderLog:
 
     @contextmanager
     def _alike(self) -> Iterator[None]:
-        """Close the round if the block raises, which it does on all ranks or on none.
-
-        No rank waits for another then, so that the next round needs no meeting.
-        """
+        """Close the round if the block raises, which it does on all ranks or none."""
+        # No rank waits for another then, so that the next round needs no meeting.
         try:
             yield
         except DesyncError:

@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp``: verify, convert and export checkpoints offline.
+"""``python -m composable_fsdp``: verify, convert and export checkpoints; read a hang.
 
 The commands need no process group and no device, and execute no code from a checkpoint.
 Results go to standard output, as text or as a JSON object; errors go to standard error.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from composable_fsdp.errors import CheckpointError, FSDPError
+from composable_fsdp.inspection.hang_report import merge, text_of
 from composable_fsdp.inspection.progress import progress
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
@@ -74,6 +75,11 @@ examples:
   python -m composable_fsdp export runs/step_100 my-model.safetensors
   python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
 """,
+    "hang-report": """\
+examples:
+  python -m composable_fsdp hang-report composable_fsdp_hang_20261122_101530
+  python -m composable_fsdp hang-report DIR --json
+""",
 }
 
 
@@ -106,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="python -m composable_fsdp",
-        description="Check, convert and export checkpoints, offline.",
+        description="Check, convert and export checkpoints, and read hang reports, "
+        "offline.",
         epilog=f"{_EXAMPLES['']}\n{_FORMATS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -131,6 +138,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DST",
         help="directory to make, or one file if it ends in .safetensors",
+    )
+    hang = _command(
+        commands, "hang-report", _hang_report, "merge the ranks' files of a hang"
+    )
+    hang.add_argument(
+        "path", type=Path, metavar="DIR", help="the directory that a rank has printed"
     )
     for command in (verify, change):
         command.add_argument(
@@ -237,6 +250,11 @@ def _export(given: argparse.Namespace) -> dict[str, Any]:
     return _write(given, SAFETENSORS, weights_only=True)
 
 
+def _hang_report(given: argparse.Namespace) -> dict[str, Any]:
+    """Return what the files of a hang report say together."""
+    return merge(given.path)
+
+
 def _write(given: argparse.Namespace, to: str, *, weights_only: bool) -> dict[str, Any]:
     """Convert the checkpoint, and return the report."""
     with open_whole(given.source) as source:
@@ -296,6 +314,8 @@ def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
 
 def _text(found: dict[str, Any]) -> str:
     """Return a report as text."""
+    if "look_at" in found:
+        return text_of(found)
     model, optim = found["model"], found.get("optimizer")
     is_check = "bytes_read" in found
     end = "good" if is_check else "written"

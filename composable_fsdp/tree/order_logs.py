@@ -30,8 +30,10 @@ from composable_fsdp.comm.comparison import (
     OrderComparison,
 )
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.hang_report import describers
 from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.sequence import OrderLog
+from composable_fsdp.comm.watch import watch
 from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
 from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import RuntimeContext, root_of
@@ -69,8 +71,29 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
             gathered = in_backward if gathers else None
             known[handle.groups] = UnitLogs(in_forward, gathered, in_backward)
         handle.logs = known[handle.groups]
+    for groups in known:
+        watch(groups.present)
+    _watched.add(context)
     context.forward_logs = tuple(forward.values())
     context.backward_logs = tuple(backward.values())
+
+
+_watched: weakref.WeakSet[RuntimeContext] = weakref.WeakSet()
+"""The trees whose states a hang report contains."""
+
+
+def _states() -> list[list[str]]:
+    """Return tree, unit, phase and residency of each unit, for a hang report."""
+    found = []
+    for context in list(_watched):
+        root = context.root()
+        tree = type(root.module).__name__ if root is not None else ""
+        for handle in context.handles:
+            found.append([tree, handle.name, handle.phase.name, handle.residency.name])
+    return found
+
+
+describers.append(_states)
 
 
 def _log(

@@ -1,0 +1,437 @@
+"""A thread that tells other ranks where this rank is, and this rank who is missing.
+
+The main thread of a rank that waits in a collective can answer nobody, so a daemon
+thread with a connection of its own to the key-value store answers for it. The thread
+looks once a second at the sequences of collectives (``comm.sequence``), and visits the
+store only if this rank waits long, and every few seconds to read whether a rank asks::
+
+    position   a rank that waits, or was asked: its last operation in each group, and
+               the line of the program that it executes
+    verdict    a rank that has left the order, and found another rank in a collective
+               that it will never send: both raise DesyncError
+    report     a rank has waited for a minute: a line that names the missing ranks, and
+               a directory of files (``comm.hang_report``)
+
+A rank that is only late has no position in a collective, so no verdict is possible,
+however long the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from composable_fsdp.comm import agreement, hang_report
+from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.nodes import group_timeout
+from composable_fsdp.comm.operations import (
+    OperationRecord,
+    Reporter,
+    operation_log,
+    waiting_in,
+)
+from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.errors import DesyncError
+
+HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
+"""Environment variable: seconds after which a wait is reported; 0 for never.
+
+Default: 60, and at most half the timeout of the process group."""
+
+TICK = 1.0
+"""Seconds between two looks of the thread."""
+SLOW = 2.0
+"""Seconds of a wait after which this rank tells its position."""
+_ASK_EVERY = 4
+"""Number of ticks between two reads of the key that asks all ranks."""
+_MOST_RANKS = 32
+"""Number of other ranks whose positions are read at most."""
+_KEYS = "composable_fsdp/watch"
+
+SAID, ACTED, WITHDRAWN = "said", "acted", "withdrawn"
+"""States of a verdict: a rank has left the order; another rank has abandoned the
+collective in which it waited; the rank that left sends again."""
+
+# An operation that completes only if every rank takes part. A broadcast is none of
+# them: a rank may have sent its part and left.
+_NEEDS_ALL = {
+    "all_gather",
+    "all_gather_object",
+    "all_gather_tag",
+    "all_reduce",
+    "reduce_scatter",
+}
+
+
+class Position(NamedTuple):
+    """Where a rank is, as it told the others."""
+
+    rank: int
+    at: float
+    """Seconds since the epoch."""
+    program: str
+    """The line of the user's program, and the function it has called."""
+    groups: dict[str, list[Any]]
+    """By name of the group: number of operations issued, the title of the operation
+    in which the rank waits (or None), the number of this operation, its kind, and the
+    seconds of the wait."""
+
+    def told(self, group: str) -> str:
+        """Say where the rank is in ``group``, in words."""
+        ago = f"{max(0.0, time.time() - self.at):.0f} s ago"
+        number, title, *_, waited = self.groups.get(group, [0, None, 0, "", 0.0])
+        if title is not None:
+            return f"rank {self.rank} waits {waited:.0f} s in {_lower(title)}"
+        return (
+            f"rank {self.rank} finished operation {number} and {self.program} ({ago})"
+        )
+
+
+class GroupWatch(Reporter):
+    """The watch over a process group: positions of other ranks, and verdicts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = GroupRef(group)
+        self.name = agreement.name_in_store(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        limit = group_timeout(group) / 2
+        self.report_after = min(float(os.environ.get(HANG_VARIABLE) or 60), limit)
+        self.told: str | None = None
+        """The verdict of another rank, once the thread has read the verdict."""
+        self.asked = self.reported = 0
+        """Number of the last operation about which other ranks were asked, and of the
+        last that was reported."""
+
+    def verdict(self) -> Exception | None:
+        """Return the error that ends the wait of the main thread, if any."""
+        if self.told is None:
+            return None
+        if not self._move(SAID, ACTED):
+            # The other rank sends again.
+            self.told = None
+            return None
+        # Only now: the rank that said the verdict may have come back in time.
+        # The collective in which this rank waited stays without its partners, so no
+        # later collective of the group can pair.
+        operation_log(self._group.get()).left = True
+        return DesyncError(self.told)
+
+    def back(self) -> None:
+        """Note that this rank sends again after it had left.
+
+        Raises: DesyncError, if another rank has abandoned a collective meanwhile, or if
+            this rank has.
+        """
+        log = operation_log(self._group.get())
+        if self.told is None and self._move(SAID, WITHDRAWN):
+            log.left = False
+            return
+        raise DesyncError(
+            f"Process group {self.name!r} was left in the middle of a collective, and "
+            f"no later collective can pair: {self.told or 'see the earlier error.'} "
+            "Save with composable_fsdp.save, which does not use this process group, "
+            "and start the program again, or shard a model over a new process group."
+        )
+
+    def _move(self, before: str, after: str) -> bool:
+        """Move the verdict from ``before``; return whether ``after`` is reached."""
+        store, key = agreement.key_value_store(), f"{_KEYS}/verdict/{self.name}"
+        if not store.check([key]):
+            return False
+        known = store.get(key).decode()
+        state, *rest = json.loads(known)
+        if state == before:
+            # Another rank may move the verdict at the same moment: one of them wins,
+            # and the other reads how. Either the collective was abandoned, and no rank
+            # uses the group again, or the rank that had left takes part in it.
+            moved = json.dumps([after, *rest])
+            state = json.loads(store.compare_set(key, known, moved))[0]
+        return bool(state == after)
+
+    def last_words(self) -> str:
+        """Return where the other ranks said they are, as far as the store knows."""
+        # A rank that raises or ends tells its position first, so the words are those of
+        # the rank that caused the failure. The store may be gone together with the rank
+        # that hosts it, and the error of the collective is worth more than another one.
+        with suppress(Exception):
+            words = _WATCH.positions(self.ranks)
+            told = "; ".join(each.told(self.name) for each in words)
+            return f"Last words: {told}. " if told else ""
+        return ""
+
+    def waiting(self) -> Operation | None:
+        """Return the operation in which the main thread waits, if any."""
+        return waiting_in(operation_log(self._group.get()))
+
+    def position(self) -> list[Any]:
+        """Return the entry of this group in a ``Position``."""
+        waits = self.waiting()
+        number = operation_log(self._group.get()).number
+        if waits is None:
+            return [number, None, 0, "", 0.0]
+        title = OperationRecord.of(waits).title
+        return [number, title, waits.number, waits.op, _age(waits)]
+
+
+def _age(operation: Operation) -> float:
+    """Return the seconds since the wait began."""
+    return time.time() - (operation.waited or operation.issued) / 1e9
+
+
+def _lower(title: str) -> str:
+    """Return ``title`` inside a sentence."""
+    return title[:1].lower() + title[1:]
+
+
+class _Watch:
+    """The thread of this process, and the groups that it watches."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupWatch] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._main = threading.main_thread().ident
+        self._answered = 0
+        self._ending = ""
+
+    def add(self, group: dist.ProcessGroup) -> None:
+        """Watch ``group``; start the thread at the first call."""
+        log = operation_log(group)
+        if group in self._groups:
+            return
+        # The log and not this object decides about a wait, so the hot path reads a
+        # single attribute.
+        log.watcher = self._groups[group] = GroupWatch(group)
+        if self._thread is None or not self._thread.is_alive():
+            self._main = threading.get_ident()
+            self._thread = threading.Thread(
+                target=self._run, name="composable_fsdp watch", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Say that the program ends, and end the thread; called at exit."""
+        # A daemon thread that wants the interpreter's lock while the interpreter ends
+        # is ended inside C++ code of the store, which aborts the process. So the thread
+        # is told to end, and waited for. ``atexit`` runs before the lock is taken away.
+        thread, self._thread = self._thread, None
+        if thread is None or not thread.is_alive():
+            return
+        # The interpreter stores an exception that ends the program in ``last_value``.
+        # So the others learn why this rank is missing, even after its sockets are gone.
+        error = getattr(sys, "last_value", None)
+        reason = "" if error is None else f" with {type(error).__name__}: {error}"
+        self._ending = f"has ended{reason}"
+        self._stop.set()
+        thread.join(5.0)
+
+    def group(self, group: dist.ProcessGroup) -> GroupWatch | None:
+        """Return the watch over ``group``, if there is one."""
+        return self._groups.get(group)
+
+    def positions(self, ranks: Iterable[int]) -> list[Position]:
+        """Return what other ranks said last. One round trip per rank."""
+        # Positions of a few ranks suffice: whoever waits, waits for the slowest, and a
+        # report of 1,024 ranks in a line would not be read.
+        own, store, found = dist.get_rank(), _connect(), []
+        for rank in [each for each in ranks if each != own][:_MOST_RANKS]:
+            key = f"{_KEYS}/position/{rank}"
+            if store.check([key]):
+                found.append(Position(*json.loads(store.get(key))))
+        return found
+
+    def _run(self) -> None:
+        """Look once a second until the process group or the program ends."""
+        store: Any = None
+        ticks = 0
+        while dist.is_initialized():
+            ended = self._stop.wait(TICK)
+            if not dist.is_initialized():
+                return
+            # The store is gone if the rank that hosts it has ended. The next look
+            # connects again, because a new process group has a new store. Whatever
+            # happens here, the program goes on: a watch must not be the reason why
+            # training ends.
+            try:
+                store = store or _connect()
+                if ended:
+                    self._publish(store)
+                    return
+                self._look(store, ticks)
+            except Exception:
+                store = None
+                if ended:
+                    return
+            ticks += 1
+
+    def _look(self, store: Any, ticks: int) -> None:
+        """Publish the position if this rank waits or was asked; read verdicts."""
+        slow = [
+            (watch, waits)
+            for watch in list(self._groups.values())
+            if (waits := watch.waiting()) is not None and _age(waits) > SLOW
+        ]
+        # A rank that is not slow reads one number every few seconds, and writes only if
+        # another rank has asked. So 1,024 ranks make 256 requests per second.
+        asked = self._answered
+        for watch, waits in slow:
+            if watch.asked < waits.number:
+                # All ranks tell their positions, for the error of this operation.
+                watch.asked = waits.number
+                self._answered = int(store.add(f"{_KEYS}/asked", 1))
+        if slow or ticks % _ASK_EVERY == 0:
+            asked = int(store.add(f"{_KEYS}/asked", 0))
+        if slow or asked > self._answered:
+            self._publish(store)
+        if asked > self._answered:
+            self._answered = asked
+            hang_report.answer(store, self._main)
+        # A verdict counts only for operations that the rank which left has not issued:
+        # that rank takes part in all earlier operations.
+        for watch, waits in slow:
+            key = f"{_KEYS}/verdict/{watch.name}"
+            if watch.told is None and store.check([key]):
+                state, after, rank, text, _ = json.loads(store.get(key))
+                others = state != WITHDRAWN and rank != dist.get_rank()
+                if others and waits.number > after:
+                    watch.told = _told(OperationRecord.of(waits), rank, text)
+            late = watch.report_after and _age(waits) > watch.report_after
+            if late and watch.reported < waits.number:
+                watch.reported = waits.number
+                self._report(store, watch, waits)
+
+    def _publish(self, store: Any) -> None:
+        """Write the position of this rank."""
+        position = Position(
+            dist.get_rank(),
+            time.time(),
+            self._ending or hang_report.program(self._main),
+            {each.name: each.position() for each in list(self._groups.values())},
+        )
+        store.set(f"{_KEYS}/position/{position.rank}", json.dumps(position))
+
+    def _report(self, store: Any, watch: GroupWatch, waits: Operation) -> None:
+        """Ask all ranks where they are, print a line, and write the report."""
+        asked, record = time.time(), OperationRecord.of(waits)
+        path = hang_report.begin(store, record.title)
+        self._answered = int(store.add(f"{_KEYS}/asked", 1))
+        # Other threads look every few seconds, and write their own file of the report
+        # when they answer. A rank whose process is stopped or dead does neither.
+        self._stop.wait(2 * _ASK_EVERY * TICK)
+        said = {each.rank: each for each in self.positions(watch.ranks)}
+        words = []
+        for rank in watch.ranks[: _MOST_RANKS + 1]:
+            if rank == dist.get_rank():
+                continue
+            position = said.get(rank)
+            fresh = position is not None and position.at > asked - 2 * _ASK_EVERY * TICK
+            if position is not None and (fresh or "has ended" in position.program):
+                words.append(position.told(watch.name))
+            else:
+                words.append(f"rank {rank} does not answer")
+        written = hang_report.write(path, self._main, words)
+        line = (
+            f"composable_fsdp: rank {dist.get_rank()} waits {_age(waits):.0f} s for "
+            f"{_lower(record.title)}; {'; '.join(words)}. Report: {written}; "
+            "python -m composable_fsdp hang-report merges the files of all ranks."
+        )
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def _told(record: OperationRecord, rank: int, text: str) -> str:
+    """Return the verdict for a rank that waits in vain."""
+    return (
+        f"{record.title} waits in vain: rank {rank} has left the order and will not "
+        f"take part. Rank {rank} says: {text}"
+    )
+
+
+def _connect() -> Any:
+    """Return a new connection to the store of the default group."""
+    # A connection of its own: requests of the main thread never wait behind a request
+    # of this thread, and a request that fails breaks no connection of torch.
+    store = agreement.key_value_store().clone()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+_WATCH = _Watch()
+atexit.register(_WATCH.stop)
+
+
+def watch(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Watch the collectives over ``groups`` that can compare. Collective: none."""
+    for group in groups:
+        if agreement.can_compare(group):
+            _WATCH.add(group)
+
+
+def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
+    """Return why this rank waits in vain for the ranks ``absent``; usually empty.
+
+    Called by a rank that waits in the store. A rank that waits in an operation which
+    this rank has not issued waits for this rank, so that neither can go on. A few round
+    trips to the store.
+
+    Collective: none.
+    """
+    found = _WATCH.group(group)
+    if found is None:
+        return []
+    # A rank that is late waits in no operation beyond the last of this rank, however
+    # long the lateness takes. So only ranks that wait for this rank are found, and
+    # that does not change by waiting.
+    own, words = operation_log(group).number, []
+    for position in _WATCH.positions(absent):
+        entry = position.groups.get(found.name)
+        if entry is None or entry[1] is None:
+            continue
+        _, _, number, op, waited = entry
+        if number > own and op in _NEEDS_ALL and waited > SLOW:
+            words.append(position.told(found.name))
+    return words
+
+
+def pronounce(group: dist.ProcessGroup, text: str) -> None:
+    """Tell the ranks of ``group`` that this rank raises ``text`` and sends no more.
+
+    Ranks that wait in an operation which this rank has not issued raise, too.
+    Collective: none.
+    """
+    found = _WATCH.group(group)
+    if found is None:
+        return
+    # If the store is gone, the other ranks have errors of their own.
+    log = operation_log(group)
+    # Written before the error is raised here: the program may end this rank at once.
+    with suppress(RuntimeError):
+        key = f"{_KEYS}/verdict/{found.name}"
+        # The time makes every verdict another value.
+        value = json.dumps([SAID, log.number, dist.get_rank(), text, time.time()])
+        agreement.key_value_store().set(key, value)
+        log.left = True
+
+
+def return_to(group: dist.ProcessGroup) -> None:
+    """Note that this rank uses ``group`` again, after it may have left the order.
+
+    Collective: none.
+    Raises: DesyncError, if a collective was left unfinished.
+    """
+    log = operation_log(group)
+    if log.left:
+        log.watcher.back()

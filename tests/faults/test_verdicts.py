@@ -1,0 +1,141 @@
+"""A rank that waits for a rank which will not come is told so within seconds.
+
+The time limits are those of a program that sets nothing: half an hour.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp import DesyncError, FSDPError, fully_shard, load, save
+from tests.support.world import RankPool, World
+
+RankCount = Callable[[int], RankPool]
+
+SOON = 15.0
+"""Seconds within which every rank has the verdict."""
+
+
+class Blocks(nn.Module):
+    """Equal blocks, of which ``route`` says the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.route = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, 4)`` to the same."""
+        for index in self.route:
+            x = torch.tanh(self.blocks[index](x))
+        return x
+
+
+def sharded() -> Blocks:
+    """A root and three units below, after steps that record the order."""
+    model = Blocks()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    return model
+
+
+class Refused(Exception):
+    """Raised by a module on a rank."""
+
+
+def deviate(world: World, how: str, path: Path) -> tuple[str, float, bool, str]:
+    """The last rank goes its own way; each rank's error, its time, and what works then:
+    a save without the group, and the next forward's error."""
+    model = sharded()
+    last = world.rank == world.world_size - 1
+    if how == "another unit" and last:
+        model.route = [0, 2, 1]
+    hook = None
+    if how == "a caught error" and last:
+
+        def refuse(*_: object) -> None:
+            raise Refused
+
+        hook = model.blocks[1].register_forward_pre_hook(refuse, prepend=True)
+    start = time.monotonic()
+    if hook is not None:
+        with pytest.raises(Refused):
+            model(torch.ones(2, 4))
+        hook.remove()
+    with pytest.raises(DesyncError) as caught:
+        model(torch.ones(2, 4))
+    took = time.monotonic() - start
+    # The weights are as they were, and can be saved although the group is torn.
+    save(path / how.replace(" ", "_"), model)
+    again = Blocks()
+    load(path / how.replace(" ", "_"), again)
+    expected = Blocks().state_dict()
+    whole = all(torch.equal(v, expected[k]) for k, v in again.state_dict().items())
+    with pytest.raises(FSDPError) as later:
+        model(torch.ones(2, 4))
+    return str(caught.value), took, whole, str(later.value)
+
+
+@pytest.mark.req("X-06", "X-12")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "mine", "theirs"),
+    [
+        ("another unit", "runs 'blocks.2' of 24", "of 'blocks.1' (forward"),
+        ("a caught error", "after an exception that ended", "of 'blocks.1' (forward"),
+    ],
+)
+def test_every_rank_has_the_verdict_soon(
+    ranks: RankCount,
+    tmp_path: Path,
+    how: str,
+    mine: str,
+    theirs: str,
+    world_size: int,
+) -> None:
+    """The rank that left says what it does, and where the others wait for it; they say
+    so, too. A save is still possible, and the group refuses to be used."""
+    found = ranks(world_size).run(deviate, how, tmp_path, timeout=60, retire=True)
+
+    for rank, (text, took, whole, later) in enumerate(found):
+        assert took < SOON, (rank, took)
+        assert mine in text
+        assert theirs in text
+        assert whole
+        assert "was left in the middle of a collective" in later
+        last = world_size - 1
+        if rank == last:
+            assert "rank 0 waits" in text
+        else:
+            assert f"waits in vain: rank {last} has left the order" in text
+
+
+def come_late(world: World) -> bool:
+    """All ranks change the order; the last comes when the others wait for long."""
+    model = sharded()
+    model.route = [2, 1, 0]
+    if world.rank:
+        time.sleep(4)
+    model(torch.ones(2, 4)).sum().backward()
+    if world.rank:
+        time.sleep(4)
+    # Nobody departs here: a rank that waits in a collective accuses nobody.
+    model(torch.ones(2, 4)).sum().backward()
+    return True
+
+
+@pytest.mark.req("X-12")
+def test_a_rank_that_is_late_is_not_accused(ranks: RankCount) -> None:
+    """At a change of order, and in a collective."""
+    assert all(ranks(2).run(come_late, timeout=60))
