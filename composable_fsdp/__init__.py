@@ -7,6 +7,7 @@ from composable_fsdp.access.methods import (
     register_forward_method,
     register_fsdp_forward_method,
 )
+from composable_fsdp.access.nonfinite import NonFinite, find_nonfinite
 from composable_fsdp.access.schedule import (
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
@@ -136,6 +137,7 @@ __all__ = [
     "LowPrecisionState",
     "MixedPrecision",
     "ModuleWrapPolicy",
+    "NonFinite",
     "NotRootError",
     "OperationRecord",
     "OptimStateDictConfig",
@@ -167,6 +169,7 @@ __all__ = [
     "contract",
     "convert",
     "export_safetensors",
+    "find_nonfinite",
     "flat_parameter_groups",
     "flat_parameters",
     "fp16_compress_hook",

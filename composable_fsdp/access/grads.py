@@ -13,25 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable_fsdp.access.nonfinite import (
+    collect_nonfinite,
+    parameters_given,
+    units_and_others,
+)
 from composable_fsdp.access.schedule import set_reshard
 from composable_fsdp.access.settings import set_sync, units_of
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
-    find_flat,
     grad_of,
     leaf_gradients,
 )
 from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, sample_again
 from composable_fsdp.flat.gradients import views_are_intact
-from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.planning import walk
-from composable_fsdp.tree.traversal import inside_wrappers
-
-_named_modules = nn.Module.named_modules
-_named_parameters = nn.Module.named_parameters
 
 
 @contextmanager
@@ -97,13 +96,14 @@ def clip_grad_norm_(
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
         ranks; NaN or inf on every rank if the norm of any rank is NaN or inf.
     Collective: per shard group among the parameters an all-reduce of one number (two
-        numbers for the ``inf`` norm). All ranks must pass the same parameters.
+        numbers for the ``inf`` norm). All ranks must pass the same parameters. If
+        ``error_if_nonfinite`` raises, also an all-gather of objects, for the message.
     Raises: DesyncError, if another rank does not make this call, before anything is
         sent; ValueError, unless ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for
         an argument that is no parameter; RuntimeError for ``error_if_nonfinite``, on
         all ranks alike and before any gradient is scaled.
     """
-    parameters = _parameters(module_or_params)
+    parameters = parameters_given(module_or_params, "clip_grad_norm_")
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not max_norm >= 0:
         raise ValueError(
@@ -116,7 +116,7 @@ def clip_grad_norm_(
             f"{norm_type}. Norms below that do not grow with the gradients."
         )
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
-    handles, others = _units_of(chosen)
+    handles, others = units_and_others(chosen)
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
     plain = [p.grad for p in others if p.grad is not None]
     gradients = plain.copy()
@@ -148,7 +148,8 @@ def clip_grad_norm_(
         meet(sharded, _clip_call(norm_type, dtype, len(parameters)), always=False)
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
-    total = _total_norm(plain, sharded, kind)
+    parts = _norm_parts(plain, sharded, kind)
+    total = _joined(parts, kind)
     # A rank without elements of the parameters that have gradients has no gradient
     # itself: only a norm of 0 shows that no rank has a gradient. ``item()`` waits for
     # the GPU, so the test comes last.
@@ -157,8 +158,9 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_ expects finite gradients (error_if_nonfinite=True), and "
-            f"their norm of order {norm_type} over all ranks is {total.item()}. Skip "
-            "the step, or pass error_if_nonfinite=False."
+            f"their norm of order {norm_type} over all ranks is {total.item()}. "
+            f"{_offenders(handles, chosen, sharded, parts[1:])} Skip the step, or pass "
+            "error_if_nonfinite=False."
         )
     _scale(gradients, total, max_norm, foreach=foreach is not False)
     if GRAD_SAMPLES:
@@ -206,69 +208,6 @@ def _norms_one_by_one(
 ) -> list[Tensor]:
     """Return the norm of each tensor, without multi-tensor operators."""
     return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
-
-
-def _parameters(
-    module_or_params: nn.Module | Iterable[Tensor] | Tensor,
-) -> list[Tensor]:
-    """Return the parameters that an argument of ``clip_grad_norm_`` names.
-
-    Raises: TypeError, for an argument that is neither a module nor tensors.
-    """
-    if isinstance(module_or_params, nn.Module):
-        return _parameters_in(module_or_params)
-    if isinstance(module_or_params, Tensor):
-        return [module_or_params]
-    if not isinstance(module_or_params, Iterable):
-        raise TypeError(
-            "clip_grad_norm_ expects a module or parameters, got a "
-            f"{type(module_or_params).__name__}."
-        )
-    parameters = list(module_or_params)
-    for parameter in parameters:
-        if not isinstance(parameter, Tensor):
-            raise TypeError(
-                "clip_grad_norm_ expects a module or parameters, got an iterable with "
-                f"a {type(parameter).__name__}. Pass the values, not (name, parameter) "
-                "pairs."
-            )
-    return parameters
-
-
-def _parameters_in(module: nn.Module) -> list[Tensor]:
-    """Return ``list(module.parameters())``; usually at a fifth of the cost."""
-    top = inside_wrappers(module)
-    # ``nn.Module.parameters`` builds the names of all parameters, which takes about
-    # half of the time of clipping. The names are not needed here.
-    found: list[Tensor | None] = []
-    for each in walk.modules(top):
-        # A class that overrides named_modules or named_parameters may return other
-        # parameters.
-        if type(each).named_modules is not _named_modules:
-            return list(module.parameters())
-        found += each._parameters.values()
-    if type(top).named_parameters is not _named_parameters:
-        return list(module.parameters())
-    return [parameter for parameter in found if parameter is not None]
-
-
-def _units_of(chosen: dict[int, Tensor]) -> tuple[list[FlatParamHandle], list[Tensor]]:
-    """Return the units that hold chosen parameters, and the other parameters."""
-    # Dictionary operations only, without a Python loop per parameter, if units hold all
-    # parameters: plain modules are clipped in a few microseconds per parameter.
-    links = dict.fromkeys(map(LEAVES.get, chosen))
-    others: list[Tensor] = []
-    handles = dict.fromkeys([link() for link in links if link is not None])
-    if None in links:
-        for key, parameter in chosen.items():
-            if key not in LEAVES:
-                # LEAVES has no flat parameters, which the caller may pass, too.
-                found = find_flat(parameter)
-                if found is None:
-                    others.append(parameter)
-                else:
-                    handles[found[0]] = None
-    return [handle for handle in handles if handle is not None], others
 
 
 def _gradients(
@@ -319,10 +258,40 @@ def _is_whole(region: FlatParameter) -> bool:
     return shown and views_are_intact(region)
 
 
-def _total_norm(
+def _offenders(
+    handles: Sequence[FlatParamHandle],
+    chosen: dict[int, Tensor],
+    groups: Iterable[dist.ProcessGroup],
+    norms: Sequence[Tensor],
+) -> str:
+    """Return the gradients that are not finite, in words.
+
+    Collective: an all-gather of objects over each group whose norm is not finite.
+    """
+    # The norm over a group is equal on the group's ranks, so all ranks decide alike.
+    bad = {g for g, norm in zip(groups, norms, strict=True) if not norm.isfinite()}
+    # Units without a shard group hold whole gradients, equal on all ranks.
+    whole = [each for each in handles if each.groups.shard is None]
+    found = collect_nonfinite(whole, chosen, ()) if whole else []
+    for group in bad:
+        units = [each for each in handles if each.groups.shard is group]
+        found += collect_nonfinite(units, chosen, (group,))
+    # Finite gradients may have a norm that is too large for the dtype of the sum.
+    if not found:
+        return (
+            "No gradient of a unit is NaN or inf: the norm overflows, or a plain one."
+        )
+    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    return f"{'; '.join(map(str, found[:4]))}{more}."
+
+
+def _norm_parts(
     plain: list[Tensor], sharded: dict[dist.ProcessGroup, list[Tensor]], kind: _Kind
-) -> Tensor:
-    """Return the norm over all ranks; gradients equal on all ranks count once."""
+) -> list[Tensor]:
+    """Return powers of norms: of plain gradients, then over the ranks of each group.
+
+    Gradients that are equal on all ranks count once.
+    """
     infinite = kind.norm_type == float("inf")
     parts = [_power(plain, kind)]
     for group, gradients in sharded.items():
@@ -338,8 +307,13 @@ def _total_norm(
         else:
             collectives.all_reduce(part, group)
         parts.append(part)
+    return parts
+
+
+def _joined(parts: list[Tensor], kind: _Kind) -> Tensor:
+    """Return the norm of all gradients, from the powers of ``_norm_parts``."""
     stacked = torch.stack(parts)
-    if infinite:
+    if kind.norm_type == float("inf"):
         return stacked.amax()
     return stacked.sum() ** (1.0 / kind.norm_type)
 

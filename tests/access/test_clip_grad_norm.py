@@ -429,7 +429,8 @@ def test_error_if_nonfinite_raises_on_all_ranks_and_scales_nothing(
     expected = (
         "RuntimeError: clip_grad_norm_ expects finite gradients "
         "(error_if_nonfinite=True), and their norm of order 2.0 over all ranks is "
-        f"{bad}. Skip the step, or pass error_if_nonfinite=False."
+        f"{bad}. 'positions.weight' is {bad} in 1 of its elements (rank 1). Skip the "
+        "step, or pass error_if_nonfinite=False."
     )
     assert ranks(2).run(check_nonfinite, bad) == [expected] * 2
 
