@@ -148,6 +148,7 @@ def clip_grad_norm_(
         meet(sharded, _clip_call(norm_type, dtype, len(parameters)), always=False)
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
+    # The parts are kept apart, because an error names the gradients of a bad part.
     parts = _norm_parts(plain, sharded, kind)
     total = _joined(parts, kind)
     # A rank without elements of the parameters that have gradients has no gradient
@@ -269,7 +270,9 @@ def _offenders(
     Collective: an all-gather of objects over each group whose norm is not finite.
     """
     # The norm over a group is equal on the group's ranks, so all ranks decide alike.
-    bad = {g for g, norm in zip(groups, norms, strict=True) if not norm.isfinite()}
+    # A list and no set: the groups exchange one after the other, in an order that is
+    # equal on all ranks.
+    bad = [g for g, norm in zip(groups, norms, strict=True) if not norm.isfinite()]
     # Units without a shard group hold whole gradients, equal on all ranks.
     whole = [each for each in handles if each.groups.shard is None]
     found = collect_nonfinite(whole, chosen, ()) if whole else []

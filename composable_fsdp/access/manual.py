@@ -89,6 +89,7 @@ def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
         verbs.discard_full(context, handle)
     verbs.record_gathers(handle)
     if handle.residency in NOT_GATHERED:
+        # A unit that every rank holds whole sends nothing: a rank may be alone.
         if handle.form.needs_gather:
             meet_over([state], Call("unshard", state.title), always=False)
         if context.outermost is None and not shards_are_unchanged(handle):

@@ -76,6 +76,8 @@ def find_nonfinite(
     parameters = parameters_given(module_or_params, "find_nonfinite")
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
+    # Units over other groups exchange separately, in the order of the units, which is
+    # equal on all ranks.
     routes: dict[tuple[dist.ProcessGroup, ...], list[FlatParamHandle]] = {}
     for handle in handles:
         routes.setdefault(handle.groups.present, []).append(handle)
@@ -91,6 +93,7 @@ def find_nonfinite(
             collectives.all_reduce(flag, group, maximum=True)
         if flag.item():
             found += _collected(mine, units, route)
+    # No unit knows the name of a plain parameter.
     positions = {key: f"parameter {i}" for i, key in enumerate(chosen)}
     plain = [(positions[id(p)], "", p.grad, True) for p in others if p.grad is not None]
     found += [each._replace(ranks=(_own_rank(),)) for each in _examined(plain)]
@@ -132,6 +135,8 @@ def _collected(
         ]
     joined: dict[tuple[str, bool], NonFinite] = {}
     for rank, counts, each in told:
+        # By parameter and by state: a gradient that waits is another than the reduced
+        # one beside.
         known = joined.get((each.parameter, each.is_reduced), each._replace(elements=0))
         # Replicas have equal reduced gradients, which count once.
         more = each.elements if counts or not each.is_reduced else 0
@@ -196,6 +201,7 @@ def _examined(held: Sequence[_Held]) -> Iterator[NonFinite]:
         held, flags.tolist(), strict=True
     ):
         if not is_finite:
+            # Only now, for the few gradients that the error will name.
             nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
             # A complex number may be both.
             count = int((~values.isfinite()).sum())

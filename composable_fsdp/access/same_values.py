@@ -73,12 +73,14 @@ def brief(value: object) -> str:
 
     Collective: none.
     """
+    # ``repr`` of a float is exact, and that of NaN is equal on all ranks.
     if isinstance(value, (bool, int, float, str)):
         return repr(value)
     # A sharded value is another one on each rank.
     if type(value) not in (Tensor, torch.nn.Parameter):
         return type(value).__name__
     assert isinstance(value, Tensor)
+    # Not the device: a rank may load from the host what another loads from its GPU.
     kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value.is_meta or value.layout is not torch.strided or not value.numel():
         return kind

@@ -90,6 +90,7 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     found = find_parameter(module, fqn, "get_full_grad")
     if not isinstance(found, ParamRef):
         return None if found.grad is None else found.grad.detach().clone()
+    # Before the all-reduce below, which asks whether any rank has a gradient.
     _meet(found, "get_full_grad", fqn, always=False)
     handle, leaf = found.handle, found.leaf
     group = handle.groups.shard

@@ -271,6 +271,7 @@ def _unshard_states(
 
 def _call(states: Sequence[_FSDPState], what: str, **how: bool) -> Call:
     """Return the block as ranks compare it, with the arguments that are set."""
+    # ``offload_to_cpu`` copies on this rank alone, and may differ between ranks.
     decide = ("writeback", "rank0_only", "with_grads", "check_same")
     details = tuple(f"{name}=True" for name in decide if how.get(name))
     name = what.partition("(")[0]

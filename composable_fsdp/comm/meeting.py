@@ -439,6 +439,8 @@ class RollCall:
         """Return the ranks that have not come, in words."""
         if not self._key:
             return "other ranks"
+        # The roll is read when something has gone wrong already, so a failure here must
+        # not hide the first error.
         try:
             here = bytes(agreement.key_value_store().get(self._key)).split()
             everyone = dist.get_process_group_ranks(self._group)

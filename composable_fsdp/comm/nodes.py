@@ -143,6 +143,7 @@ def private_group(
     Collective: creates the group at the first call, none later; all of ``ranks`` must
     call, other ranks need not.
     """
+    # A single rank has nothing to exchange, and no group to wait in.
     if len(ranks) == 1:
         return None
     group = _known(ranks, purpose)

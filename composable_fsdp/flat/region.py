@@ -184,6 +184,7 @@ class FlatParameter:
         self.leaves = leaves
         """The sharded leaves: the original parameters, in memory order."""
         slots = layout.parameters
+        # An empty parameter of the model is absent nowhere: no rank holds an element.
         self.absent = tuple(
             [i for i, p in enumerate(leaves) if slots[i].numel and not p.numel()]
         )
@@ -234,5 +235,6 @@ def part_of(
     Returns: a view of ``value`` if ``value`` is contiguous.
     Collective: none.
     """
+    # A rank without elements gets an empty interval, and so an empty view.
     start, stop = region.layout.interval(slot, region.rank)
     return value.detach().reshape(-1)[start:stop].view(like.shape)

@@ -67,6 +67,7 @@ def shard_full_optim_state_dict(
     Collective: none.
     Raises: as ``optim_state_dict_to_load``.
     """
+    # The name goes into the error of a rank that calls alone.
     what = "shard_full_optim_state_dict"
     groups = partial(_groups, model, optim, optim_input, what)
     units = units_known(model, optim)
@@ -146,6 +147,7 @@ def _own_state(
 
     Raises: DesyncError, if another rank does not call ``what``.
     """
+    # Before the exchange of errors: a rank that is alone would wait in that exchange.
     units = units_known(model, optim)
     meet_for_state(units, what, first_only=first_only)
     with raise_on_all_ranks(shard_groups(units)):

@@ -250,6 +250,7 @@ def state_to_load(
 
 def _brief(saved: dict[str, Any]) -> str:
     """Return a short text about a state, equal on ranks that load an equal state."""
+    # The groups hold options, which decide no collective and no value of a shard.
     state = saved["state"]
     if any(
         isinstance(v, ShardedValue) for each in state.values() for v in each.values()

@@ -80,6 +80,7 @@ def optim_state_dict(
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     config = settings.optim_state_dict_config
     first_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    # Each rank's own shards are local, and may be asked for by a rank alone.
     if not is_local:
         kind = settings.state_dict_type.name
         meet_for_state(units, "optim_state_dict", kind, first_only=first_only)

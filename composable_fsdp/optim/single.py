@@ -146,6 +146,7 @@ def _find(
         named = Named(fqn, found, None)
     sends = what == "get_full_optim_state"
     units = [unit_of(found)] if isinstance(found, ParamRef) else []
+    # A rank that reads passes no values.
     values = () if state is None else (brief_of_all(state.items()),)
     meet_for_state(units, what, repr(fqn), *values, replicas=not sends)
     if not sends:

@@ -91,6 +91,8 @@ def _prepare_for_dcp(optim: object) -> bool:
     grads = (p.grad for group in optim.param_groups for p in group["params"])
     is_used = bool(optim.state) or any(grad is not None for grad in grads)
     shards = (handle.groups.shard for handle in handles_of(optim))
+    # DCP does not say whether the state is read or loaded; both exchange names first,
+    # so a rank that asks alone must not come to the exchange.
     groups = dict.fromkeys(shard for shard in shards if shard is not None)
     meet(groups, Call("state_dict or load_state_dict of DCP", type(optim).__name__))
     for group in groups:

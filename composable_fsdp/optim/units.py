@@ -56,6 +56,7 @@ def meet_for_state(
     Collective: none, as ``meet``.
     Raises: DesyncError, as ``meet``.
     """
+    # With and without ``rank0_only`` other collectives are sent.
     if first_only:
         details += ("rank0_only=True",)
     # Without the name of a unit: ``units_known`` may find the units in another order.

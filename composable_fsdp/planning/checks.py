@@ -104,6 +104,7 @@ WIDE = frozenset(
 
 def _refuse_narrow(parameter: nn.Parameter, fqn: str) -> None:
     """Raise PlanError for a float of 8 bits or less that torch cannot add or copy."""
+    # Integers and booleans cannot require gradients, and are copied like others.
     dtype = parameter.dtype
     if not dtype.is_floating_point or dtype.itemsize > 1:
         return

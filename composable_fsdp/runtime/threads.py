@@ -51,6 +51,7 @@ def require_no_other_backward(context: RuntimeContext) -> None:
     # A backward that raised may not be marked as dead yet, because a thread of the
     # engine does so; then no call of the engine runs in another thread.
     live = context.tasks.keys() - context.dead
+    # Threads that run a backward of any model: the engine does not tell whose.
     others = [thread for thread in BACKWARDS if thread != get_ident()]
     # A backward inside a backward has a task of its own, in the same thread.
     if live and others and BACKWARDS.get(get_ident(), 0) < 2:
@@ -60,6 +61,7 @@ def require_no_other_backward(context: RuntimeContext) -> None:
 def _thread_in_forward(context: RuntimeContext) -> int | None:
     """Return the other thread in which a forward of the tree runs, if there is one."""
     frame = context.frame
+    # Usually the frame is a few frames up in this thread.
     if frame is None or _is_below(frame, sys._getframe(1)):
         return None
     # Only here, where the tree is in use already: this call visits every thread.
@@ -78,6 +80,8 @@ def _is_below(frame: FrameType, top: FrameType | None) -> bool:
 
 def _refuse(context: RuntimeContext, what: str, thread: int) -> None:
     """Raise PhaseError with the names of both threads."""
+    # Names and not numbers: users name threads, and logs show these names. A thread
+    # that Python did not start has no name.
     names = {each.ident: each.name for each in threading.enumerate()}
     raise PhaseError(
         f"Thread {names.get(get_ident(), get_ident())!r} uses model "

@@ -124,6 +124,7 @@ class _Exchange:
 
     def _tell(self) -> None:
         """Warn; called by the timer's thread."""
+        # In the timer's thread, while the main thread is inside the collective.
         told = "" if self._own is None else f", to tell them: {self._own}"
         warnings.warn(
             f"A checkpoint waits for {self._roll.absent()}{told}", stacklevel=1
@@ -177,12 +178,14 @@ def meet_team(module: object, what: str) -> None:
     groups: list[dist.ProcessGroup | None] = []
     for layout in _layouts(module):
         groups += [layout.shard, layout.replicate]
+    # The ranks of a smaller mesh know only their rows and columns, which meet in turn.
     if not groups or any(_is_world(layout) for layout in _layouts(module)):
         groups = [dist.group.WORLD]
     several = [group for group in groups if group is not None and group.size() > 1]
     try:
         meet(dict.fromkeys(several), Call(what, way_out=way_out))
     except DesyncError as error:
+        # A rank with a module has nothing else to tell.
         if is_module:
             raise
         # The other ranks may never come; the reason to raise is here in any case.

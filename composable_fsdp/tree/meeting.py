@@ -40,6 +40,8 @@ def meet_over(
 
 def forwards_of(root: _RootFSDPState) -> Forwards:
     """Return the object that notes the forwards of a tree. Collective: none."""
+    # Only groups over which a forward gathers: elsewhere a rank may run a forward
+    # alone, and its history would differ from those of the other ranks.
     groups = (handle.groups.shard for handle in root._root_handles)
     return Forwards(
         dict.fromkeys(group for group in groups if group is not None),
