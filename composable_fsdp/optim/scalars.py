@@ -30,5 +30,13 @@ def is_scalar(name: str, value: Any, shape: Sequence[int]) -> bool:
 
 
 def is_scalar_shape(name: str, own: Sequence[int], shape: Sequence[int]) -> bool:
-    """Answer ``is_scalar`` for a tensor of shape ``own`` that is not read yet."""
+    """Answer ``is_scalar`` for a tensor that is not read yet.
+
+    Args:
+        name: the name of the state.
+        own: the shape of the tensor.
+        shape: the full shape of the parameter.
+
+    Collective: none.
+    """
     return len(own) == 0 and (len(shape) > 0 or name in SCALARS)

@@ -20,7 +20,15 @@ _calls: dict[FrameType, tuple[_FSDPState, str]] = {}
 
 
 def begin_call(state: _FSDPState, prefix: str, frame: FrameType) -> None:
-    """Record the call whose pre-hooks run in ``frame``."""
+    """Record a call of ``state_dict``.
+
+    Args:
+        state: the unit.
+        prefix: the prefix of the keys of the unit's module.
+        frame: the frame in which the pre-hooks of the call run.
+
+    Collective: none.
+    """
     # A call that raised has not come to ``end_call``; its frame holds a state dict.
     for other in tuple(_calls):
         try:
