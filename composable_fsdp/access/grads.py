@@ -105,16 +105,7 @@ def clip_grad_norm_(
     """
     parameters = parameters_given(module_or_params, "clip_grad_norm_")
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if not max_norm >= 0:
-        raise ValueError(
-            f"clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}. A "
-            "negative one would turn every gradient around."
-        )
-    if not norm_type > 0:
-        raise ValueError(
-            f"clip_grad_norm_ expects a norm_type above 0 (2.0, 1.0, inf), got "
-            f"{norm_type}. Norms below that do not grow with the gradients."
-        )
+    _require_norm(norm_type, max_norm)
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -167,6 +158,20 @@ def clip_grad_norm_(
     if GRAD_SAMPLES:
         sample_again()
     return total
+
+
+def _require_norm(norm_type: float, max_norm: float) -> None:
+    """Raise ValueError for a norm that gradients cannot be clipped to."""
+    if not max_norm >= 0:
+        raise ValueError(
+            f"clip_grad_norm_ expects a max_norm of 0 or above, got {max_norm}. A "
+            "negative one would turn every gradient around."
+        )
+    if not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm_ expects a norm_type above 0 (2.0, 1.0, inf), got "
+            f"{norm_type}. Norms below that do not grow with the gradients."
+        )
 
 
 _NO_GRADIENTS = (

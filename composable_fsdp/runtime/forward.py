@@ -182,20 +182,16 @@ def pre_forward(
         # In a forward that is recomputed after the pre-backward of the unit, the hooks
         # of the first forward also serve the recomputed forward.
         calls.append(None)
-        return (
-            record_copies(handle, copies, (args, kwargs), replaced)
-            if copies
-            else replaced
-        )
-    # A recomputed forward has a graph and a record of its own.
-    call = UnitForward(state, GradientOrder() if recomputing else context.tape)
-    if searches.scans or searches.kept_at:
-        call.since = sequence_number()
-    calls.append(call)
-    replaced = _alias_inputs(call, args, kwargs, copies) or replaced
-    return (
-        record_copies(handle, copies, (args, kwargs), replaced) if copies else replaced
-    )
+    else:
+        # A recomputed forward has a graph and a record of its own.
+        call = UnitForward(state, GradientOrder() if recomputing else context.tape)
+        if searches.scans or searches.kept_at:
+            call.since = sequence_number()
+        calls.append(call)
+        replaced = _alias_inputs(call, args, kwargs, copies) or replaced
+    if copies:
+        return record_copies(handle, copies, (args, kwargs), replaced)
+    return replaced
 
 
 def _alias_inputs(
@@ -318,20 +314,8 @@ def post_forward(
         return replaced
     if state.remaining and not stays_full:
         state.remaining -= {id(module)}
-    ended = context.outermost is state and not calls
-    if ended:
-        end_iteration(context)
-        if context.prefetched:
-            drop_unused(context)
-        for log in context.forward_logs:
-            log.end()
-        if context.marked.offload and not awaited:
-            # No backward will wait for the copies to the device, so wait here: an
-            # optimizer or the user may overwrite the shards on the host.
-            synchronize_copy_stream(context)
-        for unit in context.marked.lists:
-            if unit.remaining:
-                _reshard_late_modules(context, unit)
+    if context.outermost is state and not calls:
+        _end_outermost(context, awaited=awaited)
     if calls or state.remaining:  # an outer call or another module needs the parameters
         return replaced
     phase = BACKWARD_PRE if awaited else IDLE
@@ -343,6 +327,22 @@ def post_forward(
     elif handle.residency is UNSHARDED and not stays_full:
         hold_for_backward(handle)
     return replaced
+
+
+def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
+    """End the forward of the whole tree; ``awaited`` if a backward can reach it."""
+    end_iteration(context)
+    if context.prefetched:
+        drop_unused(context)
+    for log in context.forward_logs:
+        log.end()
+    if context.marked.offload and not awaited:
+        # No backward will wait for the copies to the device, so wait here: an optimizer
+        # or the user may overwrite the shards on the host.
+        synchronize_copy_stream(context)
+    for unit in context.marked.lists:
+        if unit.remaining:
+            _reshard_late_modules(context, unit)
 
 
 def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:

@@ -300,16 +300,10 @@ class PartMaker:
                 if len({k for k in members if k[0] == name}) == 1
                 else f"{key}.{name}.{dtype}"
             )
-            part.states[name, str(dtype)] = (
-                dtype,
-                tuple(i for i, _, _ in found),
-                entry,
-            )
-            self.pieces.append(
-                Piece(
-                    entry, dtype, numel, partial(_state_pieces, found, numel[0], dtype)
-                )
-            )
+            indices = tuple(i for i, _, _ in found)
+            part.states[name, str(dtype)] = (dtype, indices, entry)
+            pieces = partial(_state_pieces, found, numel[0], dtype)
+            self.pieces.append(Piece(entry, dtype, numel, pieces))
         # The values are added by ``merge``: they come from other ranks' parts, too.
         if held.handle.groups.is_first:
             part.slots = tuple(
