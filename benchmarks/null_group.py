@@ -147,9 +147,11 @@ def null_world(world_size: int) -> Iterator[None]:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
     dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=world_size)
     arrived = mock.patch.object(Peers, "all_arrived", return_value=True)
+    # A second model in the group departs from the order of the first.
+    missing = mock.patch.object(Peers, "missing", return_value=[])
     met = mock.patch.object(History, "gather")
     try:
-        with arrived, met:
+        with arrived, missing, met:
             yield
     finally:
         dist.destroy_process_group()
