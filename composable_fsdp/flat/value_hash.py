@@ -29,6 +29,12 @@ _LARGE_BLOCK = 1 << 26
 """Words that are read at once on other devices; two temporaries have this size."""
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has values: is neither on meta nor fake."""
+    # Fake tensors, on which torch predicts shapes and memory, have this attribute.
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
+
+
 @torch.no_grad()
 def hash_values(values: Sequence[Tensor]) -> Tensor:
     """Return a hash of each tensor, ``(len(values),)`` int64, on the tensors' device.

@@ -34,7 +34,7 @@ from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Copy, Source
 from composable_fsdp.storage.team import Team, meet_team, team_of
-from composable_fsdp.tree.traversal import require_module
+from composable_fsdp.tree.traversal import require_module, walk_states
 
 
 # Tensors made in inference mode could not be trained with.
@@ -124,6 +124,9 @@ def load(
         assert result is not None
         # From here on, tensors of the model and the optimizer are overwritten.
         _change(team, *result)
+        # Values are read into the memory of the shards, past the version counters.
+        for _, _, state_of_unit in walk_states(module):
+            state_of_unit.initial.forget()
         if tell:
             report.warn()
         # After the copy, which fills the persistent buffers.

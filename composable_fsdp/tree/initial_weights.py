@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat.handle import UnitLayout
-from composable_fsdp.flat.value_hash import hash_values
+from composable_fsdp.flat.value_hash import has_values, hash_values
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 
@@ -33,15 +33,19 @@ the replicas, too."""
 class InitialWeights:
     """What a unit remembers of the values that ``fully_shard`` was given."""
 
-    __slots__ = ("_ids", "_versions", "compared", "hashes", "is_checked")
+    __slots__ = ("_ids", "_versions", "compared", "hashes", "is_checked", "synced")
 
-    def __init__(self, *, is_checked: bool, hashes: Tensor | None) -> None:
+    def __init__(
+        self, *, is_checked: bool, hashes: Tensor | None, synced: bool
+    ) -> None:
         self.is_checked = is_checked
         """Whether ranks compare the values of the unit. False with
         ``check_weights="off"``, and if there is no other rank."""
         self.hashes = hashes
         """The hash of each parameter, by slot index. None after a broadcast, which made
-        the values equal, and for values on meta."""
+        the values equal, for values on meta, and for a unit that is not cut."""
+        self.synced = synced
+        """Whether the initial values were broadcast."""
         # Two tuples of integers instead of a tuple of pairs, because the garbage
         # collector visits each pair.
         self._ids: tuple[int, ...] = ()
@@ -59,6 +63,19 @@ class InitialWeights:
         """Remember that the values have been replaced since."""
         self._versions = (-1,) * len(self._versions)
 
+    def refresh(self, layout: UnitLayout) -> None:
+        """Hash the values as they are now, if the unit is not cut.
+
+        Such a unit has whole values at any time, so no write is overlooked. Nothing is
+        hashed if the values were broadcast and not written to.
+        """
+        leaves = sharded_leaves(layout)
+        if not self.is_checked or not all(map(has_values, leaves)):
+            return
+        if not (self.synced and all(self.unwritten(layout))):
+            self.hashes = hash_values(leaves)
+            self.mark(layout)
+
     def unwritten(self, layout: UnitLayout) -> list[bool]:
         """Return, by slot index, whether a parameter holds its initial value."""
         leaves = sharded_leaves(layout)
@@ -73,7 +90,9 @@ class InitialWeights:
 
     def copy(self, layout: UnitLayout, copied: UnitLayout) -> InitialWeights:
         """Return what a copy of the unit remembers; ``copied`` is the copy's layout."""
-        made = InitialWeights(is_checked=self.is_checked, hashes=self.hashes)
+        made = InitialWeights(
+            is_checked=self.is_checked, hashes=self.hashes, synced=self.synced
+        )
         made.mark(copied)
         # The copied tensors have versions of their own, so a parameter that was written
         # to needs a version that no tensor has.
@@ -105,11 +124,11 @@ def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeig
     is_checked = target.plan.options.check_weights != "off" and groups.has_peers
     hashes = None
     # Without other ranks nothing is hashed: tensors may be fake then.
-    if is_checked and not synced:
+    if is_checked and not synced and groups.shard is not None:
         values: list[nn.Parameter] = by_slot(target.plan.regions, target.parameters)
-        if not any(value.is_meta for value in values):
+        if all(map(has_values, values)):
             hashes = hash_values(values)
-    return InitialWeights(is_checked=is_checked, hashes=hashes)
+    return InitialWeights(is_checked=is_checked, hashes=hashes, synced=synced)
 
 
 def by_slot(regions: Iterable[RegionLayout], found: Iterable[Sequence[T]]) -> list[T]:

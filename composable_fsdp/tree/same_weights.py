@@ -6,9 +6,10 @@ ever. Hashes of whole values are compared, made before sharding. A value that wa
 written to since has no such hash; if it has replicas, the shards themselves are hashed
 and compared with the other replicas' ::
 
-                   not written to                     written to since
-    sharded        whole values, all ranks            -
-    replicated     whole values, and shards           shards, ranks of the same index
+                   not written to                  written to since
+    sharded        whole values                    -
+    hybrid         whole values, in each replica   shards, ranks of the same index
+    not cut        whole values as they are now    the same
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class _Unit(NamedTuple):
 
     kind: Hashable
     """Which parameters have hashes of whole values; equal kinds are compared."""
+    replica: int
     whole: Any
     """The hashes of whole values by slot index, or a digest of them."""
     shard_rank: int
@@ -50,10 +52,13 @@ class _Unit(NamedTuple):
 
 
 def weights_digest(units: Units) -> tuple[bytes, bool]:
-    """Return a digest of the initial values, and whether replicas were written to.
+    """Return a digest of the values, and whether shards with replicas were written to.
 
-    One copy of the hashes to the host. Collective: none.
+    Hashes units that are not cut. One copy of all hashes to the host. Collective: none.
     """
+    for _, state in units:
+        if state.handle.groups.shard is None:
+            state.initial.refresh(state.handle.layout)
     digest = hashlib.blake2b(digest_size=16)
     written = False
     for (_, state), values in zip(units, _initial_hashes(units), strict=True):
@@ -80,6 +85,7 @@ def require_same_weights(units: Units, exchange: Exchange) -> str | None:
         told.append(
             _Unit(
                 _short(exact.kind),
+                exact.replica,
                 _short(exact.whole),
                 exact.shard_rank,
                 None if exact.shard is None else _short(exact.shard),
@@ -113,7 +119,12 @@ def require_same_weights(units: Units, exchange: Exchange) -> str | None:
 def _unit_of(state: _FSDPState, values: Sequence[int | None]) -> _Unit:
     """Return the values of a unit on this rank, parameter by parameter."""
     kind = tuple([value is None for value in values])
-    return _Unit(kind, tuple(values), state.handle.groups.rank, _shard_hashes(state))
+    groups = state.handle.groups
+    replica = 0
+    # Replicas of a cut unit are compared shard by shard.
+    if groups.replicate is not None and groups.shard is not None:
+        replica = groups.replicate.rank()
+    return _Unit(kind, replica, tuple(values), groups.rank, _shard_hashes(state))
 
 
 def _initial_hashes(units: Units) -> list[list[int | None]]:
@@ -145,10 +156,11 @@ def _unwritten(state: _FSDPState) -> list[bool]:
 
 
 def _has_replicas(state: _FSDPState) -> bool:
-    """Return whether other ranks hold the same shards, with values to compare."""
+    """Return whether other ranks hold the same shards of a cut unit, with values."""
     return (
         state.initial.is_checked
         and state.handle.groups.replicas > 1
+        and state.handle.groups.shard is not None
         and not state.handle.layout.on_meta
     )
 
@@ -171,7 +183,7 @@ def _comparable(said: Mapping[int, _Unit]) -> list[dict[int, Any]]:
     for rank, unit in said.items():
         # Ranks that wrote to other parameters since are not compared: nothing is known
         # of the initial values of the written ones.
-        found.setdefault(("whole", unit.kind), {})[rank] = unit.whole
+        found.setdefault(("whole", unit.kind, unit.replica), {})[rank] = unit.whole
         if unit.shard is not None:
             found.setdefault(("shard", unit.shard_rank), {})[rank] = unit.shard
     return list(found.values())

@@ -26,12 +26,12 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.access.manual import UnshardHandle
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from property_tests.live import examples
 from tests.runtime.events import units_of, watched
 from tests.support.models import TinyGPT, module_at, tiny_mlp
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     apply_units,
@@ -78,7 +78,7 @@ def test_a_unit_can_be_made_full_before_the_first_forward(
     own = module_at(plain, "blocks.0")
     x = gpt_input(0, world.rank)
 
-    with record() as calls:
+    with record_steps() as calls:
         assert unshard(block) is None
         assert unshard(block) is None
     assert len(calls) == 1
@@ -193,7 +193,7 @@ def test_a_unit_without_parameters_sends_nothing(world: World) -> None:
     """
     model = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(2)))
     fully_shard(model)
-    with record() as calls:
+    with record_steps() as calls:
         pending = unshard(model, async_op=True)
         assert pending is not None
         pending.wait()

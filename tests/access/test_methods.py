@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import composable_fsdp
 from composable_fsdp import CompositionError, fully_shard, register_forward_method
-from composable_fsdp.comm.collectives import record
 from composable_fsdp.phases import Residency
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import record_steps
 from tests.support.reference import (
     PATHS,
     apply_units,
@@ -69,7 +69,7 @@ def speak(world: World, path: str) -> list[str]:
     model, plain = speaker(path)
     register_forward_method(model, "generate")
     prompt = gpt_input(0, world.rank)[:, :2]
-    with torch.no_grad(), record() as calls:
+    with torch.no_grad(), record_steps() as calls:
         tokens = model.generate(prompt, count=3)  # type: ignore[operator]
         expected = plain.generate(prompt, count=3)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +23,12 @@ from composable_fsdp import (
     FullyShardedDataParallel,
     PlanError,
     ShardingStrategy,
+    flat_parameters,
     fully_shard,
     get_full_param,
+    load,
     replicate,
+    save,
     unshard,
     unshard_params,
 )
@@ -427,12 +431,53 @@ def test_values_that_were_loaded_since_are_the_ones_that_count(world: World) -> 
 
 
 @on_ranks(2)
-def test_replicas_that_one_rank_alone_wrote_are_warned_of(world: World) -> None:
+def test_a_checkpoint_ends_the_difference(world: World, tmp_path: Path) -> None:
+    """The values that count are those of the checkpoint."""
+    save(tmp_path / "checkpoint", shard(build(seed=5)))
+    for strategy in (ShardingStrategy.FULL_SHARD, NO_SHARD):
+        model = shard(build(seed=world.rank), strategy=strategy)
+        load(tmp_path / "checkpoint", model)
+        assert outcome(partial(step, model)) == Outcome(None, ())
+
+
+@on_ranks(2)
+def test_a_broadcast_of_the_user_ends_the_difference(world: World) -> None:
+    """Also through ``.data``, which no version counts, and of flat parameters."""
+    by_hand = shard(build(seed=world.rank), strategy=NO_SHARD)
+    for parameter in by_hand.parameters():
+        dist.broadcast(parameter.data, src=0)
+    flat = shard(build(seed=world.rank), strategy=NO_SHARD)
+    for parameter in flat_parameters(flat):
+        dist.broadcast(parameter.data, src=0)
+
+    assert outcome(partial(step, by_hand)) == Outcome(None, ())
+    assert outcome(partial(step, flat)) == Outcome(None, ())
+
+
+@on_ranks(4)
+def test_shards_of_a_replica_that_were_written_to_are_warned_of(world: World) -> None:
+    """The other replica holds other values; nothing is said if both wrote the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for written, count in (((0, 1, 2, 3), 0), ((2, 3), 1)):
+        model = shard(build(), device_mesh=mesh)
+        if world.rank in written:
+            with torch.no_grad():
+                model.get_parameter("2.scale").zero_()
+        warned = outcome(partial(step, model)).warnings
+        assert len(warned) == count
+    assert "'2.scale' has other values on rank 1 than on rank 3" in warned[0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by_data", [False, True])
+def test_replicas_that_one_rank_alone_wrote_are_warned_of(
+    world: World, by_data: bool
+) -> None:
     """Only the written parameter is named."""
     model = shard(build(), strategy=NO_SHARD)
     if world.rank == 1:
-        with torch.no_grad():
-            model.get_parameter("2.scale").zero_()
+        scale = model.get_parameter("2.scale")
+        (scale.data if by_data else scale.detach()).zero_()
 
     (text,) = outcome(lambda: step(model)).warnings
 
