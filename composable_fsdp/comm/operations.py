@@ -124,8 +124,8 @@ class Reporter:
         """Return None: this rank does not know what other ranks do."""
         return None
 
-    def back(self) -> None:
-        """Do nothing: nobody knows that this rank had left."""
+    def before(self, operation: Operation) -> None:
+        """Do nothing: no other rank can be asked."""
 
     def last_words(self) -> str:
         """Return what the other ranks said last: nothing."""

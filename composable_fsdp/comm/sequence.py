@@ -76,8 +76,8 @@ class Watcher(Protocol):
     def verdict(self) -> Exception | None:
         """Return the error to raise if the wait is in vain; None to go on waiting."""
 
-    def back(self) -> None:
-        """Note that a rank that has ``left`` sends again; raise if it cannot."""
+    def before(self, operation: Operation) -> None:
+        """Check ``operation`` before it is sent, if the log is ``guarded``."""
 
     def failed(self, operation: Operation, error: RuntimeError) -> Exception:
         """Return the error of this package for ``error`` of the backend."""
@@ -88,7 +88,7 @@ class OperationLog:
 
     __slots__ = (
         "__weakref__",
-        "left",
+        "guarded",
         "name",
         "number",
         "operations",
@@ -110,8 +110,8 @@ class OperationLog:
         """Limit of a single wait of the host for a collective of CPU tensors."""
         self.watcher = watcher
         # Set by ``comm.watch``.
-        self.left = False
-        """Whether this rank has left the order, or a collective before its end."""
+        self.guarded = False
+        """Whether the watcher checks each operation before it is sent."""
         self.rounds = RoundOrder()
 
 
@@ -169,8 +169,8 @@ class Operation:
         Raises: CollectiveError, if the backend raises.
         Collective: that of ``start``.
         """
-        if self.log.left:
-            self.log.watcher.back()
+        if self.log.guarded:
+            self.log.watcher.before(self)
         try:
             self.work = start(*args)
         except RuntimeError as error:

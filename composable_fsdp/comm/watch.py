@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from composable_fsdp.comm import agreement, hang_report
+from composable_fsdp.comm import agreement, collectives, hang_report
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
@@ -48,6 +49,9 @@ HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
 """Environment variable: seconds after which a wait is reported; 0 for never.
 
 Default: 60, and at most half the timeout of the process group."""
+
+DEBUG_VARIABLE = "COMPOSABLE_FSDP_DEBUG"
+"""Environment variable: 1 compares every collective across ranks before it is sent."""
 
 TICK = 1.0
 """Seconds between two looks of the thread."""
@@ -107,6 +111,10 @@ class GroupWatch(Reporter):
         self.ranks = dist.get_process_group_ranks(group)
         limit = group_timeout(group) / 2
         self.report_after = min(float(os.environ.get(HANG_VARIABLE) or 60), limit)
+        self.left = False
+        """Whether this rank has left the order, or a collective before its end."""
+        self.compares = os.environ.get(DEBUG_VARIABLE) == "1"
+        """Whether every collective is compared before it is sent."""
         self.told: str | None = None
         """The verdict of another rank, once the thread has read the verdict."""
         self.asked = self.reported = 0
@@ -124,8 +132,52 @@ class GroupWatch(Reporter):
         # Only now: the rank that said the verdict may have come back in time.
         # The collective in which this rank waited stays without its partners, so no
         # later collective of the group can pair.
-        operation_log(self._group.get()).left = True
+        self.leave()
         return DesyncError(self.told)
+
+    def leave(self) -> None:
+        """Note that this rank has left the order, or a collective before its end."""
+        self.left = operation_log(self._group.get()).guarded = True
+
+    def before(self, operation: Operation) -> None:
+        """Check ``operation`` before this rank sends it.
+
+        Collective: with ``COMPOSABLE_FSDP_DEBUG=1`` an all-gather of 8 bytes; if the
+            ranks differ, an all-gather of objects.
+        Raises: DesyncError, as ``back``; or if another rank is about to send another
+            operation.
+        """
+        if self.left:
+            self.back()
+        # The comparison sends operations of its own.
+        if self.compares and not collectives.is_capturing():
+            self.compares = False
+            try:
+                self._compare(OperationRecord.of(operation))
+            finally:
+                self.compares = True
+
+    def _compare(self, record: OperationRecord) -> None:
+        """Compare ``record`` with the operations of all ranks of the group."""
+        group = self._group.get()
+        # Without the number and the times: what pairs is what is sent at the same time.
+        told = " ".join(filter(None, [record.op, record.unit]))
+        told += f" ({record.phase}, {record.numel:,} x {record.dtype})"
+        tag = zlib.crc32(told.encode())
+        if set(collectives.all_gather_tag(tag, group)) == {tag}:
+            return
+        everyone = zip(
+            self.ranks, collectives.all_gather_object(told, group), strict=True
+        )
+        raise DesyncError(
+            f"Ranks are about to send different collectives over process group "
+            f"{self.name!r}, found by {DEBUG_VARIABLE}=1: "
+            f"{'; '.join(f'rank {rank}: {each}' for rank, each in everyone)}. Nothing "
+            "was sent. Make the same calls in the same order on every rank.",
+            unit=record.unit,
+            op=record.op,
+            phase=record.phase,
+        )
 
     def back(self) -> None:
         """Note that this rank sends again after it had left.
@@ -133,9 +185,9 @@ class GroupWatch(Reporter):
         Raises: DesyncError, if another rank has abandoned a collective meanwhile, or if
             this rank has.
         """
-        log = operation_log(self._group.get())
         if self.told is None and self._move(SAID, WITHDRAWN):
-            log.left = False
+            self.left = False
+            operation_log(self._group.get()).guarded = self.compares
             return
         raise DesyncError(
             f"Process group {self.name!r} was left in the middle of a collective, and "
@@ -214,7 +266,8 @@ class _Watch:
             return
         # The log and not this object decides about a wait, so the hot path reads a
         # single attribute.
-        log.watcher = self._groups[group] = GroupWatch(group)
+        found = log.watcher = self._groups[group] = GroupWatch(group)
+        log.guarded = found.compares
         if self._thread is None or not self._thread.is_alive():
             self._main = threading.get_ident()
             self._thread = threading.Thread(
@@ -416,14 +469,14 @@ def pronounce(group: dist.ProcessGroup, text: str) -> None:
     if found is None:
         return
     # If the store is gone, the other ranks have errors of their own.
-    log = operation_log(group)
     # Written before the error is raised here: the program may end this rank at once.
     with suppress(RuntimeError):
         key = f"{_KEYS}/verdict/{found.name}"
         # The time makes every verdict another value.
-        value = json.dumps([SAID, log.number, dist.get_rank(), text, time.time()])
+        number = operation_log(group).number
+        value = json.dumps([SAID, number, dist.get_rank(), text, time.time()])
         agreement.key_value_store().set(key, value)
-        log.left = True
+        found.leave()
 
 
 def return_to(group: dist.ProcessGroup) -> None:
@@ -432,6 +485,6 @@ def return_to(group: dist.ProcessGroup) -> None:
     Collective: none.
     Raises: DesyncError, if a collective was left unfinished.
     """
-    log = operation_log(group)
-    if log.left:
-        log.watcher.back()
+    found = _WATCH.group(group)
+    if found is not None and found.left:
+        found.back()

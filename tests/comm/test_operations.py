@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -13,8 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 import composable_fsdp
-from composable_fsdp import CollectiveError, FSDPError, fully_shard, recent_operations
-from composable_fsdp.comm import collectives, sequence
+from composable_fsdp import (
+    CollectiveError,
+    DesyncError,
+    FSDPError,
+    fully_shard,
+    recent_operations,
+)
+from composable_fsdp.comm import collectives, sequence, watch
 from composable_fsdp.comm.operations import operation_log
 from tests.support.on_ranks import on_ranks
 from tests.support.world import RankPool, World, fake_world
@@ -117,3 +124,34 @@ def test_a_failed_collective_names_rank_unit_op_phase_and_time(
     assert "all_gather (root) (forward, 96 x float32)" not in text
     assert "reduce_scatter (root) (backward, 80 x float32)" in text, text
     assert text.endswith("[rank 0]")
+
+
+def send_another(world: World) -> tuple[str, str]:
+    """Under debugging, rank 1 sends something else; then a step trains."""
+    os.environ[watch.DEBUG_VARIABLE] = "1"
+    group = dist.new_group()
+    assert group is not None
+    model = fully_shard(nn.Linear(8, 8), process_group=group)
+    model(torch.ones(2, 8)).sum().backward()
+
+    def send() -> None:
+        if world.rank:
+            collectives.all_gather_flat([torch.ones(64)], [torch.ones(32)], group)
+        else:
+            collectives.all_reduce(torch.ones(2), group)
+
+    with pytest.raises(DesyncError) as caught:
+        send()
+    model(torch.ones(2, 8)).sum().backward()
+    return str(caught.value), caught.value.op
+
+
+@pytest.mark.req("D-16")
+def test_every_collective_is_compared_under_debugging(ranks: RankCount) -> None:
+    """Another kind and size, which would end the process in gloo; nothing was sent."""
+    for rank, (text, op) in enumerate(ranks(2).run(send_another, retire=True)):
+        assert (
+            "rank 0: all_reduce (all_reduce, 2 x float32); rank 1: all_gather" in text
+        )
+        assert "COMPOSABLE_FSDP_DEBUG=1" in text
+        assert op == ("all_gather" if rank else "all_reduce")
