@@ -443,7 +443,8 @@ def ranks_in_vain(group: dist.ProcessGroup, absent: Iterable[int]) -> list[str]:
     Collective: none.
     """
     found = _WATCH.group(group)
-    if found is None:
+    # After a verdict, the ranks that wait for this rank are about to give up.
+    if found is None or found.left:
         return []
     # A rank that is late waits in no operation beyond the last of this rank, however
     # long the lateness takes. So only ranks that wait for this rank are found, and
