@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ _ROW = 1 << 15
 _BLOCK = {"cpu": _ROW}
 """Words that are read at once, by device type: on CPU what stays in the cache, and
 what torch gives to a single thread, because ranks share the cores."""
+_SMALL = 1 << 15
+"""Bytes up to which the tensors of a unit are hashed together."""
 _LARGE_BLOCK = 1 << 26
 """Words that are read at once on other devices; two temporaries have this size."""
 
@@ -42,8 +45,16 @@ def hash_values(values: Sequence[Tensor]) -> Tensor:
     Equal bytes in equal order have equal hashes on every rank and on every device.
     Does not wait for the device. Collective: none.
     """
-    found = [_hash_words(_words(value)) for value in values]
-    return torch.stack(found) if found else torch.empty(0, dtype=torch.int64)
+    if not values:
+        return torch.empty(0, dtype=torch.int64)
+    nbytes = [value.numel() * value.itemsize for value in values]
+    if (
+        max(nbytes) <= _SMALL
+        and not any(number % 8 for number in nbytes)
+        and len({(value.dtype, value.device) for value in values}) == 1
+    ):
+        return _hash_together(values, tuple([number // 8 for number in nbytes]))
+    return torch.stack([_hash_words(_words(value)) for value in values])
 
 
 def _words(value: Tensor) -> Tensor:
@@ -59,6 +70,28 @@ def _words(value: Tensor) -> Tensor:
     filled = flat.new_zeros(-(-nbytes // 8) * 8, dtype=torch.uint8)
     filled[:nbytes] = flat.view(torch.uint8)
     return filled.view(torch.int64)
+
+
+def _hash_together(values: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    """Return the hashes of small tensors with ``sizes`` words, in few operations."""
+    weights, bounds = _joined_weights(sizes, values[0].device)
+    words = torch.cat([value.reshape(-1) for value in values]).view(torch.int64)
+    mixed = _mix(words)
+    mixed *= weights
+    # Sums are modulo 2**64, so differences of running sums are exact.
+    sums = mixed.new_zeros(mixed.numel() + 1)
+    torch.cumsum(mixed, 0, out=sums[1:])
+    ends = sums.index_select(0, bounds)
+    return ends[1:] - ends[:-1]
+
+
+@lru_cache(maxsize=64)
+def _joined_weights(
+    sizes: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of tensors of ``sizes`` in a row, and where each begins."""
+    weights = torch.cat([_weights(device)[:size] for size in sizes])
+    return weights, torch.tensor([0, *accumulate(sizes)], device=device)
 
 
 def _hash_words(words: Tensor) -> Tensor:
