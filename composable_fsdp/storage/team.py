@@ -23,7 +23,12 @@ from composable_fsdp.comm.consensus import Failure, Outcome, first_failure
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.comm.meeting import Call, RollCall, meet
 from composable_fsdp.comm.nodes import group_timeout, private_group
-from composable_fsdp.errors import CheckpointError, DesyncError, FSDPError
+from composable_fsdp.errors import (
+    CheckpointError,
+    CollectiveError,
+    DesyncError,
+    FSDPError,
+)
 from composable_fsdp.storage.contents import units_in
 
 
@@ -139,7 +144,8 @@ class _Exchange:
         self._timer.cancel()
         # torch raises ValueError for a group that was destroyed.
         kinds = (RuntimeError, ValueError)
-        if isinstance(error, kinds) and not isinstance(error, FSDPError):
+        is_ours = isinstance(error, FSDPError) and type(error) is not CollectiveError
+        if isinstance(error, kinds) and not is_ours:
             raise self._own or CheckpointError(
                 "Another rank was lost, or the process group destroyed, while the "
                 f"ranks agreed on a checkpoint ({error}), and this rank waited for "
