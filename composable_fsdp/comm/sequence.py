@@ -52,8 +52,7 @@ MOST_OPERATIONS = 1024
 PATIENCE = timedelta(seconds=2)
 """Time that ``Operation.wait`` blocks before asking whether the wait is in vain."""
 
-_NO_LIMIT = timedelta(0)
-"""``Work.wait`` takes 0 for no limit."""
+_NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
 
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
@@ -206,18 +205,19 @@ class Operation:
         self.work, self.done = None, time_ns()
 
     def _wait_on(self, work: Any, error: RuntimeError) -> None:
-        """Wait again as long as the limit, and not the collective, has ended a wait."""
-        # After the limit the collective goes on, and a later wait sees its end.
-        while self.patience and not work.is_completed():
-            verdict = self.log.watcher.verdict()
-            if verdict is not None:
+        """Wait again while the limit, and not the collective, has ended the wait."""
+        # An error before the limit is an error of the backend, also if the work is not
+        # completed: the reduce-scatter of gloo never is, and raises in every wait.
+        began, least = self.waited, 9e8 * self.patience.total_seconds()
+        while least and time_ns() - began >= least and not work.is_completed():
+            if (verdict := self.log.watcher.verdict()) is not None:
                 raise verdict
+            began = time_ns()
             try:
                 work.wait(self.patience)
+                return
             except RuntimeError as later:
                 error = later
-            else:
-                return
         raise self.log.watcher.failed(self, error) from error
 
 

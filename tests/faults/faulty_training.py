@@ -1,0 +1,302 @@
+"""A training program with a fault, over this package or over torch's FSDP2.
+
+Ranks of torchrun, or of ``tests.faults.launch``, run this file::
+
+    torchrun --nproc-per-node 2 -m tests.faults.faulty_training kill-in-forward
+    torchrun --nproc-per-node 2 -m tests.faults.faulty_training --library torch swap
+
+The fault happens on the last rank, in step 3 unless told; each rank prints a line per
+step. ``docs/faults.md`` tells what both libraries print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import composable_fsdp
+
+WIDTH = 8
+
+
+class Blocks(nn.Module):
+    """Equal blocks, of which ``route`` says the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Layer()) for _ in range(3))
+        self.route = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, WIDTH)`` to the same."""
+        for index in self.route:
+            x = torch.tanh(self.blocks[index](x))
+        return x
+
+
+class Layer(nn.Module):
+    """Two matrices: ``WIDTH`` to ``width`` and back."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.Linear(WIDTH, width)
+        self.outer: nn.Module = nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(batch, WIDTH)`` to the same."""
+        result: Tensor = self.outer(self.inner(x))
+        return result
+
+
+class Program:
+    """The objects that a fault may touch."""
+
+    def __init__(self, library: str, fault: str, *, faulty: bool) -> None:
+        self.torch = library == "torch"
+        self.fault, self.faulty = fault, faulty
+        self.model = Blocks()
+        if faulty and fault in AT_BUILD:
+            AT_BUILD[fault](self.model)
+        self.shard: Callable[..., Any] = composable_fsdp.fully_shard
+        if self.torch:
+            from torch.distributed.fsdp import fully_shard
+
+            self.shard = fully_shard
+        for block in self.model.blocks:
+            self.shard(block)
+        self.shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def step(self, number: int) -> Tensor:
+        """One step; the batch is a function of its number and of the rank alone."""
+        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+        x = torch.randn(4, WIDTH, generator=generator)
+        loss = (self.model(x) - x.flip(1)).square().mean()
+        if not (self.faulty and self.fault == "no-backward"):
+            loss.backward()
+        if self.faulty and self.fault == "clip-alone":
+            clip_alone(self)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        result: Tensor = loss.detach()
+        return result
+
+
+def send(number: signal.Signals) -> Callable[..., None]:
+    """Return a hook that sends this process the signal ``number``, once."""
+
+    left = [number]
+
+    def hook(*_: object) -> None:
+        if left:
+            os.kill(os.getpid(), left.pop())
+
+    return hook
+
+
+def refuse(*_: object) -> None:
+    """Raise, as a module does that does not like its input."""
+    raise ValueError("a bad sample")
+
+
+def before_gather(program: Program, hook: Callable[..., None]) -> None:
+    """Call ``hook`` in forward, before the weights of the second block are gathered."""
+    program.model.blocks[1].register_forward_pre_hook(hook, prepend=True)
+
+
+def between_gathers(program: Program, hook: Callable[..., None]) -> None:
+    """Call ``hook`` in forward, when the second block has its weights."""
+    program.model.get_submodule("blocks.1.0").register_forward_pre_hook(hook)
+
+
+def in_backward(program: Program, hook: Callable[..., None]) -> None:
+    """Call ``hook`` when the last block has reduced and the second has not."""
+
+    def watch(_module: nn.Module, _args: object, output: Tensor) -> None:
+        output.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub lacks types
+
+    program.model.get_submodule("blocks.1.0.inner").register_forward_hook(watch)
+
+
+def in_step(program: Program, hook: Callable[..., None]) -> None:
+    """Call ``hook`` when the optimizer begins its step."""
+    program.optimizer.register_step_pre_hook(hook)
+
+
+def route(*order: int) -> Callable[[Program], None]:
+    """Return a fault that runs the blocks ``order``."""
+
+    def change(program: Program) -> None:
+        program.model.route = list(order)
+
+    return change
+
+
+def clip_alone(program: Program) -> None:
+    """Clip on this rank only."""
+    if program.torch:
+        norm = nn.utils.clip_grad_norm_(program.model.parameters(), 1.0)
+        float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    else:
+        composable_fsdp.clip_grad_norm_(program.model, 1.0)
+
+
+def state_alone(program: Program) -> None:
+    """Take a full state dict on this rank only."""
+    if program.torch:
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+        )
+
+        get_model_state_dict(
+            program.model, options=StateDictOptions(full_state_dict=True)
+        )
+    else:
+        program.model.state_dict()
+
+
+def caught(program: Program) -> None:
+    """Run a forward that raises, catch the error, and go on."""
+    hook = program.model.blocks[1].register_forward_pre_hook(refuse, prepend=True)
+    try:
+        program.model(torch.ones(2, WIDTH))
+    except ValueError:
+        hook.remove()
+
+
+def ended(program: Program) -> None:
+    """Have no more batches."""
+    sys.exit(0)
+
+
+def other_width(width: int) -> Callable[[Blocks], None]:
+    """Return a fault: the second block has another inner width."""
+
+    def build(model: Blocks) -> None:
+        model.blocks[1] = nn.Sequential(Layer(width))
+
+    return build
+
+
+def other_split(model: Blocks) -> None:
+    """As many elements, divided otherwise."""
+    # (36 + 32) + (36 + 40) elements, where the other ranks have 72 + 72.
+    layer = Layer()
+    layer.inner = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False))
+    layer.outer = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
+    model.blocks[1] = nn.Sequential(layer)
+
+
+def other_order(model: Blocks) -> None:
+    """The layers of a block are registered the other way round."""
+    block = model.get_submodule("blocks.1.0")
+    inner = block.inner
+    del block.inner
+    block.inner = inner
+
+
+def other_dtype(model: Blocks) -> None:
+    """A block is in double precision."""
+    model.blocks[1].double()
+
+
+def other_weights(model: Blocks) -> None:
+    """As a seed that depends on the rank does."""
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(7))
+
+
+def frozen(model: Blocks) -> None:
+    """One rank does not train the second block."""
+    model.blocks[1].requires_grad_(requires_grad=False)
+
+
+AT_BUILD: dict[str, Callable[[Blocks], None]] = {
+    "other-shape": other_width(2 * WIDTH),
+    "other-split": other_split,
+    "other-order": other_order,
+    "other-dtype": other_dtype,
+    "other-weights": other_weights,
+    "frozen": frozen,
+}
+AT_STEP: dict[str, Callable[[Program], None]] = {
+    "kill-before-gather": lambda p: before_gather(p, send(signal.SIGKILL)),
+    "kill-between-gathers": lambda p: between_gathers(p, send(signal.SIGKILL)),
+    "kill-in-backward": lambda p: in_backward(p, send(signal.SIGKILL)),
+    "kill-in-step": lambda p: in_step(p, send(signal.SIGKILL)),
+    "stop": lambda p: before_gather(p, send(signal.SIGSTOP)),
+    "raise-in-forward": lambda p: before_gather(p, refuse),
+    "raise-in-backward": lambda p: in_backward(p, refuse),
+    "caught": caught,
+    "swap": route(0, 2, 1),
+    "skip-a-block": route(0, 2),
+    "skip-the-last-block": route(0, 1),
+    "fewer-batches": ended,
+    "state-alone": state_alone,
+    # In ``Program.step``.
+    "clip-alone": lambda _: None,
+    "no-backward": lambda _: None,
+    "none": lambda _: None,
+}
+FAULTS = (*AT_BUILD, *AT_STEP)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train from the last checkpoint, if there is one, until the fault or the end."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    program = Program(
+        arguments.library,
+        arguments.fault if arguments.fault in AT_BUILD else "none",
+        faulty=rank == size - 1,
+    )
+    folder, begin = arguments.folder, 0
+    if folder is not None and (folder / "latest").exists():
+        extra = composable_fsdp.load(folder, program.model, program.optimizer)
+        begin = extra["step"]
+    program.fault = arguments.fault
+    program.faulty = False
+    for number in range(begin + 1, arguments.steps + 1):
+        if number == arguments.at and rank == size - 1:
+            program.faulty = True
+            if arguments.fault in AT_STEP:
+                AT_STEP[arguments.fault](program)
+        loss = program.step(number)
+        sys.stdout.write(f"step {number} loss {loss.item()!r}\n")
+        sys.stdout.flush()
+        if folder is not None:
+            extra = {"step": number}
+            path = folder / f"step-{number}"
+            composable_fsdp.save(path, program.model, program.optimizer, extra)
+
+
+def main() -> None:
+    """Read the command line, join the ranks and train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("fault", choices=FAULTS)
+    add("--library", choices=("composable_fsdp", "torch"), default="composable_fsdp")
+    add("--steps", type=int, default=4)
+    add("--at", type=int, default=3, help="the step of the fault")
+    add("--timeout", type=float, default=8.0, help="of collectives, in seconds")
+    add("--folder", type=Path, help="save here after each step, and resume from here")
+    arguments = parser.parse_args()
+    timeout = timedelta(seconds=arguments.timeout)
+    dist.init_process_group("gloo", timeout=timeout)
+    train(arguments)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

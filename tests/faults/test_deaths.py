@@ -1,0 +1,195 @@
+"""A rank that dies, ends early or is stopped: what the others say, and how soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from composable_fsdp import verify
+from composable_fsdp.comm import hang_report, watch
+from tests.faults.launch import launch
+
+SOON = 5.0
+"""Seconds within which the ranks that live have ended after a death."""
+LOSS = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
+
+
+def losses_in(text: str) -> dict[int, float]:
+    """Losses by step, of what a rank printed."""
+    return {int(step): float(loss) for step, loss in LOSS.findall(text)}
+
+
+def raised(text: str) -> str:
+    """The error of this package at the end of a traceback."""
+    found = re.findall(r"^composable_fsdp\.errors\.(.*)$", text, re.MULTILINE)
+    assert found, text
+    return str(found[-1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "collective"),
+    [
+        pytest.param(
+            "kill-before-gather",
+            r"all-gather of 'blocks\.1' \(forward",
+            marks=pytest.mark.req("X-01"),
+        ),
+        pytest.param(
+            "kill-between-gathers",
+            r"all-gather of 'blocks\.2' \(forward",
+            marks=pytest.mark.req("X-01"),
+        ),
+        pytest.param(
+            "kill-in-backward",
+            r"reduce-scatter of 'blocks\.[12]' \(backward",
+            marks=pytest.mark.req("X-02"),
+        ),
+        pytest.param(
+            "kill-in-step",
+            r"all-gather of 'blocks\.0' \(forward",
+            marks=pytest.mark.req("X-03"),
+        ),
+    ],
+)
+def test_ranks_that_outlive_a_kill_name_unit_and_operation(
+    tmp_path: Path, fault: str, collective: str
+) -> None:
+    """They raise at once, not at the time-out, also out of gloo's reduce-scatter."""
+    *living, dead = launch(fault, ranks=3, folder=tmp_path)
+
+    assert dead.status == -signal.SIGKILL
+    for rank, ended in enumerate(living):
+        assert ended.status == 1, ended
+        assert ended.seconds < SOON
+        text = raised(ended.output)
+        # One of the ranks that live may raise first, and the other then loses that one.
+        assert re.match(rf"CollectiveError: The ({collective}|\S+ of '\S+ \()", text)
+        assert text.endswith(f"[rank {rank}]")
+    texts = [raised(each.output) for each in living]
+    assert any(re.search(collective, text) for text in texts), texts
+    assert all(list(losses_in(each.output))[:2] == [1, 2] for each in living)
+
+
+@pytest.mark.slow
+@pytest.mark.req("X-01", "X-02", "X-03", "U-07")
+def test_training_that_is_killed_again_and_again_is_that_of_an_unbroken_run(
+    tmp_path: Path,
+) -> None:
+    """Each restart goes on from the last save: in forward, backward and update."""
+    (whole := tmp_path / "whole").mkdir()
+    steps = ("--steps", "5")
+    expected = losses_in(launch("none", *steps, ranks=2, folder=whole)[0].output)
+    saves = tmp_path / "saves"
+
+    found: dict[int, float] = {}
+    for at, fault in enumerate(
+        ["kill-between-gathers", "kill-in-backward", "kill-in-step", "none"], start=2
+    ):
+        asked = (fault, *steps, "--at", str(at), "--folder", str(saves))
+        first, last = launch(*asked, ranks=2, folder=tmp_path)
+        printed = losses_in(first.output)
+        # A rank that outlives a kill in the update ends in the save, which has no
+        # partner, and has printed the loss of the step.
+        found.update(printed)
+        if fault != "none":
+            assert (first.status, last.status) == (1, -signal.SIGKILL), first.output
+            assert (saves / "latest").read_text().strip() == f"step-{at - 1}"
+            assert verify(saves / f"step-{at - 1}")
+
+    assert list(expected) == [1, 2, 3, 4, 5]
+    assert found == expected
+
+
+@pytest.mark.req("X-16")
+def test_a_rank_without_further_batches_is_named(tmp_path: Path) -> None:
+    """The others raise when it ends, and say that it has ended."""
+    first, last = launch("fewer-batches", ranks=2, folder=tmp_path)
+
+    assert last.status == 0
+    assert first.status == 1
+    assert first.seconds < SOON
+    text = raised(first.output)
+    assert re.match(r"CollectiveError: The all-gather of 'blocks\.0' \(forward", text)
+    assert re.search(r"Last words: rank 1 finished operation \d+ and has ended", text)
+
+
+@pytest.mark.req("X-06")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_raises_tells_the_others_why(tmp_path: Path, where: str) -> None:
+    """The errors of the others quote its error, which nobody caught."""
+    first, last = launch(f"raise-in-{where}", ranks=2, folder=tmp_path)
+
+    assert (first.status, last.status) == (1, 1)
+    assert last.output.rstrip().endswith("ValueError: a bad sample")
+    assert first.seconds < SOON
+    text = raised(first.output)
+    assert f"'blocks.1' ({where}; operation" in text
+    assert "has ended with ValueError: a bad sample" in text
+
+
+@pytest.mark.req("X-14")
+@pytest.mark.parametrize(
+    ("fault", "instead"),
+    [
+        ("skip-a-block", "runs 'blocks.2' of 144"),
+        ("skip-the-last-block", "has no further unit to run"),
+    ],
+)
+def test_a_block_that_one_rank_leaves_out_is_named(
+    tmp_path: Path, fault: str, instead: str
+) -> None:
+    """As an expert without tokens: the rank says what it runs instead, and of what."""
+    first, last = launch(fault, "--timeout", "40", ranks=2, folder=tmp_path)
+
+    assert (first.status, last.status) == (1, 1)
+    text = raised(last.output)
+    assert text.startswith("DesyncError: In forward 3, at use ")
+    assert f"this rank {instead}" in text
+    assert "set_reduce_scatter_unused_params(module, True)" in text
+    assert instead in raised(first.output)
+    assert first.seconds < SOON
+
+
+@pytest.mark.slow
+@pytest.mark.req("X-17")
+def test_a_stopped_rank_is_reported_and_may_go_on(tmp_path: Path) -> None:
+    """SIGSTOP: the report says that the rank does not answer. After SIGCONT, both
+    train as if nothing had happened."""
+
+    def go_on(processes: list[BaseProcess]) -> None:
+        output, limit = tmp_path / "output_0", time.monotonic() + 20
+        while time.monotonic() < limit:
+            if output.exists() and "does not answer" in output.read_text():
+                break
+            time.sleep(0.1)
+        pid = processes[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
+
+    first, last = launch(
+        *("stop", "--timeout", "50"),
+        ranks=2,
+        folder=tmp_path,
+        environment={
+            watch.HANG_VARIABLE: "2",
+            hang_report.DIRECTORY_VARIABLE: str(tmp_path / "report"),
+        },
+        meanwhile=go_on,
+    )
+
+    assert (first.status, last.status) == (0, 0), first.output
+    assert re.search(
+        r"rank 0 waits \d+ s for the all-gather of 'blocks\.1' \(forward; operation "
+        r"\d+ of process group '\w+'\); rank 1 does not answer\.",
+        first.output,
+    )
+    assert list(losses_in(first.output)) == [1, 2, 3, 4]
+    assert list(losses_in(last.output)) == [1, 2, 3, 4]
+    (directory,) = (tmp_path / "report").iterdir()
+    assert (directory / "rank_0.json").exists()
