@@ -276,7 +276,8 @@ def inner_file(directory: Path, name: object) -> Path:
         # ``lstat`` does not follow a link.
         mode = path.lstat().st_mode
         target = path.resolve()
-    except (OSError, RuntimeError) as error:
+    # A name of half a character cannot be encoded.
+    except (OSError, RuntimeError, UnicodeError) as error:
         raise CheckpointError(
             f"{directory} names the file {name!r}, which cannot be opened: {error}. "
             "Copy the checkpoint again, with all its files."

@@ -13,6 +13,7 @@ a ``MetadataIndex`` of nested tuples takes forever.
 
 from __future__ import annotations
 
+import io
 import pickle
 import reprlib
 from collections.abc import Iterator
@@ -166,8 +167,8 @@ def read_metadata(directory: Path) -> dict[str, SavedKey]:
     """
     file = inner_file(directory, METADATA)
     try:
-        with file.open("rb") as stream:
-            metadata = _Reader(stream).load()
+        # From memory: a read of a file allocates as many bytes as the pickle claims.
+        metadata = _Reader(io.BytesIO(file.read_bytes())).load()
     except Exception as error:  # A damaged pickle raises many kinds of errors.
         raise refusal(file, error) from error
     try:
@@ -206,7 +207,7 @@ def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, SavedKey]]:
             yield key, SavedKey(path, None, (), item)
         else:
             info = _info(_kept(about, "TensorStorageMetadata"))
-            chunks = tuple(_chunks(key, about, items, len(info.shape)))
+            chunks = tuple(_chunks(key, about, items, info))
             require_cover(directory, key, info, chunks)
             yield key, SavedKey(path, info, chunks, None)
 
@@ -217,22 +218,27 @@ def _info(about: _Kept) -> TensorInfo:
     properties = _kept(about.get("properties"), "TensorProperties").state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, torch.dtype):
-        raise _Malformed(f"the dtype of a tensor is {dtype!r}")
+        raise _Malformed(f"the dtype of a tensor is {_short(dtype)}")
     return TensorInfo(dtype, _sizes(about.get("size")))
 
 
 def _chunks(
-    key: str, about: _Kept, items: dict[tuple[str, Any], Item], dims: int
+    key: str, about: _Kept, items: dict[tuple[str, Any], Item], info: TensorInfo
 ) -> Iterator[Chunk]:
     """Yield the chunks of a tensor, each with the place of its values."""
     for each in _a(list, about.get("chunks")):
         chunk = _kept(each, "ChunkStorageMetadata")
         offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
-        if len(offsets) != dims or len(sizes) != dims:
+        if not len(offsets) == len(sizes) == len(info.shape):
             raise _Malformed(f"a box of {key!r} has another number of dims than it")
         item = items.get((key, offsets))
         if item is None:
             raise _Malformed(f"no file holds {key!r} at {offsets}")
+        # Before memory is allocated by the sizes that the metadata claims.
+        if TensorInfo(info.dtype, sizes).nbytes > item.length:
+            raise _Malformed(
+                f"a box of {key!r} is of {sizes}, its {item.length} bytes hold less"
+            )
         yield Chunk(offsets, sizes, item)
 
 

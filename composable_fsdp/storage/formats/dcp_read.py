@@ -83,7 +83,7 @@ def _value(reader: _Items, key: str, entry: SavedKey) -> Any:
         return LazyTensor(entry.info, read)
     assert entry.item is not None
     value = reader.load(key, entry.item)
-    return lazy_tensors(value, f"{entry.item.file}, {key!r}")
+    return lazy_tensors(value, f"{entry.item.file}, {key!r}", entry.item.length)
 
 
 class _Items:
@@ -190,6 +190,10 @@ def _place(
 ) -> None:
     """Put ``value`` at ``path`` in nested dicts and lists (a number is an index)."""
     at: Any = tree
+    if not path:
+        raise CheckpointError(
+            f"{directory} puts a value at no place. The checkpoint is damaged."
+        )
     for part, following in zip(path, (*path[1:], None), strict=True):
         here = value
         if following is not None:
@@ -218,8 +222,15 @@ def _read_notes(directory: Path, value: Any) -> tuple[dict[str, str], list[PathO
         notes = json.loads(value)
         aliases = {str(name): str(kept) for name, kept in notes["aliases"].items()}
         return aliases, [tuple(path) for path in notes["empty"]]
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    # Deeply nested JSON exhausts the stack.
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(
             f"{directory}: {NOTES!r} expected JSON with 'aliases' and 'empty'; got "
-            f"{value!r}. The checkpoint is damaged."
+            f"{repr(value)[:200]}. The checkpoint is damaged."
         ) from error

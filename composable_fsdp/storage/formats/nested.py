@@ -197,7 +197,7 @@ def _split(
     if model_key is None:
         # Without a key for the model, the dictionary itself must be a model's state
         # dict.
-        if tree and all(_fits_model(*item) for item in tree.items()):
+        if tree and _has_names(tree) and all(_fits_model(*i) for i in tree.items()):
             return tree, None, None
         keys = sorted(map(str, tree))
         raise CheckpointError(
@@ -212,10 +212,11 @@ def _split(
     extra = rest[EXTRA_KEY] if list(rest) == [EXTRA_KEY] else rest or None
     model = tree[model_key]
     for name, value in model.items():
-        if not _fits_model(name, value):
+        if not isinstance(name, str) or not _fits_model(name, value):
             raise CheckpointError(
                 f"{where}: {name!r} of the model is a {type(value).__name__}, expected "
-                "a tensor. Save the tensors under the model, other values beside it."
+                "a tensor with a name. Save the tensors under the model, other values "
+                "beside it."
             )
     return model, None if optim_key is None else tree[optim_key], extra
 
@@ -223,6 +224,11 @@ def _split(
 def _is_own_state(name: object) -> bool:
     """Return whether ``name`` is the key of a module's extra state."""
     return str(name).rpartition(".")[2] == OWN_STATE
+
+
+def _has_names(value: Any) -> bool:
+    """Return whether ``value`` is a dictionary whose keys are strings."""
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
 def _fits_model(name: object, value: Any) -> bool:
@@ -346,11 +352,11 @@ def _checked(
     """Return the state by first names; raise for names that are not in the model."""
     for name, values in state.items():
         # State of an unknown parameter must not be lost without an error.
-        if name not in names or not isinstance(values, Mapping):
+        if name not in names or not _has_names(values):
             raise CheckpointError(
                 f"{where}: the optimizer has state of {name!r}, which is no parameter "
-                "of the model in it. Save the two again, or convert with "
-                "--weights-only."
+                "of the model in it, or state without names. Save the two again, or "
+                "convert with --weights-only."
             )
     # A parameter without values counts as a parameter without state.
     return {names[name]: dict(values) for name, values in state.items() if values}
@@ -360,17 +366,19 @@ def _names_of_ids(where: str, groups: Sequence[Any]) -> dict[str, str]:
     """Return id -> name for groups whose ``params`` are ids; empty without ids."""
     found: dict[str, str] = {}
     for group in groups:
-        params = group.get("params", []) if isinstance(group, Mapping) else None
+        params = group.get("params", []) if _has_names(group) else None
         if not isinstance(params, list | tuple):
             raise CheckpointError(
-                f"{where}: a group of the optimizer is {group!r}; expected a dict with "
-                "a list of parameters under 'params'."
+                f"{where}: a group of the optimizer is {repr(group)[:200]}; expected a "
+                "dict with a list of parameters under 'params'."
             )
         if all(isinstance(param, str) for param in params):
             continue
         # torch saves ``param_names`` if the optimizer was built from named parameters.
         known = group.get("param_names", ())
-        if len(known) != len(params):
+        is_list = isinstance(known, list | tuple)
+        named = is_list and all(isinstance(name, str) for name in known)
+        if not named or len(known) != len(params):
             raise CheckpointError(
                 f"{where}: the optimizer's parameters are numbers, which say nothing "
                 "without the model's code. Save composable_fsdp.optim_state_dict("

@@ -77,7 +77,8 @@ class SafetensorsSource(Source):
         """Add the tensors of a file, and return the file's metadata."""
         header, begin = _header(file)
         # The only key of the header that is not a tensor.
-        metadata: dict[str, str] = header.pop("__metadata__", {})
+        # The safetensors library accepts null there.
+        metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         if wanted is not None and not wanted <= header.keys():
             missing = sorted(wanted - header.keys())
             raise CheckpointError(
@@ -154,7 +155,15 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     try:
         weights = json.loads(index.read_bytes())["weight_map"]
         pairs = list(weights.items())
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    # Deeply nested JSON exhausts the stack.
+    except (
+        AttributeError,
+        KeyError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(
             f"{index} expected JSON with a 'weight_map' from names to files; it is "
             f"damaged: {error}."

@@ -10,8 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def open_torch(path: Path) -> NestedSource:
             f"{path} holds a {type(tree).__name__}; expected a dictionary. Save "
             '{"model": model.state_dict(), ...}.'
         )
-    return NestedSource(str(path), lazy_tensors(tree, str(path)))
+    return NestedSource(str(path), lazy_tensors(tree, str(path), path.stat().st_size))
 
 
 def is_torch_file(path: str) -> bool:
@@ -61,7 +60,7 @@ def require_checksums(path: Path) -> None:
         # 2.13).
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
-    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # zipfile raises many kinds of errors.
         raise CheckpointError(f"{path} is damaged: {error}. Copy it again.") from error
     if record is not None:
         raise CheckpointError(
@@ -119,28 +118,93 @@ def first_line(error: Exception) -> str:
     return line if line.endswith(".") else f"{line}."
 
 
-def lazy_tensors(value: Any, where: str) -> Any:
+def lazy_tensors(value: Any, where: str, nbytes: int) -> Any:
     """Return ``value`` with every tensor replaced by a ``LazyTensor``.
 
-    Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor.
+    Args:
+        value: the unpickled value.
+        where: the name of the value in messages.
+        nbytes: the size of the pickle and its tensors in bytes, which bounds the walk.
+
+    Raises: CheckpointError, for a tensor that is a shard or not a plain dense tensor,
+        and for a value that is much larger than the bytes of the value, as nested lists
+        that share their halves are.
     """
-    if isinstance(value, Tensor):
-        return _lazy_tensor(value, where)
-    if isinstance(value, Mapping):
+    return _Walk(nbytes).lazy(value, where, 0)
+
+
+_MAX_DEPTH = 100
+"""The deepest nesting that is read; a native checkpoint holds no deeper one."""
+_EXPANDED = 2**30
+"""The bytes that tensors of fewer bytes in the file may stand for together."""
+
+
+class _Walk:
+    """Copies an unpickled value within the bounds that the file's size sets."""
+
+    def __init__(self, nbytes: int) -> None:
+        # A value that is pickled once takes at least one byte; few values are shared.
+        self.values = nbytes + 1000
+        # ``expand`` makes a large tensor of few bytes; masks may be saved so.
+        self.nbytes = nbytes + _EXPANDED
+        self.places: set[Hashable] = set()
+
+    def lazy(self, value: Any, where: str, depth: int) -> Any:
+        """Return the copy of ``value``; see ``lazy_tensors``.
+
+        Args:
+            value: the value.
+            where: the name of the value in messages.
+            depth: the number of containers around the value.
+        """
+        self.values -= 1
+        if self.values < 0 or depth > _MAX_DEPTH:
+            raise _too_large(where, "more nested values than bytes, or too deep ones")
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, dict):
+            return self._dict(value, where, depth)
+        if isinstance(value, list | tuple):
+            items = [self.lazy(each, where, depth + 1) for each in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def _dict(self, value: dict[Any, Any], where: str, depth: int) -> dict[Any, Any]:
+        """Return the copy of a dict; see ``lazy``."""
         # ``LOCAL_STATE_DICT`` leaves a plan in the state dict or in the metadata.
         metadata = getattr(value, "_metadata", None)
-        if PLAN in value or (metadata and any(PLAN in m for m in metadata.values())):
+        notes = dict.values(metadata) if isinstance(metadata, dict) else ()
+        if PLAN in value or any(PLAN in m for m in notes if isinstance(m, dict)):
             raise CheckpointError(
                 f"{where} is one rank's LOCAL_STATE_DICT: its tensors are shards. Save "
                 "with FULL_STATE_DICT, or composable_fsdp.save, which keeps them all."
             )
-        return {
-            key: lazy_tensors(each, f"{where}, {key}") for key, each in value.items()
-        }
-    if isinstance(value, list | tuple):
-        items = [lazy_tensors(each, where) for each in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+        copied = {}
+        # ``dict.items``: a pickle can set an attribute ``items`` on an OrderedDict.
+        for key, each in dict.items(value):
+            key = self.lazy(key, where, depth + 1)
+            # A name grows with the depth, and a key may be a text of any length.
+            name = f"{where}, {str(key)[:200]}"
+            copied[key] = self.lazy(each, name, depth + 1)
+        return copied
+
+    def _tensor(self, tensor: Tensor, where: str) -> LazyTensor:
+        """Return a ``LazyTensor`` of ``tensor``, whose bytes count once per storage."""
+        lazy = _lazy_tensor(tensor, where)
+        if lazy.storage not in self.places:
+            self.places.add(lazy.storage)
+            self.nbytes -= lazy.info.nbytes
+        if self.nbytes < 0:
+            raise _too_large(where, f"a tensor of {lazy.info.shape} over fewer bytes")
+        return lazy
+
+
+def _too_large(where: str, what: str) -> CheckpointError:
+    """Return the error for a value that the bytes of the file do not account for."""
+    return CheckpointError(
+        f"{where[:1000]} holds {what}, which no checkpoint does. The checkpoint is "
+        "damaged or hostile; use another one."
+    )
 
 
 def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
