@@ -8,6 +8,8 @@ step 40; that of step 20 is whole, and the second run goes on from there. With
 ``--max-restarts 1`` torchrun does so by itself. The batches are a function of the step
 alone, so the losses are those of a run that nobody broke: equal at the same number of
 ranks, equal but for rounding at another.
+
+SIGTERM and SIGINT (Ctrl-C), on any rank, end the run after the step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +36,8 @@ from composable_fsdp import (
     save,
 )
 
+STOP = threading.Event()
+"""Set when this rank was told to end."""
 GLOBAL_BATCH = 24
 """Windows of one step over all ranks: 1, 2, 3, 4, 6, 8, 12 or 24 of them."""
 
@@ -73,7 +78,10 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> None:
         optimizer.step()
         optimizer.zero_grad()
         world.say(f"step {step + 1} loss {world.mean(loss.item())!r}")
-        if (step + 1) % arguments.save_every == 0:
+        # A signal reaches ranks at different times, or a single rank. The ranks agree,
+        # so that all leave after the same step, and no rank waits for one that is gone.
+        stop = world.highest(STOP.is_set()) > 0
+        if stop or (step + 1) % arguments.save_every == 0:
             if step + 1 == arguments.die_in_save:
                 die_in_next_save(world)
             save(
@@ -83,6 +91,9 @@ def run(arguments: argparse.Namespace, corpus: Corpus, world: World) -> None:
                 extra={"step": step + 1},
                 keep=2,
             )
+        if stop:
+            world.say(f"stopped after step {step + 1}")
+            return
 
 
 def die_in_next_save(world: World) -> None:
@@ -114,6 +125,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run; return the exit status."""
     arguments = parse()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # The handler only sets a flag: it runs in the middle of a step, where this rank
+        # could neither save nor leave.
+        signal.signal(number, lambda *_: STOP.set())
     with joined_world() as world:
         if GLOBAL_BATCH % world.size:
             world.say(

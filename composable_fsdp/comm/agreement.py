@@ -31,6 +31,7 @@ from torch.distributed import distributed_c10d
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.nodes import group_timeout
+from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
 """Environment variable: seconds to wait for other ranks in ``missing``; 0 switches all
@@ -52,11 +53,20 @@ def can_compare(group: dist.ProcessGroup) -> bool:
     """Return whether the ranks of ``group`` are real and share a store.
 
     Collective: none.
+    Raises: CompositionError, if ``group`` was destroyed.
     """
     if os.environ.get(TIMEOUT_VARIABLE) == "0":
         return False
+    try:
+        backend = dist.get_backend(group)
+    except ValueError as error:
+        raise CompositionError(
+            "The process group of the model was destroyed (destroy_process_group), and "
+            "the shards of other ranks cannot be reached. Save before a process group "
+            "is destroyed, or shard the model over a new process group and load."
+        ) from error
     # A fake group has no other ranks.
-    return dist.get_backend(group) not in ("fake", "mpi")
+    return backend not in ("fake", "mpi")
 
 
 class PeerMessage(NamedTuple):

@@ -50,7 +50,7 @@ def check_infinity(world: World, value: float, how: str) -> list[tuple[bool, flo
     return seen
 
 
-@pytest.mark.req("B-21")
+@pytest.mark.req("B-21", "X-15")
 @one_to_three_ranks
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("how", ["step", "unscale first"])

@@ -123,6 +123,7 @@ def _run(
     os.environ.update(environment)
     torch.set_num_threads(1)
     sys.argv = [program, *arguments]
+    sys.path.insert(0, str(Path(program).parent))
     status: object = 0
     try:
         runpy.run_path(program, run_name="__main__")

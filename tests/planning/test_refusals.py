@@ -55,6 +55,7 @@ def sparse_parameter() -> nn.Module:
     return inner(module)
 
 
+@pytest.mark.req("X-27", "X-30")
 @pytest.mark.parametrize(
     ("build", "match"),
     [
@@ -104,6 +105,7 @@ def test_ignoring_the_module_is_a_way_out(build: Build) -> None:
     assert names_of(result) == {"": ["0.bias", "0.weight"]}
 
 
+@pytest.mark.req("X-30")
 def test_neighbours_in_one_storage_are_not_taken_for_overlapping() -> None:
     """Views that touch and do not overlap are ordinary parameters."""
     base = torch.zeros(8)
@@ -124,6 +126,7 @@ def test_an_empty_parameter_between_two_that_overlap_hides_nothing() -> None:
     refused(model, "'long' and 'last' are different objects")
 
 
+@pytest.mark.req("X-30")
 def test_a_dtensor_is_refused_by_name() -> None:
     """Tensor parallelism comes after sharding, not before."""
     with fake_world(2):
@@ -223,7 +226,7 @@ def tie(layers: nn.Sequential) -> nn.Sequential:
     return layers
 
 
-@pytest.mark.req("S0-07", "D-10")
+@pytest.mark.req("S0-07", "D-10", "X-29")
 def test_a_weight_tied_across_units_is_refused_with_both_names() -> None:
     """The message tells both names, their units, and which module to shard instead."""
     model = nn.Sequential(nn.Linear(2, 2), tie(linears(3, 2)))
@@ -264,7 +267,7 @@ def test_promotion_keeps_a_tied_weight_in_the_lowest_unit_above_both() -> None:
     assert slot.fqns == ("0.weight", "2.weight")
 
 
-@pytest.mark.req("S0-07")
+@pytest.mark.req("S0-07", "X-29")
 def test_a_tied_head_in_one_unit_is_ordinary() -> None:
     """Token embedding and head are held once, under both names."""
     result = plan(TinyGPT(tied_head=True), world_size=2)
@@ -315,7 +318,7 @@ def ignored_beside(model: TwoPlaces) -> None:
     fully_shard(model.first, ignored_modules=[model.second])
 
 
-@pytest.mark.req("S0-07")
+@pytest.mark.req("S0-07", "X-29")
 @pytest.mark.parametrize(
     "apply", [ignored_now, ignored_by_the_outer_call, ignored_beside]
 )
@@ -339,6 +342,7 @@ def test_an_ignored_module_may_hold_units_of_its_own() -> None:
         fully_shard(model, ignored_modules=[model.second])
 
 
+@pytest.mark.req("X-27")
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"])
 def test_floats_that_torch_cannot_add_are_refused_by_name(name: str) -> None:
     """A trainable one failed in backward, without a name."""

@@ -158,7 +158,7 @@ def test_a_parameter_tied_across_units_is_refused(one_rank: World, path: str) ->
     )
 
 
-@pytest.mark.req("D-10")
+@pytest.mark.req("D-10", "X-29")
 def test_a_parameter_tied_to_a_unit_made_by_hand_is_refused(one_rank: World) -> None:
     """The second call sees that the first one took the parameter."""
     model = TinyGPT(tied_head=True)
@@ -174,6 +174,7 @@ def test_a_parameter_tied_to_a_unit_made_by_hand_is_refused(one_rank: World) -> 
     )
 
 
+@pytest.mark.req("X-34")
 @pytest.mark.parametrize("path", PATHS)
 def test_without_a_process_group_the_way_to_one_is_named(path: str) -> None:
     """No process group: what to call, and what needs none."""

@@ -122,7 +122,7 @@ def test_a_marked_subtree_is_not_entered_though_units_are_in_it(
     assert len(_get_fsdp_states(hidden)) == 1
 
 
-@pytest.mark.req("S1-17")
+@pytest.mark.req("S1-17", "X-31")
 def test_a_tree_deeper_than_python_recurses_is_walked(one_rank: World) -> None:
     """The walk keeps its own stack."""
     inner = fully_shard(nn.Linear(2, 2))
@@ -135,6 +135,7 @@ def test_a_tree_deeper_than_python_recurses_is_walked(one_rank: World) -> None:
     assert [state.module for state in _get_fsdp_states(module)] == [inner]
 
 
+@pytest.mark.req("X-31")
 def test_a_tree_deeper_than_python_recurses_is_sharded(one_rank: World) -> None:
     """Planning, and the contract's comparison of names, keep stacks of their own."""
     model: nn.Module = nn.Linear(2, 2)
