@@ -19,7 +19,7 @@ sent the same, so that the libraries' consistency checks pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -36,6 +36,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # stub l
     _create_work_from_future,
 )
 
+from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.meeting import History
 
@@ -151,7 +152,22 @@ def null_world(world_size: int) -> Iterator[None]:
     missing = mock.patch.object(Peers, "missing", return_value=[])
     met = mock.patch.object(History, "gather")
     try:
-        with arrived, missing, met:
+        with arrived, missing, met, equal_tags():
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def equal_tags() -> Iterator[None]:
+    """Take the other ranks to send this rank's tags; fake tensors have no values."""
+
+    def tags(peers: Peers, tag: int) -> list[int]:
+        return [tag] * len(peers.ranks)
+
+    def digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+        return [*digest] * group.size()
+
+    same = mock.patch.object(collectives, "all_gather_digests", digests)
+    with mock.patch.object(Peers, "gather_tags", tags), same:
+        yield

@@ -154,13 +154,14 @@ VARIANTS: dict[str, Shard] = {
 
 
 def measure(shard: Shard, world_size: int) -> tuple[Bytes, list[CallRecord]]:
-    """Count the second step of one variant; and what ours recorded of it."""
+    """Count a steady step of one variant; and what ours recorded of it."""
     with fake_world(world_size):
         mesh = init_device_mesh("cpu", (world_size,))
         model = shard(Gpt(**MODEL), mesh)
         batch = torch.zeros(1, 8, dtype=torch.long)
-        model(batch).sum().backward()
-        model.zero_grad()
+        for _ in range(3):
+            model(batch).sum().backward()
+            model.zero_grad()
         with Counting() as counted, record() as calls:
             model(batch).sum().backward()
     return Bytes(counted.gathered, counted.reduced, counted.copied), calls

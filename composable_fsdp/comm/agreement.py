@@ -100,6 +100,14 @@ class Peers:
         # of a group and topic is the same on each rank.
         self._prefix, self._rank = "", dist.get_rank()
 
+    def name(self) -> Peers:
+        """Choose the prefix of the keys now; return this object.
+
+        For a caller that all ranks enter, whether or not they use the store later.
+        """
+        self._key("")
+        return self
+
     @property
     def group(self) -> dist.ProcessGroup:
         """The group. Raises: PhaseError, if the group was destroyed."""

@@ -32,6 +32,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from composable_fsdp.comm import agreement, collectives, hang_report
 from composable_fsdp.comm.groups import GroupRef
@@ -417,7 +418,14 @@ def _connect() -> Any:
     """Return a new connection to the store of the default group."""
     # A connection of its own: requests of the main thread never wait behind a request
     # of this thread, and a request that fails breaks no connection of torch.
-    store = agreement.key_value_store().clone()
+    store = agreement.key_value_store()
+    below = store
+    while isinstance(below, PrefixStore):
+        below = below.underlying_store
+    # Other stores have no connection, and a second ``FileStore`` counts as a rank.
+    if not isinstance(below, TCPStore):
+        return store
+    store = store.clone()
     store.set_timeout(timedelta(seconds=5))
     return store
 

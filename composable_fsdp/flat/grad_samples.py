@@ -100,7 +100,14 @@ def _sample(handle: FlatParamHandle, region: FlatParameter, gradient: Tensor) ->
     """Sample ``gradient``, the flat gradient of ``region``."""
     # A region without elements here is noted, too: the ranks of a group must agree on
     # which regions were sampled.
-    places, leaves = _choose(region.cuts.parts, gradient.device)
+    indices, leaves = _choose(region.cuts.parts)
+    key = indices, gradient.device
+    places = _places.get(key)
+    if places is None or type(gradient) is not Tensor:
+        places = gradient.new_tensor(indices, dtype=torch.int64)
+        # A fake tensor belongs to its mode, and the cache outlives the mode.
+        if type(places) is Tensor:
+            _places[key] = places
     GRAD_SAMPLES[region] = GradSample(
         weakref.ref(handle),
         weakref.ref(gradient),
@@ -113,19 +120,19 @@ def _sample(handle: FlatParamHandle, region: FlatParameter, gradient: Tensor) ->
     )
 
 
-# Units of equal layout have equal positions. The cache keeps a few KB per layout.
+_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+"""Positions as a tensor, by positions and device; a few KB per layout."""
+
+
+# Units of equal layout have equal positions.
 @lru_cache(maxsize=256)
 def _choose(
-    parts: tuple[tuple[int, int, int], ...], device: torch.device
-) -> tuple[Tensor, tuple[int, ...]]:
+    parts: tuple[tuple[int, int, int], ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Choose positions in a flat gradient, evenly spread over each leaf.
 
-    Args:
-        parts: ``ShardCuts.parts`` of the region.
-        device: the device of the flat gradient.
-
-    Returns: the positions, int64, and the index of the leaf at each position.
-    Collective: none.
+    ``parts`` are the ``ShardCuts.parts`` of the region. Returns the positions, and the
+    index of the leaf at each position.
     """
     # At least 1, so that every leaf with elements is sampled.
     most = max(1, min(_PER_LEAF, _PER_REGION // len(parts)))
@@ -135,5 +142,4 @@ def _choose(
         for count in [min(most, stop - start)]
         for i in range(count)
     ]
-    places = torch.tensor([place for place, _ in chosen], dtype=torch.int64)
-    return places.to(device), tuple([leaf for _, leaf in chosen])
+    return tuple([place for place, _ in chosen]), tuple([leaf for _, leaf in chosen])

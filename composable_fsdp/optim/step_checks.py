@@ -8,6 +8,8 @@ a single rank) are not sharded, and any optimizer may train them.
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -166,22 +168,42 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
     except CompositionError as error:
         own = error
     told = None
-    for group in _groups_to_ask(optim):
-        peers = Peers(group, "own state")
+    for group, handle in _groups_to_ask(optim).items():
+        log = handle.logs.reduce
+        # The peers of the order log, whose keys are the same on all ranks, whatever
+        # optimizers of other models each rank has stepped. Without a log there was no
+        # forward, and no gradient.
+        if log is None or not log.comparison.peers:
+            peers, place = Peers(group, "own state"), "own state"
+        else:
+            peers = log.comparison.peers[0]
+            counts = _exchanges.setdefault(peers, Counter())
+            counts[handle.name] += 1
+            place = f"own state/{handle.name}/{counts[handle.name]}"
         if own is not None:
-            peers.say("refused", str(own.args[0]))
-        peers.arrive("all")
-        if peers.all_arrived("all", _PATIENCE):
-            told = peers.heard("refused") or told
-            peers.leave("left", ["refused", "all"])
+            peers.say(f"{place}/refused", str(own.args[0]))
+        peers.arrive(f"{place}/all")
+        if peers.all_arrived(f"{place}/all", _PATIENCE):
+            told = peers.heard(f"{place}/refused") or told
+            peers.leave(place, [f"{place}/refused", f"{place}/all"])
     if own is not None:
         raise own
     if told is not None:
         raise CompositionError(f"On another rank: {told}")
 
 
-def _groups_to_ask(optim: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
-    """Return shard groups in which state may fit the shards of some ranks only."""
+_exchanges: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
+"""Number of exchanges of the ranks of an order log, by the first unit."""
+
+
+def _groups_to_ask(
+    optim: torch.optim.Optimizer,
+) -> dict[dist.ProcessGroup, FlatParamHandle]:
+    """Return shard groups in which state may fit the shards of some ranks only.
+
+    With each group comes its first unit in the optimizer.
+    """
+    firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
     partly: dict[dist.ProcessGroup, set[int]] = {}
     uneven: set[dist.ProcessGroup] = set()
     for parameter in (p for group in optim.param_groups for p in group["params"]):
@@ -191,6 +213,7 @@ def _groups_to_ask(optim: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
         ref = param_ref(*found)
         group = ref.handle.groups.shard
         assert group is not None  # it is cut
+        firsts.setdefault(group, ref.handle)
         ranks = partly.setdefault(group, set())
         holders = ref.region.layout.holders(ref.slot)
         if len(holders) > 1:
@@ -199,11 +222,11 @@ def _groups_to_ask(optim: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
             uneven.add(group)
     # Not ``if optim.state``: a rank whose elements are all frozen has no state, and
     # the other ranks would wait for that rank.
-    return [
-        g
+    return {
+        g: firsts[g]
         for g, ranks in partly.items()
         if (g in uneven or len(ranks) < g.size()) and can_compare(g)
-    ]
+    }
 
 
 def _is_even(ref: ParamRef) -> bool:

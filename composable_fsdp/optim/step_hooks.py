@@ -199,7 +199,7 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if met.absent:
             _count_writes_of_empty(optim, met)
         if met.uncounted:
-            _count_writes_before_backward(met.handles)
+            _count_writes_before_backward(optim, met.handles)
 
 
 def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
@@ -214,17 +214,31 @@ def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:
 
 
 def _count_writes_before_backward(
-    handles: Sequence[weakref.ref[FlatParamHandle]],
+    optim: torch.optim.Optimizer, handles: Sequence[weakref.ref[FlatParamHandle]]
 ) -> None:
     """Move the versions of units between forward and backward, as other steps do.
 
     Their backward would otherwise use the new weights, or the old, by strategy.
     Collective: none.
     """
+    written: list[torch.Tensor] = []
     for link in handles:
         handle = link()
-        if handle is not None and handle.phase is BACKWARD_PRE:
-            increment_version(handle.layout.sharded_placed)
+        if handle is None or handle.phase is not BACKWARD_PRE:
+            continue
+        for region in handle.layout.trainable:
+            flat = region.flat is not None and region.flat.grad is not None
+            # An optimizer passes by parameters without a gradient. For a parameter
+            # without elements here, ``shown`` tells of the other ranks.
+            written += [
+                leaf
+                for leaf, shown in zip(
+                    region.leaves, region.gradient.shown, strict=True
+                )
+                if flat or leaf.grad is not None or (shown and not leaf.numel())
+            ]
+    if written and _may_have_stepped(optim):
+        increment_version(written)
 
 
 def _hide_old_values(handles: Sequence[weakref.ref[FlatParamHandle]]) -> None:

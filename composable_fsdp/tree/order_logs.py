@@ -114,7 +114,8 @@ def _log(
         is_forward = what == "forward"
         use = _forward_use if is_forward else _backward_use
         mode = _forward_mode if is_forward else _backward_mode
-        peers = [Peers(group, what) for group in groups if can_compare(group)]
+        # All ranks come here, and some may use the store later without the others.
+        peers = [Peers(g, what).name() for g in groups if can_compare(g)]
         words = LogWords(what, name, use, mode, _words, note)
         logs[key] = OrderLog(name, rounds, OrderComparison(peers, words))
     return logs[key]
