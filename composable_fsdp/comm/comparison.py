@@ -243,17 +243,23 @@ class OrderComparison:
             f"ended {ended}."
         )
         self._meet(number, "a meeting", story, ONE_RANK_RAISED)
+        # Every rank has come here, so no rank comes to a place of a dropped round: a
+        # program may end all of its rounds by an exception.
+        self._leave_dropped()
 
     def clear(self, number: int, *, dropped: bool) -> None:
         """Remove the keys of round ``number`` from the store, once all ranks ended it.
 
         The keys of a round that was ``dropped`` are removed with those of the next
-        round that wrote. Collective: none.
+        round that wrote, or after the next meeting. Collective: none.
         """
         said, self.said = self.said, []
         self._dropped.append((number, said))
-        if dropped:
-            return
+        if not dropped:
+            self._leave_dropped()
+
+    def _leave_dropped(self) -> None:
+        """Remove the keys of all rounds that this rank has left."""
         finished, self._dropped = self._dropped, []
         # Peers that wrote at the same places count here, and the last peer removes the
         # keys.

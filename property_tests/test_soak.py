@@ -1,0 +1,56 @@
+"""A short soak: the same steps three times over, with faults, leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from composable_fsdp.comm.meeting import MOST_EXPECTATIONS
+from property_tests.soak import WEIGHTS, Counts, Soak, action_of, counts, grown, soak
+from tests.support.world import RankPool, World
+
+RankCount = Callable[[int], RankPool]
+CYCLE = 60
+SEED = 5
+
+
+@pytest.mark.slow
+@pytest.mark.req("X-06", "X-35")
+def test_nothing_grows_over_steps_with_faults(ranks: RankCount, tmp_path: Path) -> None:
+    """Memory, objects, keys of the store, threads and open files, on both paths."""
+    assert {action_of(SEED, step) for step in range(CYCLE)} == set(WEIGHTS)
+
+    run = soak, SEED, 0, 3 * CYCLE, 10, str(tmp_path), CYCLE
+    found = ranks(2).run(*run, timeout=100.0)
+
+    for each in found:
+        # Expected calls fill their own bound later than this run ends.
+        assert grown(each).keys() <= {"objects", "objects of Call"}
+        assert each[-1]["objects of Call"] <= 2 * MOST_EXPECTATIONS
+
+
+def raise_often(world: World, folder: str, times: int) -> tuple[Counts, Counts]:
+    """Raise in each forward, and never end one."""
+    machine = Soak(world, SEED, folder)
+    step = next(n for n in range(99) if action_of(SEED, n) == "raise_in_forward")
+    machine.take(step)
+    machine.take(step)
+    before = counts(world)
+    for _ in range(times):
+        machine.take(step)
+    return before, counts(world)
+
+
+def test_forwards_that_all_raise_leave_no_key(ranks: RankCount, tmp_path: Path) -> None:
+    """As of a script that leaves each forward at a layer by an exception."""
+    for before, after in ranks(2).run(raise_often, str(tmp_path), 8):
+        assert after["keys of the store"] == before["keys of the store"]
+
+
+def test_growth_is_seen_and_noise_is_not() -> None:
+    """What filled a ring once, and what goes up and down, is no growth."""
+    filled = [{"ring": min(10 * n, 50), "noise": n % 2, "leak": n} for n in range(30)]
+
+    assert list(grown(filled)) == ["leak"]
