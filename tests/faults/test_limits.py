@@ -118,10 +118,8 @@ def test_integers_and_mixed_dtypes_share_a_unit(world: World) -> None:
     model.register_parameter("table", nn.Parameter(table.clone(), requires_grad=False))
     fully_shard(model)
 
-    first = model.get_submodule("0")
     assert torch.equal(model.state_dict()["table"], table)
     assert model.state_dict()["1.weight"].dtype == torch.float64
-    assert isinstance(first, nn.Linear)
 
 
 @pytest.mark.req("X-27")
