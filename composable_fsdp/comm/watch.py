@@ -384,8 +384,14 @@ class _Watch:
         self._answered = int(store.add(f"{_KEYS}/asked", 1))
         # Other threads look every few seconds, and write their own file of the report
         # when they answer. A rank whose process is stopped or dead does neither.
-        self._stop.wait(2 * _ASK_EVERY * TICK)
-        said = {each.rank: each for each in self.positions(watch.ranks)}
+        said: dict[int, Position] = {}
+        for _ in range(2 * _ASK_EVERY):
+            self._stop.wait(TICK)
+            # Other ranks may report at the same time, and wait for this rank's answer.
+            self._publish(store)
+            said = {each.rank: each for each in self.positions(watch.ranks)}
+            if sum(each.at > asked for each in said.values()) >= len(watch.ranks) - 1:
+                break
         words = []
         for rank in watch.ranks[: _MOST_RANKS + 1]:
             if rank == dist.get_rank():

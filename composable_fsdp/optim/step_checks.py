@@ -193,7 +193,7 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
 
 
 _exchanges: weakref.WeakKeyDictionary[Peers, Counter[str]] = weakref.WeakKeyDictionary()
-"""Number of exchanges of the ranks of an order log, by the first unit."""
+"""Number of exchanges of the ranks of an order log, by the unit with the least name."""
 
 
 def _groups_to_ask(
@@ -201,7 +201,7 @@ def _groups_to_ask(
 ) -> dict[dist.ProcessGroup, FlatParamHandle]:
     """Return shard groups in which state may fit the shards of some ranks only.
 
-    With each group comes its first unit in the optimizer.
+    With each group comes the unit of the optimizer whose name is the least.
     """
     firsts: dict[dist.ProcessGroup, FlatParamHandle] = {}
     partly: dict[dist.ProcessGroup, set[int]] = {}
@@ -213,7 +213,10 @@ def _groups_to_ask(
         ref = param_ref(*found)
         group = ref.handle.groups.shard
         assert group is not None  # it is cut
-        firsts.setdefault(group, ref.handle)
+        # Ranks may order the parameters of an optimizer differently.
+        first = firsts.setdefault(group, ref.handle)
+        if ref.handle.full_fqn < first.full_fqn:
+            firsts[group] = ref.handle
         ranks = partly.setdefault(group, set())
         holders = ref.region.layout.holders(ref.slot)
         if len(holders) > 1:
