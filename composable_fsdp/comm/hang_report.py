@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,35 @@ _LAST = 64
 describers: list[Callable[[], list[Any]]] = []
 """Functions that return the states of all units, for JSON; registered by higher layers.
 """
+
+
+class Position(NamedTuple):
+    """Where a rank is, as it told the others."""
+
+    rank: int
+    at: float
+    """Seconds since the epoch."""
+    program: str
+    """The line of the user's program, and the function it has called."""
+    groups: dict[str, list[Any]]
+    """By name of the group: number of operations issued, the title of the operation
+    in which the rank waits (or None), the number of this operation, its kind, and the
+    seconds of the wait."""
+
+    def told(self, group: str) -> str:
+        """Say where the rank is in ``group``, in words."""
+        ago = f"{max(0.0, time.time() - self.at):.0f} s ago"
+        number, title, *_, waited = self.groups.get(group, [0, None, 0, "", 0.0])
+        if title is not None:
+            return f"rank {self.rank} waits {waited:.0f} s in {lower(title)}"
+        return (
+            f"rank {self.rank} finished operation {number} and {self.program} ({ago})"
+        )
+
+
+def lower(title: str) -> str:
+    """Return ``title`` inside a sentence."""
+    return title[:1].lower() + title[1:]
 
 
 def begin(store: Any, title: str) -> Path:

@@ -29,13 +29,14 @@ import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from composable_fsdp.comm import agreement, collectives, hang_report
 from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.hang_report import Position, lower
 from composable_fsdp.comm.nodes import group_timeout
 from composable_fsdp.comm.operations import (
     OperationRecord,
@@ -72,35 +73,12 @@ collective in which it waited; the rank that left sends again."""
 # them: a rank may have sent its part and left.
 _NEEDS_ALL = {
     "all_gather",
+    "all_gather_digests",
     "all_gather_object",
     "all_gather_tag",
     "all_reduce",
     "reduce_scatter",
 }
-
-
-class Position(NamedTuple):
-    """Where a rank is, as it told the others."""
-
-    rank: int
-    at: float
-    """Seconds since the epoch."""
-    program: str
-    """The line of the user's program, and the function it has called."""
-    groups: dict[str, list[Any]]
-    """By name of the group: number of operations issued, the title of the operation
-    in which the rank waits (or None), the number of this operation, its kind, and the
-    seconds of the wait."""
-
-    def told(self, group: str) -> str:
-        """Say where the rank is in ``group``, in words."""
-        ago = f"{max(0.0, time.time() - self.at):.0f} s ago"
-        number, title, *_, waited = self.groups.get(group, [0, None, 0, "", 0.0])
-        if title is not None:
-            return f"rank {self.rank} waits {waited:.0f} s in {_lower(title)}"
-        return (
-            f"rank {self.rank} finished operation {number} and {self.program} ({ago})"
-        )
 
 
 class GroupWatch(Reporter):
@@ -240,11 +218,6 @@ class GroupWatch(Reporter):
 def _age(operation: Operation) -> float:
     """Return the seconds since the wait began."""
     return time.time() - (operation.waited or operation.issued) / 1e9
-
-
-def _lower(title: str) -> str:
-    """Return ``title`` inside a sentence."""
-    return title[:1].lower() + title[1:]
 
 
 class _Watch:
@@ -405,7 +378,7 @@ class _Watch:
         written = hang_report.write(path, self._main, words)
         line = (
             f"composable_fsdp: rank {dist.get_rank()} waits {_age(waits):.0f} s for "
-            f"{_lower(record.title)}; {'; '.join(words)}. Report: {written}; "
+            f"{lower(record.title)}; {'; '.join(words)}. Report: {written}; "
             "python -m composable_fsdp hang-report merges the files of all ranks."
         )
         sys.stderr.write(f"{line}\n")
