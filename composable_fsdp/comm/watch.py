@@ -61,6 +61,8 @@ SLOW = 2.0
 """Seconds of a wait after which this rank tells its position."""
 _ASK_EVERY = 4
 """Number of ticks between two reads of the key that asks all ranks."""
+_MOST_FAILURES = 2
+"""Number of looks in a row that fail before the watch ends."""
 _MOST_RANKS = 32
 """Number of other ranks whose positions are read at most."""
 _KEYS = "composable_fsdp/watch"
@@ -230,6 +232,8 @@ class _Watch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._main = threading.main_thread().ident
+        self._store: Any = None
+        """The connection of the thread; also read by the main thread for positions."""
         self._answered = 0
         self._ending = ""
 
@@ -244,6 +248,7 @@ class _Watch:
         log.guarded = found.compares
         if self._thread is None or not self._thread.is_alive():
             self._main = threading.get_ident()
+            self._store = _connect()
             self._thread = threading.Thread(
                 target=self._run, name="composable_fsdp watch", daemon=True
             )
@@ -273,7 +278,10 @@ class _Watch:
         """Return what other ranks said last. One round trip per rank."""
         # Positions of a few ranks suffice: whoever waits, waits for the slowest, and a
         # report of 1,024 ranks in a line would not be read.
-        own, store, found = dist.get_rank(), _connect(), []
+        own, store, found = dist.get_rank(), self._store, []
+        # The watch has ended, with the store or before.
+        if store is None:
+            return []
         for rank in [each for each in ranks if each != own][:_MOST_RANKS]:
             key = f"{_KEYS}/position/{rank}"
             if store.check([key]):
@@ -282,27 +290,28 @@ class _Watch:
 
     def _run(self) -> None:
         """Look once a second until the process group or the program ends."""
-        store: Any = None
-        ticks = 0
-        while dist.is_initialized():
+        ticks = failures = 0
+        # A store that has failed twice is gone with the rank that hosts it. There is no
+        # new connection: connecting to a dead host waits as long as the group's
+        # timeout.
+        while failures < _MOST_FAILURES:
             ended = self._stop.wait(TICK)
             if not dist.is_initialized():
-                return
-            # The store is gone if the rank that hosts it has ended. The next look
-            # connects again, because a new process group has a new store. Whatever
-            # happens here, the program goes on: a watch must not be the reason why
-            # training ends.
+                break
+            # Whatever happens here, the program goes on: a watch must not be the reason
+            # why training ends.
             try:
-                store = store or _connect()
                 if ended:
-                    self._publish(store)
-                    return
-                self._look(store, ticks)
+                    self._publish(self._store)
+                else:
+                    self._look(self._store, ticks)
+                failures = 0
             except Exception:
-                store = None
-                if ended:
-                    return
+                failures += 1
+            if ended:
+                break
             ticks += 1
+        self._store = None
 
     def _look(self, store: Any, ticks: int) -> None:
         """Publish the position if this rank waits or was asked; read verdicts."""
