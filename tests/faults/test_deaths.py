@@ -47,7 +47,7 @@ def raised(text: str) -> str:
         ),
         pytest.param(
             "kill-in-backward",
-            r"reduce-scatter of 'blocks\.[12]' \(backward",
+            r"(reduce-scatter|all-gather) of 'blocks\.[012]' \(backward",
             marks=pytest.mark.req("X-02"),
         ),
         pytest.param(

@@ -42,7 +42,7 @@ def wait_for_a_sleeper(world: World, path: Path) -> str:
     printed, sys.stderr = sys.stderr, io.StringIO()
     try:
         if world.rank == world.world_size - 1:
-            time.sleep(10)
+            time.sleep(14)
         steps(model, 1)
         return sys.stderr.getvalue()
     finally:

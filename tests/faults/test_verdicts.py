@@ -116,7 +116,8 @@ def test_every_rank_has_the_verdict_soon(
         assert "was left in the middle of a collective" in later
         last = world_size - 1
         if rank == last:
-            assert "rank 0 waits" in text
+            # At least one of the others has waited for long when this rank asks.
+            assert any(f"rank {other} waits" in text for other in range(last))
         else:
             assert f"waits in vain: rank {last} has left the order" in text
 
