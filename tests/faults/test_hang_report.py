@@ -37,7 +37,10 @@ def wait_for_a_sleeper(world: World, path: Path) -> str:
     """The last rank sleeps in its program; what this rank prints meanwhile."""
     os.environ[watch.HANG_VARIABLE] = "3"
     os.environ[hang_report.DIRECTORY_VARIABLE] = str(path)
-    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8))))
+    # A new group, because the watch of a group reads the variable once.
+    group = dist.new_group()
+    inner = fully_shard(nn.Linear(8, 8), process_group=group)
+    model = fully_shard(nn.Sequential(inner), process_group=group)
     steps(model, 3)
     printed, sys.stderr = sys.stderr, io.StringIO()
     try:
