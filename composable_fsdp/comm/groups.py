@@ -56,11 +56,11 @@ class Groups:
     """
 
     __slots__ = (
-        "_replicate",
         "can_average",
         "has_peers",
         "rank",
         "replicas",
+        "replicate_ref",
         "shard_ref",
         "shard_world_size",
     )
@@ -75,9 +75,11 @@ class Groups:
         alone = shard is None or self.shard_world_size == 1
         self.shard_ref = None if alone or shard is None else GroupRef(shard)
         alone = replicate is None or self.replicas == 1
-        self._replicate = None if alone or replicate is None else GroupRef(replicate)
+        self.replicate_ref = None if alone or replicate is None else GroupRef(replicate)
         self.can_average = all(
-            _is_nccl(each.get()) for each in (self.shard_ref, self._replicate) if each
+            _is_nccl(each.get())
+            for each in (self.shard_ref, self.replicate_ref)
+            if each
         )
         """Whether collectives of GPU tensors can average; gloo can only sum."""
         self.has_peers = any(dist.get_backend(each) != "fake" for each in self.present)
@@ -91,12 +93,14 @@ class Groups:
     @property
     def replicate(self) -> dist.ProcessGroup | None:
         """The ranks that hold copies of this rank's shard."""
-        return None if self._replicate is None else self._replicate.get()
+        return None if self.replicate_ref is None else self.replicate_ref.get()
 
     @property
     def present(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups of several ranks: shard, then replicate."""
-        return tuple(each.get() for each in (self.shard_ref, self._replicate) if each)
+        return tuple(
+            each.get() for each in (self.shard_ref, self.replicate_ref) if each
+        )
 
     @property
     def in_first_replica(self) -> bool:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.device import Streams, Waitable
-from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
@@ -364,10 +363,11 @@ def _replicate(
 
 def _all_reduce_of(handle: FlatParamHandle, tensor: Tensor) -> Operation:
     """Return a new all-reduce of the unit over the replicate group."""
-    group = handle.groups.replicate
-    assert group is not None
-    log = operation_log(group)
-    return Operation(log, "all_reduce", handle.full_fqn, handle.phase, tensor)
+    ref = handle.groups.replicate_ref
+    assert ref is not None
+    return Operation(
+        ref.operations, "all_reduce", handle.full_fqn, handle.phase, tensor
+    )
 
 
 def _apply_reduced_gradients(reduction: Reduction) -> None:
