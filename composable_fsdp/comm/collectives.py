@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.comm.operations import begin
+from composable_fsdp.comm.reduced_slices import ReducedSlices
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import FSDPError
 
@@ -165,6 +166,7 @@ def reduce_scatter_flat(
     group: dist.ProcessGroup,
     *,
     average: bool = False,
+    overwrite: bool = False,
     async_op: bool = False,
     operation: Operation | None = None,
 ) -> Operation | None:
@@ -176,6 +178,8 @@ def reduce_scatter_flat(
             must have the same dtype.
         group: the shard group.
         average: divide the sum by the number of ranks. Default: False.
+        overwrite: the values of ``full`` are lost; gloo then needs no copy of ``full``.
+            Default: False.
         async_op: return the operation, for the caller to wait, instead of ordering the
             current stream. Default: False.
         operation: as ``all_gather_flat``. Default: None.
@@ -204,8 +208,37 @@ def reduce_scatter_flat(
     # Bytes would be wrong here, because a reduction adds numbers.
     elif full[0].dtype.is_complex:
         whole, part = _as_real(full), _as_real(shard)
+    # Only gloo's waits have a limit.
+    if operation.patience:
+        return operation.send(
+            _all_reduce_slices, part, whole, group, op, overwrite, async_op=async_op
+        )
     return operation.send(
         getattr(group, start), part, whole, options, async_op=async_op
+    )
+
+
+def _all_reduce_slices(
+    shard: Any, full: Any, group: dist.ProcessGroup, op: Any, overwrite: bool
+) -> ReducedSlices:
+    """Issue an all-reduce of each buffer of ``full``, whose slices go to ``shard``."""
+    # gloo has no reduce-scatter: torch copies the input, all-reduces the copy, and
+    # returns a ``Work`` that ignores the limit of a wait and never completes.
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    if isinstance(full, Tensor):
+        shard, full = [shard], [full]
+    if not overwrite:
+        full = [tensor.clone() for tensor in full]
+    rank = group.rank()
+    return ReducedSlices(
+        # A call per buffer: coalesced buffers would be added in another order.
+        [group.allreduce([tensor], options) for tensor in full],
+        [
+            tensor.narrow(0, rank * len(part), len(part))
+            for tensor, part in zip(full, shard, strict=True)
+        ],
+        list(shard),
     )
 
 

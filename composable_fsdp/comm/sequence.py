@@ -206,8 +206,7 @@ class Operation:
 
     def _wait_on(self, work: Any, error: RuntimeError) -> None:
         """Wait again while the limit, and not the collective, has ended the wait."""
-        # An error before the limit is an error of the backend, also if the work is not
-        # completed: the reduce-scatter of gloo never is, and raises in every wait.
+        # An error before the limit is an error of the backend.
         began, least = self.waited, 9e8 * self.patience.total_seconds()
         while least and time_ns() - began >= least and not work.is_completed():
             if (verdict := self.log.watcher.verdict()) is not None:

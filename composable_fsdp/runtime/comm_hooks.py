@@ -113,8 +113,18 @@ def reduce_scatter_hook(state: DefaultState, grad: Tensor, output: Tensor) -> No
 
     Collective: one reduce-scatter over the process group of ``state``.
     """
+    # A hook of the user may call this function and read ``grad`` afterwards.
+    _reduce_scatter(state, grad, output, overwrite=False)
+
+
+def _reduce_scatter(
+    state: DefaultState, grad: Tensor, output: Tensor, *, overwrite: bool
+) -> None:
+    """Do as ``reduce_scatter_hook``; ``overwrite``: the values of ``grad`` are lost."""
     _divide(grad, state.gradient_predivide_factor)
-    collectives.reduce_scatter_flat([output], [grad], state.process_group)
+    collectives.reduce_scatter_flat(
+        [output], [grad], state.process_group, overwrite=overwrite
+    )
     _divide(output, state.gradient_postdivide_factor)
 
 
@@ -162,7 +172,8 @@ def _compressed(
         grad.data = small.to(state.parameter_type)
     else:
         part = torch.empty_like(output, dtype=dtype)
-        reduce_scatter_hook(state, small, part)
+        # ``grad.to`` returns ``grad`` itself if the dtype is the same.
+        _reduce_scatter(state, small, part, overwrite=small is not grad)
         output.data = part.to(state.parameter_type)
 
 

@@ -308,6 +308,7 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
                     buffers,
                     group,
                     average=average,
+                    overwrite=True,
                     async_op=async_op,
                     operation=Operation(
                         ref.operations,

@@ -144,7 +144,7 @@ class _Average(torch.autograd.Function):
             shard.copy_(full)
         else:
             collectives.reduce_scatter_flat(
-                [shard], [full], groups.shard, average=average
+                [shard], [full], groups.shard, average=average, overwrite=True
             )
         if groups.replicate is not None and groups.replicas > 1:
             collectives.all_reduce(shard, groups.replicate, average=average)

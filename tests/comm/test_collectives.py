@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
 from tests.support.on_ranks import on_ranks
@@ -48,3 +50,46 @@ def test_regions_of_every_dtype_are_gathered_and_reduced(
         collectives.reduce_scatter_flat(sums, sent, group)
         for total in sums:
             assert torch.equal(total, torch.full_like(total, size * (size + 1) / 2))
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+)
+@on_ranks(2, 3)
+def test_a_reduction_has_the_bits_of_the_backend_and_keeps_its_input(
+    world: World, dtype: torch.dtype, average: bool
+) -> None:
+    """Over buffers of odd sizes at once; the input is lost only if told."""
+    generator = torch.Generator().manual_seed(world.rank)
+    sizes = [1, 7, 1001]
+    sent = [
+        torch.randn(size * world.world_size, dtype=dtype, generator=generator)
+        for size in sizes
+    ]
+    start = getattr(world.group, collectives._REDUCE_SCATTER)
+    options = dist.ReduceScatterOptions()
+    # Torch's stubs give the constants another type than the class ``ReduceOp``.
+    op: Any = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    options.reduceOp = op
+    for overwrite in (False, True):
+        sums = [torch.zeros(size, dtype=dtype) for size in sizes]
+        given = [full.clone() for full in sent]
+        work = collectives.reduce_scatter_flat(
+            sums,
+            given,
+            world.group,
+            average=average,
+            overwrite=overwrite,
+            async_op=True,
+        )
+        assert work is not None
+        work.wait()
+        for total, full, mine in zip(sums, sent, given, strict=True):
+            expected = torch.zeros_like(total)
+            out, whole = expected, full
+            if dtype.is_complex:
+                out, whole = torch.view_as_real(out), torch.view_as_real(whole)
+            start(out, whole, options).wait()
+            assert torch.equal(total, expected)
+            assert overwrite or torch.equal(mine, full)

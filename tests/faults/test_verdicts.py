@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import DesyncError, FSDPError, fully_shard, load, save
+from composable_fsdp import (
+    DesyncError,
+    FSDPError,
+    ShardingStrategy,
+    fully_shard,
+    load,
+    save,
+)
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -38,12 +46,12 @@ class Blocks(nn.Module):
         return x
 
 
-def sharded() -> Blocks:
+def sharded(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> Blocks:
     """A root and three units below, after steps that record the order."""
     model = Blocks()
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, strategy=strategy)
+    fully_shard(model, strategy=strategy)
     for _ in range(4):
         model(torch.ones(2, 4)).sum().backward()
         model.zero_grad()
@@ -120,6 +128,46 @@ def test_every_rank_has_the_verdict_soon(
             assert any(f"rank {other} waits" in text for other in range(last))
         else:
             assert f"waits in vain: rank {last} has left the order" in text
+
+
+def raise_in_backward(world: World) -> tuple[str, float]:
+    """The last rank's backward raises, and the rank begins another forward. Each rank's
+    error and its time."""
+    # Backward gathers nothing, so the other ranks wait in a reduce-scatter.
+    model = sharded(ShardingStrategy.SHARD_GRAD_OP)
+    last = world.rank == world.world_size - 1
+
+    def refuse(*_: object) -> None:
+        raise Refused
+
+    hook = model.blocks[1].register_full_backward_pre_hook(refuse) if last else None
+    loss = model(torch.ones(2, 4)).sum()
+    start = time.monotonic()
+    if hook is not None:
+        with pytest.raises(Refused):
+            loss.backward()
+        hook.remove()
+    # The last rank goes on with the next forward.
+    go_on = loss.backward if hook is None else partial(model, torch.ones(2, 4))
+    with pytest.raises(DesyncError) as caught:
+        go_on()
+    took = time.monotonic() - start
+    with pytest.raises(FSDPError):
+        model(torch.ones(2, 4))
+    return str(caught.value), took
+
+
+@pytest.mark.req("X-06")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_in_a_reduce_scatter_has_the_verdict_soon(
+    ranks: RankCount, world_size: int
+) -> None:
+    """The reduction that the last rank will not send ends on the others, too."""
+    found = ranks(world_size).run(raise_in_backward, timeout=60, retire=True)
+
+    for rank, (text, took) in enumerate(found):
+        assert took < SOON, (rank, took)
+        assert "he reduce-scatter of 'blocks.1' (backward" in text
 
 
 def come_late(world: World) -> bool:
