@@ -125,7 +125,7 @@ def check_one(
     options={"path": "composable"},
     clip=True,
 )
-@examples(8)
+@examples(5)
 def test_flat_parameters_train_as_the_originals_whatever_the_model(
     ranks: RankCount,
     world_size: int,

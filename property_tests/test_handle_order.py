@@ -67,7 +67,7 @@ UNIT_IN_TWO_PLACES = ModelRecipe(
 
 @pytest.mark.req("S1-17", "S1-18", "S1-22", "S1-23", "S1-26", "S1-28", "S0-09")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@examples(25)
+@examples(9)
 @given(recipes=batches(model_recipes(2, 2, UNMARKED)))
 @example(recipes=[SUB1_SUB2])
 def test_handle_order_is_that_of_modules_on_live_ranks(
@@ -89,7 +89,7 @@ def test_replicate_subtrees_are_left_out_on_live_ranks(
 
 
 @pytest.mark.req("S1-16", "S1-17", "S1-18", "S1-19", "S1-23", "S0-09")
-@examples(200)
+@examples(80)
 @given(recipe=TREES, world_size=st.sampled_from(WORLD_SIZES))
 @example(recipe=SUB1_SUB2, world_size=1)
 @example(recipe=SUB1_SUB2, world_size=4)
@@ -106,7 +106,7 @@ def test_handle_order_is_that_of_modules_in_every_fake_world(
 
 
 @pytest.mark.req("S1-17", "S1-18")
-@examples(200)
+@examples(80)
 @given(recipe=TREES)
 def test_a_plan_lists_units_in_the_order_of_modules(recipe: ModelRecipe) -> None:
     """Planning alone, at any number of ranks, has the plain ``.modules()`` order."""

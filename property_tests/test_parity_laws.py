@@ -27,7 +27,7 @@ SAME_DTYPE = FEATURES - {"replicate", "dtypes"}
 @pytest.mark.req("X-28", "D-13", "D-08", "B-03")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
-@examples(8)
+@examples(5)
 @given(recipes=batches(model_recipes(2, 2, FEATURES - {"replicate"})))
 def test_training_equals_the_reference_bit_by_bit(
     ranks: RankCount,
@@ -41,7 +41,7 @@ def test_training_equals_the_reference_bit_by_bit(
 
 @pytest.mark.req("X-28", "D-13")
 @pytest.mark.parametrize("world_size", [3, 4])
-@examples(6)
+@examples(4)
 @given(recipes=batches(model_recipes(2, 2, SAME_DTYPE)))
 def test_training_equals_the_reference_closely_on_more_ranks(
     ranks: RankCount, world_size: int, recipes: list[ModelRecipe]

@@ -12,7 +12,7 @@ from property_tests.soak import WEIGHTS, Counts, Soak, action_of, counts, grown,
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
-CYCLE = 60
+CYCLE = 45
 SEED = 5
 
 

@@ -170,7 +170,7 @@ def test_whatever_a_script_does_the_three_models_agree(
 
     run_state_machine_as_test(
         cast("Any", machine),  # a class or a function, though it is typed as a class
-        settings=settings(examples(40), stateful_step_count=ACTIONS),
+        settings=settings(examples(20), stateful_step_count=ACTIONS),
     )
 
 

@@ -68,10 +68,10 @@ def test_a_unit_adds_no_more_to_a_step_than_it_did() -> None:
 
 @pytest.mark.req("U-15")
 def test_each_further_unit_adds_the_same() -> None:
-    """What one more unit adds is the same number at 16, 64 and 256 units."""
-    at_16, at_64, at_256 = (of_a_step(units) for units in (16, 64, 256))
+    """What one more unit adds is the same number at 16, 64 and 128 units."""
+    at_16, at_64, at_128 = (of_a_step(units) for units in (16, 64, 128))
 
-    assert at_64.over(at_16).per(64 - 16) == at_256.over(at_64).per(256 - 64)
+    assert at_64.over(at_16).per(64 - 16) == at_128.over(at_64).per(128 - 64)
 
 
 @pytest.mark.req("U-15")

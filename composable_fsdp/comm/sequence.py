@@ -208,8 +208,9 @@ class Operation:
         """Wait again while the limit, and not the collective, has ended the wait."""
         # An error before the limit is an error of the backend.
         began, least = self.waited, 9e8 * self.patience.total_seconds()
-        while least and time_ns() - began >= least and not work.is_completed():
-            if (verdict := self.log.watcher.verdict()) is not None:
+        while least and time_ns() - began >= least:
+            # After a completion since the limit, the next wait says how, at once.
+            if not work.is_completed() and (verdict := self.log.watcher.verdict()):
                 raise verdict
             began = time_ns()
             try:

@@ -17,6 +17,7 @@ import pickle
 import struct
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -169,11 +170,10 @@ def _compare(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     if len({each.facts for each in told}) > 1:
         raise DesyncError(_difference(told, rank, facts, scope))
     # Ranks with the same shard groups are those that share all of them. A rank whose
-    # peers name other groups finds too few.
-    if any(
-        sum(each.shared == other.shared for other in told) < each.sharing
-        for each in told
-    ):
+    # peers name other groups finds too few. Counted once: to count for each rank takes
+    # the square of the number of ranks.
+    alike = Counter(each.shared for each in told)
+    if any(alike[each.shared] < each.sharing for each in told):
         raise DesyncError(_other_groups(shared, rank, scope))
     if len({each.weights for each in told}) == 1 and not any(e.written for e in told):
         return None

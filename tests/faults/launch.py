@@ -46,6 +46,7 @@ def launch(
     folder: Path,
     program: Path = PROGRAM,
     environment: dict[str, str] | None = None,
+    before: Callable[[], None] | None = None,
     meanwhile: Callable[[list[BaseProcess]], None] | None = None,
 ) -> list[Ended]:
     """Run ``program`` on ranks of their own, and wait until all have ended.
@@ -56,6 +57,7 @@ def launch(
         folder: the working directory.
         program: the script.
         environment: further variables.
+        before: called in each process before the script, a function at module level.
         meanwhile: called with the processes once they run.
 
     Returns: per rank, how it ended.
@@ -75,7 +77,7 @@ def launch(
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context_of("gloo").Process(  # type: ignore[attr-defined]  # typeshed: only on subclasses
-            target=_run, args=(str(program), arguments, own, str(folder))
+            target=_run, args=(str(program), arguments, own, str(folder), before)
         )
         process.start()
         processes.append(process)
@@ -110,7 +112,11 @@ def _ends(processes: list[BaseProcess]) -> list[float]:
 
 
 def _run(
-    program: str, arguments: tuple[str, ...], environment: dict[str, str], folder: str
+    program: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    folder: str,
+    before: Callable[[], None] | None,
 ) -> None:
     """Be an interpreter that runs ``program``."""
     os.chdir(folder)
@@ -126,6 +132,8 @@ def _run(
     sys.path.insert(0, str(Path(program).parent))
     status: object = 0
     try:
+        if before is not None:
+            before()
         runpy.run_path(program, run_name="__main__")
     except SystemExit as error:
         status = error.code

@@ -14,6 +14,7 @@ import pytest
 from composable_fsdp import verify
 from composable_fsdp.comm import hang_report, watch
 from tests.faults.launch import launch
+from tests.support.short_waits import shorten_waits
 
 SOON = 5.0
 """Seconds within which the ranks that live have ended after a death."""
@@ -145,7 +146,9 @@ def test_a_block_that_one_rank_leaves_out_is_named(
     tmp_path: Path, fault: str, instead: str
 ) -> None:
     """As an expert without tokens: the rank says what it runs instead, and of what."""
-    first, last = launch(fault, "--timeout", "40", ranks=2, folder=tmp_path)
+    first, last = launch(
+        *(fault, "--timeout", "40"), ranks=2, folder=tmp_path, before=shorten_waits
+    )
 
     assert (first.status, last.status) == (1, 1)
     text = raised(last.output)
@@ -177,9 +180,10 @@ def test_a_stopped_rank_is_reported_and_may_go_on(tmp_path: Path) -> None:
         ranks=2,
         folder=tmp_path,
         environment={
-            watch.HANG_VARIABLE: "2",
+            watch.HANG_VARIABLE: "0.8",
             hang_report.DIRECTORY_VARIABLE: str(tmp_path / "report"),
         },
+        before=shorten_waits,
         meanwhile=go_on,
     )
 

@@ -21,6 +21,7 @@ from composable_fsdp import CheckpointError, CollectiveError, fully_shard
 from composable_fsdp.comm import hang_report, watch
 from composable_fsdp.inspection.command_line import main
 from composable_fsdp.inspection.hang_report import merge
+from tests.support.short_waits import shorten_waits
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -33,9 +34,18 @@ def steps(model: nn.Module, count: int) -> None:
         model.zero_grad()
 
 
+def sleep_until_reported(path: Path, files: int) -> None:
+    """Sleep until a report has ``files`` files, and the lines are printed, too."""
+    limit = time.monotonic() + 20
+    while len(list(path.glob("*/rank_*.json"))) < files and time.monotonic() < limit:
+        time.sleep(0.1)
+    time.sleep(2)
+
+
 def wait_for_a_sleeper(world: World, path: Path) -> str:
     """The last rank sleeps in its program; what this rank prints meanwhile."""
-    os.environ[watch.HANG_VARIABLE] = "3"
+    shorten_waits()
+    os.environ[watch.HANG_VARIABLE] = "0.8"
     os.environ[hang_report.DIRECTORY_VARIABLE] = str(path)
     # A new group, because the watch of a group reads the variable once.
     group = dist.new_group()
@@ -45,7 +55,7 @@ def wait_for_a_sleeper(world: World, path: Path) -> str:
     printed, sys.stderr = sys.stderr, io.StringIO()
     try:
         if world.rank == world.world_size - 1:
-            time.sleep(14)
+            sleep_until_reported(path, world.world_size)
         steps(model, 1)
         return sys.stderr.getvalue()
     finally:
@@ -70,7 +80,7 @@ def test_a_long_wait_is_reported_by_name(
         assert f"rank {1 - rank} waits " in text
         done = int(found[1]) - 1
         asleep = rf"rank 2 finished operation {done} and is at test_hang_report.py:\d+ "
-        assert re.search(rf"{asleep}\(wait_for_a_sleeper\)", text), text
+        assert re.search(rf"{asleep}\(sleep_until_reported\)", text), text
     assert printed[2] == ""
 
     (directory,) = tmp_path.iterdir()
@@ -111,11 +121,12 @@ def test_a_rank_without_a_file_is_the_first_to_look_at(tmp_path: Path) -> None:
 
 def outlive(world: World) -> str:
     """Rank 1 leaves a step for longer than the group waits; the error of rank 0."""
-    group = dist.new_group(timeout=timedelta(seconds=9))
+    shorten_waits()
+    group = dist.new_group(timeout=timedelta(seconds=3))
     model = fully_shard(nn.Linear(8, 8), process_group=group)
     steps(model, 3)
     if world.rank:
-        time.sleep(10.5)
+        time.sleep(3.5)
         return ""
     with pytest.raises(CollectiveError) as caught:
         model(torch.ones(2, 8))

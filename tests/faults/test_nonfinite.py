@@ -39,7 +39,7 @@ def backward(model: nn.Module, factor: float) -> None:
     loss.backward()
 
 
-@pytest.mark.req("X-15")
+@pytest.mark.req("X-15", "U-11")
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -72,7 +72,7 @@ def test_a_bad_gradient_of_one_rank_is_found_on_all(
     assert [each.parameter for each in only] == ["1.weight"]
 
 
-@pytest.mark.req("X-15")
+@pytest.mark.req("X-15", "U-11")
 @on_ranks(3)
 def test_before_the_reduction_the_rank_that_computed_it_is_named(world: World) -> None:
     """Inside ``no_sync``, where gradients wait; other ranks' are finite."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.launch import launch
+from tests.support.short_waits import shorten_waits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
 
@@ -80,13 +81,17 @@ def test_weights_that_differ_are_a_warning_on_each_rank(tmp_path: Path) -> None:
     assert all(each.status == 0 and message in each.output for each in ended)
 
 
-@pytest.mark.slow
 @pytest.mark.req("X-12")
 def test_a_backward_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
     """The rank that goes on to its next forward is told who waits, and where."""
     message = "where the order of earlier rounds has a backward of Blocks"
 
-    first, last = launch("no-backward", "--timeout", "40", ranks=2, folder=tmp_path)
+    first, last = launch(
+        *("no-backward", "--timeout", "40"),
+        ranks=2,
+        folder=tmp_path,
+        before=shorten_waits,
+    )
 
     assert message in PAGE
     assert (first.status, last.status) == (1, 1)
@@ -94,18 +99,19 @@ def test_a_backward_that_one_rank_leaves_out_is_named(tmp_path: Path) -> None:
     assert message in errors_in(first.output), first.output
 
 
-@pytest.mark.parametrize("fault", ["swap", "other-order", "other-split"])
-def test_fsdp2_is_silent_where_the_page_says_so(tmp_path: Path, fault: str) -> None:
+def test_fsdp2_is_silent_where_the_page_says_so(tmp_path: Path) -> None:
     """All steps end with status 0, and the numbers are others than without the fault.
 
     If this fails with a newer torch, the page is to be measured anew.
     """
-    printed = []
-    for name in (fault, "none"):
+    printed = {}
+    for name in ("none", "swap", "other-order", "other-split"):
         (folder := tmp_path / name).mkdir()
         ended = launch(name, "--library", "torch", ranks=2, folder=folder)
         assert [each.status for each in ended] == [0, 0]
-        printed.append([each.output for each in ended])
+        printed[name] = [each.output for each in ended]
 
-    assert printed[0] != printed[1]
-    assert all("step 4" in output for output in printed[0])
+    right = printed.pop("none")
+    for name, found in printed.items():
+        assert found != right, name
+        assert all("step 4" in output for output in found), name

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from composable_fsdp import (
     unshard_params,
 )
 from composable_fsdp.comm.collectives import record
-from composable_fsdp.optim import clip_check
 from composable_fsdp.optim.own_state_dict import local_state_dict
 from tests.optim.models import by_name
 from tests.support.models import TinyGPT, tiny_mlp
@@ -57,6 +55,7 @@ from tests.support.sharded import (
     several_ranks,
     step,
 )
+from tests.support.short_waits import step_alone
 from tests.support.world import World
 
 FSDP = FullyShardedDataParallel
@@ -424,7 +423,7 @@ def check_unlike_ranks(world: World, how: str) -> str:
     if how == "no step" and world.rank == 1:
         return message_of(lambda: optim_state_dict(model, optimizer))
     # The step need not wait for a rank that does not step.
-    with mock.patch.object(clip_check, "_PATIENCE", 0.1):
+    with step_alone():
         optimizer.step()
     return message_of(lambda: optim_state_dict(model, optimizer))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tests.support.reference import (
     train_reference,
     wide_input,
 )
+from tests.support.sharded import message_of
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -475,6 +478,42 @@ def test_ranks_that_hold_nothing_of_a_weight_raise_with_the_others(
 
     assert all(each == first for each in others)
     assert sum("modified by an inplace operation" in text for text in first) == 6
+
+
+@pytest.mark.req("P-11", "X-32")
+@on_ranks(2)
+def test_a_step_counts_as_a_write_of_the_parameters_that_have_gradients(
+    world: World,
+) -> None:
+    """Fused kernels change no version counter, and are told from the others by nothing.
+
+    A backward that reads only weights without a gradient is right, and one that reads
+    a weight with a gradient is refused, as in the plain model with a counted step.
+    """
+    kinds: list[dict[str, Any]] = [{"foreach": False}, {"fused": True}]
+    told = []
+    for cleared, (is_sharded, kind) in product(
+        ("0.", "1.", "0.bias", "1.weight"),
+        [(False, kinds[0]), *((True, kind) for kind in kinds)],
+    ):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+        if is_sharded:
+            model = apply_units(model, ["0", "1"])
+        optimizer = torch.optim.AdamW(model.parameters(), **kind)
+        x = torch.ones(2, WIDTH)
+        backward(model(x).sum())
+        # The gradient of the input reads the weight of layer 1, and of no other.
+        loss = model(x).sum()
+        for name, parameter in model.named_parameters():
+            if name.startswith(cleared):
+                parameter.grad = None
+        optimizer.step()
+        text = message_of(partial(backward, loss))
+        told.append((cleared, "modified by an inplace operation" in text))
+
+    refused = {"0.": True, "1.": False, "0.bias": True, "1.weight": False}
+    assert told == [each for each in refused.items() for _ in range(3)]
 
 
 @pytest.mark.req("P-11")

@@ -1,17 +1,16 @@
-"""The example of elastic training, as its reader runs it: torchrun and kill -9.
+"""The example of elastic training: kill -9 in a save, and other numbers of ranks.
 
-To start Python and torch takes most of such a run, so torchrun itself runs the example
-once, to its death. One further number of ranks has the environment of torchrun, others
-are rank pools.
+To start Python and torch takes most of a run under torchrun, so the ranks that die, and
+one further number of ranks, have only the environment of torchrun; others are rank
+pools. ``tests/faults/test_signals.py`` runs the example under torchrun itself.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import verify
+from tests.faults.launch import launch
 from tests.support.scripts import run_script
 from tests.support.sharded import RankCount
 from tests.support.world import World
@@ -36,23 +36,6 @@ def asked(folder: Path) -> tuple[str, ...]:
 def losses_in(text: str) -> dict[int, float]:
     """Losses by step, of what was printed."""
     return {int(step): float(loss) for step, loss in LOSS.findall(text)}
-
-
-def torchrun(ranks: int, folder: Path, *more: str) -> tuple[int, str]:
-    """Exit status, and all that was printed."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(ranks), str(EXAMPLE), *asked(folder), *more),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout
 
 
 def run_example(world: World, folder: Path) -> str:
@@ -83,9 +66,16 @@ def test_training_goes_on_where_a_killed_save_left_it_on_any_number_of_ranks(
     unbroken = losses_in(ranks(2).run(run_example, tmp_path / "unbroken")[0])
     broken = tmp_path / "broken"
 
-    status, text = torchrun(2, broken, "--die-in-save", str(BROKEN_AT))
+    first, last = launch(
+        *(*asked(broken), "--die-in-save", str(BROKEN_AT)),
+        ranks=2,
+        folder=tmp_path,
+        program=EXAMPLE,
+    )
 
-    assert status != 0, text
+    text = first.output
+    assert first.status == 1, text
+    assert last.status == -signal.SIGKILL
     assert list(unbroken) == list(range(1, STEPS + 1))
     assert losses_in(text) == {step: unbroken[step] for step in range(1, BROKEN_AT + 1)}
     assert (broken / "latest").read_text().strip() == "step-000002"

@@ -24,6 +24,7 @@ from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.source import Copy
 from tests.storage.training import everything, make, optimizer_of, same, step
 from tests.support.sharded import RankCount, message_of
+from tests.support.short_waits import step_alone
 from tests.support.world import World
 
 
@@ -172,7 +173,8 @@ def step_on_one(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     """State that the other ranks do not have."""
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    with step_alone():
+        optimizer.step()
 
 
 @pytest.mark.req("X-22")
