@@ -359,6 +359,24 @@ def free_reduce(handle: FlatParamHandle) -> None:
     handle.reduction.has_memory = False
 
 
+def leave_reduce(handle: FlatParamHandle) -> None:
+    """Free the reduce buffers, but not the memory in which a reduction may write.
+
+    Called after a wait for the reduction that raised; see ``residency.leave_full``. The
+    reduction's results are given up. Collective: none.
+    """
+    for region in handle.layout.trainable:
+        reduce = region.reduce
+        if memory.is_allocated(reduce.buffer):
+            memory.leave(reduce.buffer, (*reduce.views, *reduce.gaps))
+        # Without a temporary buffer the flat gradient is the output of the all-reduce
+        # over the replicas, and no leaf shows the flat gradient.
+        if reduce.temporary is None:
+            _free_gradient(region)
+        reduce.temporary = None
+    free_reduce(handle)
+
+
 def zero_missing(handle: FlatParamHandle) -> None:
     """Zero the padding, and the parts of gradients that did not arrive."""
     # All views are collected first, so that a single call zeroes all of them.

@@ -7,6 +7,7 @@ tensor, the caller must make the views unreachable.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -47,6 +48,24 @@ def require_unresizable(tensor: Tensor, error: RuntimeError) -> None:
     # the error of ``free`` is ignored.
     if tensor.untyped_storage().resizable():
         raise error
+
+
+def leave(base: Tensor, views: Iterable[Tensor]) -> None:
+    """Give ``base`` and its ``views`` other memory, with undefined values.
+
+    The old memory is neither freed nor used again as long as another holder refers to
+    it, such as a collective that has not ended.
+
+    Args:
+        base: a flat buffer.
+        views: all views of ``base`` that the package keeps.
+
+    Collective: none.
+    """
+    fresh = new_buffer(base.numel(), base.dtype, base.device)
+    # ``.data``: the objects stay, and with them hooks and version counters.
+    for each in (base, *views):
+        each.data = fresh.as_strided(each.size(), each.stride(), each.storage_offset())
 
 
 def is_allocated(tensor: Tensor) -> bool:

@@ -174,6 +174,19 @@ def free_full(handle: FlatParamHandle) -> None:
     handle.residency = SHARDED
 
 
+def leave_full(handle: FlatParamHandle) -> None:
+    """Give every ``full`` other memory, after a wait for the all-gather that raised.
+
+    A rank that comes late still completes the all-gather, in a thread of the backend,
+    which writes into the memory that the collective was given. Collective: none.
+    """
+    for region in handle.layout.regions:
+        full = region.full
+        if full.is_cut and memory.is_allocated(full.buffer):
+            views = [] if full.own_slice is None else [full.own_slice]
+            memory.leave(full.buffer, [*views, *full.leaves])
+
+
 def defer_free(handle: FlatParamHandle) -> None:
     """Mark a unit whose memory is freed later, behind its last reader on the GPU."""
     if FREE_PENDING not in handle.residency.followers:

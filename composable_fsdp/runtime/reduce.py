@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Streams, Waitable
+from composable_fsdp.comm.device import Streams
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import (
@@ -28,6 +28,7 @@ from composable_fsdp.flat.gradients import (
     arrived_flags,
     clear_arrived,
     free_reduce,
+    leave_reduce,
     ready_gradient,
     zero_missing,
 )
@@ -132,7 +133,7 @@ def reduce_gradients(context: RuntimeContext, handle: FlatParamHandle) -> None:
         _reduce_on_stream(context.streams, reduction)
         return
     _choose_targets(handle, final=final)
-    reduction.works = _issue(handle, final=final, async_op=True)
+    _issue(reduction, async_op=True)
     # No work to wait for: all groups have a single rank, or a hook has reduced already.
     if not reduction.works:
         finish_reduction(context)
@@ -147,7 +148,7 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
         # Targets that are allocated here belong to the reduce stream, which waits for
         # the other streams (as above) before the next allocation.
         _choose_targets(handle, final=reduction.final)
-        _issue(handle, final=reduction.final, async_op=False)
+        _issue(reduction, async_op=False)
         # The wait before the buffers are freed need not include the copies to the host.
         # The result of a communication hook, however, may be a reduce buffer, which the
         # copies read.
@@ -175,15 +176,20 @@ def finish_reduction(context: RuntimeContext) -> None:
     context.reducing = None
     handle, streams = reduction.handle, context.streams
     if streams.host_waits:
-        for work in reduction.works:
-            work.wait()
-        if (
-            reduction.final
-            and handle.groups.replicas > 1
-            and handle.groups.shard_world_size > 1
-            and handle.rule.hook is None
-        ):
-            _replicate(handle)
+        try:
+            for work in reduction.works:
+                work.wait()
+            if (
+                reduction.final
+                and handle.groups.replicas > 1
+                and handle.groups.shard_world_size > 1
+                and handle.rule.hook is None
+            ):
+                _replicate(handle)
+        # Also after Ctrl-C, while the reduction goes on.
+        except BaseException:
+            leave_reduce(handle)
+            raise
         _apply_reduced_gradients(reduction)
     else:
         # Autograd, optimizers and users access ``.grad`` on the compute stream, so only
@@ -213,8 +219,12 @@ def drop_reduction(context: RuntimeContext) -> None:
         return
     context.reducing = None
     handle = reduction.handle
-    for work in reduction.works:
-        work.wait()
+    try:
+        for work in reduction.works:
+            work.wait()
+    except BaseException:
+        leave_reduce(handle)
+        raise
     # Wait for the stream and not for the event: if a hook raised, the event has not
     # been recorded for this reduction.
     for stream in context.streams.users(handle.events):
@@ -281,13 +291,15 @@ def _target(region: TrainableRegion) -> Tensor:
     return target
 
 
-def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Waitable]:
-    """Issue the reduce-scatters and return the works; a shard group of one rank copies.
+def _issue(reduction: Reduction, *, async_op: bool) -> None:
+    """Issue the reduce-scatters; a shard group of one rank copies.
 
-    A final reduction that is not asynchronous also issues the all-reduces.
+    Works to wait for are added to ``reduction.works`` at once: a later collective of
+    the reduction may raise. A final reduction that is not asynchronous also issues the
+    all-reduces.
     """
-    groups, rule = handle.groups, handle.rule
-    works: list[Operation | None] = []
+    handle, final = reduction.handle, reduction.final
+    groups, rule, works = handle.groups, handle.rule, reduction.works
     for regions in handle.layout.reduce_groups:
         if rule.hook is not None and final:
             for region in regions:
@@ -302,23 +314,23 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
             torch._foreach_div_(buffers, before)
         if (ref := groups.shard_ref) is not None:
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
-            works.append(
-                collectives.reduce_scatter_flat(
-                    targets,
-                    buffers,
-                    group,
-                    average=average,
-                    overwrite=True,
-                    async_op=async_op,
-                    operation=Operation(
-                        ref.operations,
-                        "reduce_scatter",
-                        handle.full_fqn,
-                        handle.phase,
-                        buffers[0],
-                    ),
-                )
+            work = collectives.reduce_scatter_flat(
+                targets,
+                buffers,
+                group,
+                average=average,
+                overwrite=True,
+                async_op=async_op,
+                operation=Operation(
+                    ref.operations,
+                    "reduce_scatter",
+                    handle.full_fqn,
+                    handle.phase,
+                    buffers[0],
+                ),
             )
+            if work is not None:
+                works.append(work)
             # On CPU the reduce-scatter is asynchronous; ``finish_reduction`` issues the
             # all-reduce after the wait.
             if final and groups.replicas > 1 and not async_op:
@@ -328,16 +340,15 @@ def _issue(handle: FlatParamHandle, *, final: bool, async_op: bool) -> list[Wait
             target.copy_(buffer)
             if final and groups.replicate is not None:
                 _add_partial(region)
-                works.append(
-                    collectives.all_reduce(
-                        target,
-                        groups.replicate,
-                        average=average,
-                        async_op=async_op,
-                        operation=_all_reduce_of(handle, target),
-                    )
+                work = collectives.all_reduce(
+                    target,
+                    groups.replicate,
+                    average=average,
+                    async_op=async_op,
+                    operation=_all_reduce_of(handle, target),
                 )
-    return [work for work in works if work is not None]
+                if work is not None:
+                    works.append(work)
 
 
 def _add_partial(region: TrainableRegion) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from composable_fsdp.comm import collectives
-from composable_fsdp.comm.device import Streams, copy_async
+from composable_fsdp.comm.device import Streams, Waitable, copy_async
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat import residency, step_counts
@@ -148,13 +148,30 @@ def wait_unsharded(handle: FlatParamHandle) -> None:
     On CPU the host waits for the collective; on CUDA the current stream waits. From now
     on autograd may read the full parameters. Collective: none.
     """
-    ready, handle.ready = handle.ready, None
-    # Cleared before the wait: after a collective that failed, nothing waits again.
-    if ready is not None:
-        ready.wait()
+    ready = handle.ready
+    if ready is not None:  # ``_end_gather``, inlined
+        try:
+            ready.wait()
+        except BaseException:
+            residency.leave_full(handle)
+            raise
+        finally:
+            handle.ready = None
     if handle.residency is not UNSHARDED:
         residency.use_full(handle)
     handle.writes.make_readable(handle)
+
+
+def _end_gather(handle: FlatParamHandle, ready: Waitable) -> None:
+    """Wait for the all-gather; nothing waits again, even after an error."""
+    try:
+        ready.wait()
+    # Also of Ctrl-C, while the all-gather goes on.
+    except BaseException:
+        residency.leave_full(handle)
+        raise
+    finally:
+        handle.ready = None
 
 
 def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
@@ -163,11 +180,10 @@ def reshard(context: RuntimeContext, handle: FlatParamHandle) -> None:
     Nothing happens to a unit that is sharded already. A unit that is kept for a second
     backward (``kept``) only gets the sharded parameters back. Collective: none.
     """
-    ready, handle.ready = handle.ready, None
-    if ready is not None:
+    if handle.ready is not None:
         # The unit was prefetched and not used; the all-gather still writes into the
         # memory.
-        ready.wait()
+        _end_gather(handle, handle.ready)
     handle.kept_full = False
     if handle.residency is UNSHARDED or handle.residency is COPIES_SHOWN:
         residency.use_sharded(handle)
