@@ -17,11 +17,12 @@ error names the first difference.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from torch import nn
 
@@ -36,7 +37,29 @@ from composable_fsdp.naming import join_name, quoted
 
 P = ParamSpec("P")
 S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
+
+First = Callable[[Any, Mapping[str, Any]], bool]
+"""Called with the module and the keyword arguments before a call changes anything; a
+true result ends the call.
+"""
+
+
+class Contract(Protocol[P, S_co]):
+    """A composable API: a function of a module, or of a list of modules.
+
+    A type checker holds the arguments against the signature of the decorated function,
+    and gives the result the type of the first argument.
+    """
+
+    __name__: str
+
+    def __call__(self, module: T, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Apply the API to ``module``, and return ``module``."""
+
+    def state(self, module: nn.Module) -> S_co | None:
+        """Return this API's state on ``module`` itself; None if not applied."""
 
 
 @overload
@@ -83,35 +106,75 @@ def contract(
     """
 
     def decorate(api: Callable[Concatenate[Any, P], object]) -> Contract[P, Any]:
-        return Contract(api, state_cls, check_names=check_names)
+        return make_contract(api, state_cls, check_names=check_names)
 
     return decorate
 
 
-class Contract(Generic[P, S]):
-    """A composable API: call the API on a module; ``state`` returns its state."""
+def make_contract(
+    api: Callable[Concatenate[Any, P], object],
+    state_cls: Callable[[], S],
+    *,
+    check_names: bool,
+    first: First | None = None,
+) -> Contract[P, S]:
+    """Return ``api`` as a composable API; ``contract`` with one more argument.
 
-    __name__: str
-    __qualname__: str
+    Args:
+        api: the function.
+        state_cls: makes the state of a call.
+        check_names: compare all names before and after the call.
+        first: called before the call changes anything; a true result means that nothing
+            is left to do. Default None.
+
+    Returns: a function with the name, the docstring and the arguments of ``api``.
+    Collective: none.
+    """
+    rules = _Rules(api, state_cls, check_names=check_names)
+
+    @functools.wraps(api)
+    def composable(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if first is not None and first(module, kwargs):
+            return module
+        return rules.apply(module, args, kwargs)
+
+    made: Any = composable
+    made.state = rules.state
+    # The function may be declared to return None, but the API returns its argument.
+    signature = inspect.signature(api)
+    module = next(iter(signature.parameters.values()))
+    made.__signature__ = signature.replace(return_annotation=module.annotation)
+    return cast("Contract[P, S]", made)
+
+
+class _Rules:
+    """The rules of a composable API, and the call of the function under these rules."""
 
     def __init__(
         self,
-        api: Callable[Concatenate[Any, P], object],
-        state_cls: Callable[[], S],
+        api: Callable[..., object],
+        state_cls: Callable[[], Any],
         *,
         check_names: bool,
     ) -> None:
-        # The registry's key is ``__name__``; help() shows the function's signature.
-        functools.update_wrapper(cast("Callable[..., object]", self), api)
+        # The registry's key.
+        self.__name__ = api.__name__
         self._api = api
         self._state_cls = state_cls
         self._check_names = check_names
 
-    def __call__(self, module: T, *args: P.args, **kwargs: P.kwargs) -> T:
+    def apply(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Apply the API to a module or a list of modules, and return ``module``.
 
         After any error, including an error of the API itself, every registry is as it
         was before the call.
+
+        Args:
+            module: the module, or the list of modules.
+            args: further positional arguments of the API.
+            kwargs: keyword arguments of the API.
 
         Raises: CompositionError, if a module carries this API already, or if the API
         returns another object, replaces the state, or changes a name or the order of
@@ -139,17 +202,9 @@ class Contract(Generic[P, S]):
             raise
         return module
 
-    def state(self, module: nn.Module) -> S | None:
+    def state(self, module: nn.Module) -> Any:
         """Return this API's state on ``module`` itself; None if not applied."""
-        return cast("S | None", get_state(module, self.__name__))
-
-    def __repr__(self) -> str:
-        return f"<composable API {self.__module__}.{self.__qualname__}>"
-
-    def __reduce__(self) -> str:
-        # A string from __reduce__ names a global, as pickle does for functions: the API
-        # is pickled by name, and a deep copy is the same object.
-        return self.__qualname__
+        return get_state(module, self.__name__)
 
     def _require_fresh(self, modules: Sequence[nn.Module]) -> None:
         """Raise CompositionError if a module carries this API already."""
@@ -177,7 +232,7 @@ class Contract(Generic[P, S]):
             f"it does not put another object in a module's stead."
         )
 
-    def _require_state(self, modules: Sequence[nn.Module], state: S) -> None:
+    def _require_state(self, modules: Sequence[nn.Module], state: object) -> None:
         """Raise if the API registered a state other than ``state``."""
         for index, module in enumerate(modules):
             if self.state(module) is not state:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.compose.contract import Contract
+from composable_fsdp.compose.contract import make_contract
 from composable_fsdp.config import (
     BackwardPrefetch,
     Block,
@@ -44,7 +44,7 @@ _FSDP2_NAMES = {
 
 
 def _shard(
-    module: nn.Module | Sequence[nn.Module],
+    module: T,
     *,
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
     device_mesh: DeviceMesh | None = None,
@@ -66,8 +66,7 @@ def _shard(
     tied_params: str = "error",
     check_weights: str = "warn",
     use_orig_params: bool = True,
-    **unknown: object,
-) -> None:
+) -> T:
     """Shard a module's parameters, gradients and optimizer state over ranks, in place.
 
     Class and names of the module stay unchanged. Each parameter stays the same object,
@@ -138,6 +137,8 @@ def _shard(
             the first parameter that differs; "off" compares no values. Values are
             compared by a hash. ``sync_module_states`` makes them equal instead; values
             on meta are left out.
+        use_orig_params: An argument of FSDP1. False gives a warning and is treated as
+            True, the default: parameters stay the original objects.
 
     Returns: ``module``, the same object.
     Collective: with ``sync_module_states`` a broadcast per parameter and buffer; for
@@ -149,11 +150,7 @@ def _shard(
     ...     fully_shard(block)
     >>> fully_shard(model)
     """
-    del if_sharded  # _FullyShard.__call__ reads if_sharded
-    # ``**unknown`` instead of Python's own TypeError: the error text below translates
-    # names of torch's FSDP and suggests the nearest name.
-    if unknown:
-        raise TypeError(_unknown_text(sorted(unknown)))
+    del if_sharded  # _is_done reads if_sharded
     # The contract has registered the new state on every module of a list.
     state = fully_shard.state(module if isinstance(module, nn.Module) else module[0])
     assert state is not None
@@ -188,6 +185,7 @@ def _shard(
     for each in modules:
         refuse_container(each)
     apply(modules, state, application)
+    return module
 
 
 def _unknown_text(names: list[str]) -> str:
@@ -210,34 +208,32 @@ def _with_nearest(name: str) -> str:
     return f"{name} (did you mean {near[0]}?)" if near else name
 
 
-class _FullyShard(Contract[Any, _FSDPState]):
-    """The composable contract of ``fully_shard``, extended by ``if_sharded``."""
+def _is_done(module: object, given: Mapping[str, Any]) -> bool:
+    """Return whether ``if_sharded="skip"`` leaves nothing to do.
 
-    def __call__(self, module: T, *args: Any, **kwargs: Any) -> T:
-        """Apply ``fully_shard`` to ``module``; ``_shard`` documents the arguments."""
-        choice = kwargs.get("if_sharded", "error")
-        if choice not in ("error", "skip"):
-            raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
-        modules = [module] if isinstance(module, nn.Module) else module
-        # Compare only if the first module is sharded already: reading the arguments may
-        # exhaust an iterator that the application below still needs.
-        if (
-            choice == "skip"
-            and isinstance(modules, (list, tuple))
-            and any(isinstance(m, nn.Module) and self.state(m) for m in modules[:1])
-            and is_same_application(modules, _application(kwargs))
-        ):
-            return module
-        # The contract registers the state, calls _shard, and compares all names
-        # afterwards.
-        return super().__call__(module, *args, **kwargs)
+    Called before the contract registers a state. Raises: TypeError, for an unknown
+    argument; PlanError, for another ``if_sharded``; as ``is_same_application``.
+    """
+    # Python's own TypeError would not translate names of torch's FSDP.
+    unknown = sorted(given.keys() - _OWN_NAMES.keys())
+    if unknown:
+        raise TypeError(_unknown_text(unknown))
+    choice = given.get("if_sharded", "error")
+    if choice not in ("error", "skip"):
+        raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")
+    modules = [module] if isinstance(module, nn.Module) else module
+    # Compare only if the first module is sharded already: reading the arguments may
+    # exhaust an iterator that the application still needs.
+    return (
+        choice == "skip"
+        and isinstance(modules, (list, tuple))
+        and any(isinstance(m, nn.Module) and fully_shard.state(m) for m in modules[:1])
+        and is_same_application(modules, _application(given))
+    )
 
 
 def _application(given: Mapping[str, Any]) -> Application:
     """Return the application that the keyword arguments of a call describe."""
-    unknown = sorted(given.keys() - set(_OWN_NAMES))
-    if unknown:
-        raise TypeError(_unknown_text(unknown))
     options = {name: given[name] for name in PER_MODULE if name in given}
     # The per-module options travel in UnitOptions, the other arguments by keyword.
     rest = given.keys() - options.keys() - {"if_sharded"}
@@ -245,7 +241,7 @@ def _application(given: Mapping[str, Any]) -> Application:
 
 
 # The keyword-only arguments: listed in error texts, and accepted by _application.
-_OWN_NAMES = tuple(_shard.__kwdefaults__ or ())
+_OWN_NAMES: dict[str, Any] = _shard.__kwdefaults__ or {}
 # The registry stores states under the function's name.
 _shard.__name__ = _shard.__qualname__ = "fully_shard"
-fully_shard = _FullyShard(_shard, _FSDPState, check_names=True)
+fully_shard = make_contract(_shard, _FSDPState, check_names=True, first=_is_done)

@@ -12,6 +12,7 @@ such a subtree::
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,12 @@ from composable_fsdp.tree.same_models import compare_models
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
+M = TypeVar("M", bound=nn.Module)
+
 
 @contract(_FSDPState)
 def replicate(
-    module: nn.Module,
+    module: M,
     ignored_modules: Iterable[nn.Module] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -48,7 +51,7 @@ def replicate(
     limit_all_gathers: bool = True,
     tied_params: str = "error",
     check_weights: str = "warn",
-) -> None:
+) -> M:
     """Average the gradients of ``module`` over ranks; every rank holds all parameters.
 
     Class, names, shapes and parameter objects stay unchanged. Units that
@@ -139,6 +142,7 @@ def replicate(
                 collectives.broadcast(region.shard, group)
         if init_sync:
             each.initial.forget()
+    return module
 
 
 def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:

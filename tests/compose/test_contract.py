@@ -365,8 +365,11 @@ def test_a_composable_api_keeps_name_docstring_and_signature() -> None:
     """Help and editors show the function that was written."""
     assert mark.__name__ == "mark"
     assert mark.__doc__ == "Note ``text`` on a module."
-    assert list(inspect.signature(mark).parameters) == ["module", "text"]
-    assert repr(mark) == f"<composable API {__name__}.mark>"
+    signature = inspect.signature(mark)
+    assert list(signature.parameters) == ["module", "text"]
+    # An API returns its first argument, whatever the function returns.
+    assert signature.return_annotation == signature.parameters["module"].annotation
+    assert inspect.isroutine(mark)
 
 
 def test_a_composable_api_is_pickled_and_copied_by_name() -> None:
