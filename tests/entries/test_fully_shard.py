@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_if_sharded_takes_two_words(one_rank: World) -> None:
 def test_arguments_of_torchs_fully_shard_are_translated(one_rank: World) -> None:
     """FSDP2's names get ours in the message."""
     with pytest.raises(TypeError, match=r"mesh \(here: device_mesh\)"):
-        fully_shard(tiny_mlp(), mesh=None)
+        fully_shard(tiny_mlp(), mesh=None)  # type: ignore[call-arg]  # on purpose
 
 
 @pytest.mark.req("U-02")
@@ -149,7 +150,8 @@ def test_a_misspelled_argument_gets_the_nearest_and_the_whole_list(
     one_rank: World,
 ) -> None:
     """A typing error is one glance away from its repair."""
-    text = message_of(lambda: fully_shard(tiny_mlp(), mixed_precison=None))
+    misspelled: dict[str, Any] = {"mixed_precison": None}
+    text = message_of(lambda: fully_shard(tiny_mlp(), **misspelled))
 
     assert "mixed_precison (did you mean mixed_precision?)" in text
     assert "It takes process_group, device_mesh, policy, strategy" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_a_rank_outside_of_the_group_is_told_so() -> None:
         group = dist.new_group([1])
         with pytest.raises(FSDPError, match="Rank 0 is not in the process group"):
             fully_shard(nn.Linear(4, 4), process_group=group)
-        wrong: object = "world"
+        wrong: Any = "world"
         with pytest.raises(TypeError, match="process_group expects a torch"):
             fully_shard(nn.Linear(4, 4), process_group=wrong)
 

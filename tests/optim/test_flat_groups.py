@@ -195,9 +195,13 @@ def test_a_function_and_its_answers_go_with_the_model(one_rank: World) -> None:
     """Both may refer to the model, so no cache of plans keeps them."""
     model = nn.Linear(4, 4)
     gone = weakref.ref(model)
-    fully_shard(model, group_by=lambda name, parameter, model=model: model)
 
-    del model
+    def answer(name: str, parameter: nn.Parameter, own: nn.Module = model) -> nn.Module:
+        return own
+
+    fully_shard(model, group_by=answer)
+
+    del model, answer
     gc.collect()
 
     assert gone() is None

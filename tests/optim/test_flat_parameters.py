@@ -528,7 +528,7 @@ def test_trainable_parameters_that_no_unit_holds_come_last_as_they_are(
 ) -> None:
     """Ignored ones would otherwise not train without a word."""
     model = tiny_mlp()
-    ignored = model[2].weight
+    ignored = model.get_parameter("2.weight")
     fully_shard(model, ignored_states=[ignored])
 
     *flats, last = flat_parameters(model)

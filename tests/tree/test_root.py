@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,8 @@ def test_settings_of_a_whole_tree_must_agree(one_rank: World, name: str) -> None
     """A difference raises at the first forward at the latest, with both names."""
     model = nn.Sequential(linears(1), linears(1))
     fully_shard(model[0])
-    fully_shard(model[1], **{name: False})
+    different: dict[str, Any] = {name: False}
+    fully_shard(model[1], **different)
 
     with pytest.raises(
         CompositionError,
