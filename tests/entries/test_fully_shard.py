@@ -164,7 +164,7 @@ def test_the_help_text_names_every_argument() -> None:
 
     missing = [a for a in arguments if f" {a}" not in str(fully_shard.__doc__)]
 
-    assert missing == ["use_orig_params", "unknown"]  # FSDP1's, and none
+    assert missing == []
 
 
 @pytest.mark.req("B-24", "D-15")
