@@ -57,6 +57,7 @@ from composable_fsdp.entries.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from composable_fsdp.entries.even_batches import even_batches
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.replicate import replicate
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
@@ -168,6 +169,7 @@ __all__ = [
     "clip_grad_norm_",
     "contract",
     "convert",
+    "even_batches",
     "export_safetensors",
     "find_nonfinite",
     "flat_parameter_groups",

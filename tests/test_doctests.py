@@ -65,7 +65,7 @@ def namespace(module: str) -> dict[str, Any]:
     x = torch.ones(2, 4)
     names: dict[str, Any] = {"nn": nn, "torch": torch, "AdamW": torch.optim.AdamW}
     names.update({n: getattr(composable_fsdp, n) for n in composable_fsdp.__all__})
-    names.update(model=model, x=x, first_half=x, second_half=x)
+    names.update(model=model, x=x, first_half=x, second_half=x, loader=[x, x])
     if module.endswith(DOORS):
         return names
 

@@ -1,0 +1,212 @@
+"""Batches for ranks whose loaders end at different times.
+
+All ranks make the same number of turns, so forwards, clipping, optimizer steps,
+schedulers and evaluations pair. Rank 0 has 3 batches, rank 1 has 5::
+
+    policy      rank 0: batch (weight)           rank 1: batch (weight)
+    shortest    0 (1)  1 (1)  2 (1)              0 (1)  1 (1)  2 (1)
+    pad         0 (1)  1 (1)  2 (1) 2 (0) 2 (0)  0 (1)  1 (1)  2 (1)  3 (2)  4 (2)
+    error       0 (1)  1 (1)  2 (1) DesyncError  0 (1)  1 (1)  2 (1)  DesyncError
+
+Before a turn begins, each rank takes the batch of the turn after, and an all-reduce of
+24 bytes tells the others whether there is any. The all-reduce runs during the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Generic, Literal, TypeVar, get_args
+
+import torch
+from torch import nn
+
+from composable_fsdp.comm import collectives
+from composable_fsdp.comm.operations import begin
+from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.errors import DesyncError
+from composable_fsdp.storage.team import Team, meet_team, team_of
+
+T = TypeVar("T")
+
+Policy = Literal["shortest", "pad", "error"]
+
+
+def even_batches(
+    loader: Iterable[T], module: nn.Module, *, policy: Policy = "shortest"
+) -> Iterator[tuple[T, float]]:
+    """Iterate over the batches of this rank, as many times as every other rank.
+
+    Multiply the loss by the weight of the batch before backward. The weight is 1 as
+    long as every rank has a batch. With ``policy="pad"`` the weight of a batch that a
+    rank repeats is 0, and the weight of the other batches is the number of ranks over
+    the number of ranks that have a batch, so that the gradients are the mean over those
+    ranks. Use ``float(weight > 0)`` instead to divide by all ranks, as
+    ``torch.distributed.algorithms.Join`` does by default. Leave batches of weight 0 out
+    of metrics; they count in the statistics of batch normalization, and a loss of inf
+    or NaN stays NaN.
+
+    Args:
+        loader: The batches of this rank, of which one is taken ahead of time.
+        module: The fully sharded model, or a wrapper around it. Its ranks take part.
+        policy: ``"shortest"`` ends on all ranks when the first rank runs out;
+            ``"pad"`` goes on until all ranks have run out, and repeats the last batch
+            of a rank that has; ``"error"`` raises when some ranks run out before
+            others. Default ``"shortest"``.
+
+    Returns: an iterator over pairs (batch, weight), for one loop.
+    Collective: an all-reduce of three integers per turn, on a private gloo group and
+        not waited for before the turn ends; all ranks of the module must iterate. The
+        call itself waits for the other ranks, and creates the group at its first use.
+    Raises: ValueError, for another policy; DesyncError, if another rank does not make
+        this call. While iterating, on all ranks alike: DesyncError for ``"error"``, if
+        a rank has no batch to repeat, and if the loader of another rank raised; the
+        rank itself raises the error of its loader.
+
+    >>> for batch, weight in even_batches(loader, model, policy="pad"):
+    ...     (loss_of(batch) * weight).backward()
+    ...     clip_grad_norm_(model, 1.0)
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(
+            f"even_batches expects a policy of {', '.join(get_args(Policy))}, got "
+            f"{policy!r}."
+        )
+    meet_team(module, f"even_batches(policy={policy!r})")
+    return _turns(_Source(loader, team_of(module, "even batches")), policy)
+
+
+def _turns(source: _Source[T], policy: Policy) -> Iterator[tuple[T, float]]:
+    """Yield the batch and the weight of each turn; see ``even_batches``."""
+    ranks = source.team.world_size
+    try:
+        source.take()
+        while True:
+            active, raised, empty = source.counts()
+            if raised:
+                source.raise_everywhere()
+            if active == 0 or (active < ranks and policy == "shortest"):
+                return
+            if active < ranks and policy == "error":
+                raise DesyncError(source.lengths())
+            if empty and policy == "pad":
+                raise DesyncError(
+                    f"{source.lengths()} A rank without any batch has none to repeat; "
+                    "give every rank at least one batch."
+                )
+            turn = source.batch, ranks / active if source.has_batch else 0.0
+            # Before the turn, so that the exchange runs during the turn.
+            source.take()
+            yield turn
+    finally:
+        source.leave()
+
+
+class _Source(Generic[T]):
+    """The loader of this rank, and what the ranks have told about their next batch."""
+
+    __slots__ = (
+        "_counts",
+        "_error",
+        "_iterator",
+        "_loader",
+        "_sent",
+        "_taken",
+        "batch",
+        "has_batch",
+        "team",
+    )
+
+    batch: T
+    """The last batch that the loader gave."""
+
+    def __init__(self, loader: Iterable[T], team: Team) -> None:
+        self.team = team
+        self.has_batch = True
+        """Whether ``batch`` is for the next turn; False after the loader's end."""
+        self._loader = loader
+        self._iterator: Iterator[T] | None = None
+        self._taken = 0
+        self._error: Exception | None = None
+        self._sent: Operation | None = None
+        self._counts = torch.zeros(3, dtype=torch.int64)
+
+    def take(self) -> None:
+        """Take a batch from the loader, and begin to tell the other ranks.
+
+        Raises: nothing of the loader; ``raise_everywhere`` does, on all ranks.
+        Collective: an all-reduce of three integers, which ``counts`` waits for.
+        """
+        # Some loaders begin again after their end.
+        if self.has_batch:
+            try:
+                if self._iterator is None:
+                    self._iterator = iter(self._loader)
+                self.batch = next(self._iterator)
+                self._taken += 1
+            except StopIteration:
+                self.has_batch = False
+            except Exception as error:
+                self.has_batch, self._error = False, error
+        raised, empty = self._error is not None, self._taken == 0
+        self._counts = torch.tensor([self.has_batch, raised, empty], dtype=torch.int64)
+        if (group := self.team.group) is not None:
+            named = begin("all_reduce", group, self._counts, "even_batches")
+            self._sent = collectives.all_reduce(
+                self._counts, group, async_op=True, operation=named
+            )
+
+    def counts(self) -> list[int]:
+        """Return how many ranks have a batch, have raised, and never had a batch.
+
+        Collective: none itself; waits for that of ``take``.
+        """
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
+        found: list[int] = self._counts.tolist()
+        return found
+
+    def raise_everywhere(self) -> None:
+        """Raise the error of the loader; on other ranks an error that names the rank.
+
+        Collective: an all-gather of objects.
+        """
+        error = self._error
+        told = self._gather(
+            None if error is None else f"{type(error).__name__}: {error}"
+        )
+        if error is not None:
+            raise error
+        words = [
+            f"rank {rank} raised {text}"
+            for rank, text in zip(self.team.ranks, told, strict=True)
+            if text is not None
+        ]
+        raise DesyncError(
+            f"The loader of another rank failed in even_batches: {'; '.join(words)}. "
+            "All ranks end the loop after the same turn."
+        )
+
+    def lengths(self) -> str:
+        """Return a sentence with the number of batches of each rank.
+
+        Collective: an all-gather of objects.
+        """
+        told = self._gather(f"{'at least ' if self.has_batch else ''}{self._taken}")
+        words = [
+            f"rank {rank} has {text}"
+            for rank, text in zip(self.team.ranks, told, strict=True)
+        ]
+        return f"The ranks have different numbers of batches: {', '.join(words)}."
+
+    def leave(self) -> None:
+        """Do not wait for the all-reduce of a turn that does not come."""
+        if self._sent is not None:
+            self._sent.leave()
+            self._sent = None
+
+    def _gather(self, value: str | None) -> list[str | None]:
+        group = self.team.group
+        return [value] if group is None else collectives.all_gather_object(value, group)
