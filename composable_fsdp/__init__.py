@@ -59,6 +59,7 @@ from composable_fsdp.entries.checkpoint_wrapper import (
 )
 from composable_fsdp.entries.even_batches import even_batches
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.plan import plan
 from composable_fsdp.entries.replicate import replicate
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.errors import (
@@ -77,19 +78,21 @@ from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
+from composable_fsdp.planning.activations import Activations, measure_activations
 from composable_fsdp.planning.callables import (
     always_wrap_policy,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from composable_fsdp.planning.forecast import Forecast, forecast
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.planner import plan
 from composable_fsdp.planning.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
     SizePolicy,
 )
+from composable_fsdp.planning.replan import replan
 from composable_fsdp.runtime.comm_hooks import (
     DefaultState,
     LowPrecisionState,
@@ -116,6 +119,7 @@ from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.verify import Verification, verify
 
 __all__ = [
+    "Activations",
     "BackwardPrefetch",
     "Block",
     "CPUOffload",
@@ -129,6 +133,7 @@ __all__ = [
     "DesyncError",
     "FSDPError",
     "FlatParameter",
+    "Forecast",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
@@ -174,6 +179,7 @@ __all__ = [
     "find_nonfinite",
     "flat_parameter_groups",
     "flat_parameters",
+    "forecast",
     "fp16_compress_hook",
     "fully_shard",
     "get_full_grad",
@@ -183,6 +189,7 @@ __all__ = [
     "is_sharded",
     "lambda_auto_wrap_policy",
     "load",
+    "measure_activations",
     "no_sync",
     "offload_wrapper",
     "open_source",
@@ -196,6 +203,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "rekey_optim_state_dict",
     "remove_stale",
+    "replan",
     "replicate",
     "reshard",
     "save",

@@ -13,9 +13,9 @@ from torch import nn
 
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.config import Block
+from composable_fsdp.entries.plan import plan
 from composable_fsdp.errors import PlanError
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.planner import plan
 from composable_fsdp.planning.unit_plan import Traffic
 from tests.support.models import build, legal_units, module_at
 from tests.support.recipes import ModelRecipe, ModuleRecipe

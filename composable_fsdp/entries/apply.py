@@ -113,7 +113,7 @@ def prepare(
         ignored_parameters=ignored_parameters(ignored_states),
         tied_params=check_tied(tied_params),
         api=api,
-        owner_of=_owner_of,
+        owner_of=owner_of,
     )
     return Application(request, ranks, device_id, sync_module_states, param_init_fn)
 
@@ -260,7 +260,7 @@ def _keep_full_precision(units: Sequence[nn.Module], options: UnitOptions) -> No
         )
 
 
-def _owner_of(parameter: nn.Parameter) -> str | None:
+def owner_of(parameter: nn.Parameter) -> str | None:
     """Return how messages describe an already sharded parameter, or ``None``."""
     # Most parameters are in no unit; the lookup saves a call for each.
     found = find_leaf(parameter) if id(parameter) in LEAVES else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from composable_fsdp.tree.state import _FSDPState
 T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 """A module, or a list of modules that becomes one unit."""
 
-_FSDP2_NAMES = {
+FSDP2_NAMES = {
     "mesh": "device_mesh",
     "dp_mesh_dims": "device_mesh, 1-D or (replicate, shard)",
     "reshard_after_forward": "strategy (ShardingStrategy.FULL_SHARD or SHARD_GRAD_OP)",
@@ -188,23 +188,40 @@ def _shard(
     return module
 
 
-def _unknown_text(names: list[str]) -> str:
-    """Return the error text for unknown arguments; translate names of torch's FSDP."""
-    hints = [f"{n} (here: {_FSDP2_NAMES[n]})" for n in names if n in _FSDP2_NAMES]
-    rest = [n for n in names if n not in _FSDP2_NAMES]
+def unknown_text(
+    names: Iterable[str],
+    own: Collection[str],
+    api: str = "fully_shard",
+    translated: Mapping[str, str] = FSDP2_NAMES,
+) -> str:
+    """Return the error text for unknown arguments; translate names of torch's FSDP.
+
+    Args:
+        names: the unknown names.
+        own: the names that the function takes.
+        api: the name of the function. Default "fully_shard".
+        translated: torch's names with the names of this package. Default: those of
+            ``fully_shard``.
+
+    Returns: the text.
+    Collective: none.
+    """
+    hints = [f"{n} (here: {translated[n]})" for n in names if n in translated]
+    rest = [n for n in names if n not in translated]
     parts = []
     if hints:
         parts.append(f"these are torch FSDP names: {', '.join(hints)}")
     if rest:
-        parts.append(f"unknown: {', '.join(map(_with_nearest, rest))}")
+        near = ", ".join(_with_nearest(name, own) for name in rest)
+        parts.append(f"unknown: {near}")
     return (
-        f"fully_shard got unexpected keyword arguments; {'; '.join(parts)}. It takes "
-        f"{', '.join(_OWN_NAMES)}."
+        f"{api} got unexpected keyword arguments; {'; '.join(parts)}. It takes "
+        f"{', '.join(own)}."
     )
 
 
-def _with_nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, _OWN_NAMES, n=1)
+def _with_nearest(name: str, own: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, own, n=1)
     return f"{name} (did you mean {near[0]}?)" if near else name
 
 
@@ -217,7 +234,7 @@ def _is_done(module: object, given: Mapping[str, Any]) -> bool:
     # Python's own TypeError would not translate names of torch's FSDP.
     unknown = sorted(given.keys() - _OWN_NAMES.keys())
     if unknown:
-        raise TypeError(_unknown_text(unknown))
+        raise TypeError(unknown_text(unknown, _OWN_NAMES))
     choice = given.get("if_sharded", "error")
     if choice not in ("error", "skip"):
         raise PlanError(f"if_sharded expects 'error' or 'skip', got {choice!r}.")

@@ -30,6 +30,7 @@ from composable_fsdp.planning.checks import (
     refuse_parameter,
     share_storage,
 )
+from composable_fsdp.planning.chosen import Chosen
 from composable_fsdp.planning.options import UnitOptions, as_keywords, override
 from composable_fsdp.planning.policies import evaluate_policy
 from composable_fsdp.planning.precision import with_full_precision
@@ -82,6 +83,8 @@ class PlanRequest(NamedTuple):
             None: a single shard group of ``world_size`` ranks.
         api: the API that is applied, ``fully_shard`` (default) or ``replicate``.
         policy: selects the units below the root. Default None: no units.
+        chosen: the units below the root, instead of ``policy``, with the root's
+            options. Default: none.
         ignored_modules: modules whose own parameters stay unsharded; must hold whole
             subtrees. Default: none.
         ignored_parameters: ids of parameters that stay unsharded. Default: none.
@@ -95,6 +98,7 @@ class PlanRequest(NamedTuple):
     sizes: Callable[[ShardingStrategy], tuple[int, int]] | None = None
     api: str = API
     policy: object = None
+    chosen: Chosen = {}  # noqa: RUF012  # never changed
     ignored_modules: frozenset[nn.Module] = frozenset()
     ignored_parameters: frozenset[int] = frozenset()
     tied_params: str = "error"
@@ -215,9 +219,9 @@ def _foreign_text(fqn: str, foreign: str) -> str:
 def _evaluate(
     modules: Sequence[nn.Module], request: PlanRequest
 ) -> Mapping[nn.Module, Mapping[str, Any]]:
-    """Return the units that the policy selects, with the options of each unit."""
+    """Return the units below the root, with the options of each unit."""
     if request.policy is None:
-        return {}
+        return {module: {} for module in request.chosen}
     if len(modules) != 1:
         raise PlanError(
             f"A policy looks for units below one module; got a list of {len(modules)}. "
@@ -278,9 +282,11 @@ def _walk(
         index = index_of.get(id(module))
         # A shared module becomes a unit on the first path; later paths find its index.
         if index is None and module in overrides:
-            index = index_of[id(module)] = len(units)
+            index = len(units)
+            made = request.chosen.get(module, (module,))
+            index_of.update((id(each), index) for each in made)
             options = override(request.options, overrides[module], fqn=fqn)
-            units.append(Unit(fqn, (module,), options, chain[-1][0]))
+            units.append(Unit(fqn, made, options, chain[-1][0]))
         if index is not None:
             # Names inside a unit are relative to the unit's module: the module's own
             # name has ``len(fqn)`` characters on this path.

@@ -108,17 +108,56 @@ class PeakMemory:
 
 
 class Moment(NamedTuple):
-    """Bytes of the buffers that a step allocates and frees, at a moment of the step."""
+    """Bytes of the buffers that a step allocates and frees, at a moment of the step.
+
+    ``ahead`` is the part of ``full`` whose all-gather was issued ahead of its use.
+    """
 
     full: int = 0
     reduce: int = 0
     in_flight: int = 0
     gradients: int = 0
     when: str = "between steps"
+    ahead: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all bytes."""
+        return self.full + self.reduce + self.in_flight + self.gradients
 
 
-def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
-    """Return the moment of a step at which the units' buffers take most bytes.
+class Event(NamedTuple):
+    """An operation of a step and the memory while the operation runs.
+
+    Args:
+        kind: ``GATHER``, ``COMPUTE``, ``REDUCE`` or ``FREE``.
+        phase: "forward" or "backward".
+        unit: index of the unit.
+        is_entry: of ``COMPUTE`` of a unit with nested units: forward before them, or
+            backward after them. True for a unit without nested units.
+        moment: bytes of the buffers.
+    """
+
+    kind: str
+    phase: str
+    unit: int
+    is_entry: bool
+    moment: Moment
+
+
+GATHER, COMPUTE, REDUCE, FREE = "all-gather", "compute", "reduce", "free"
+"""Kinds of an ``Event``. Casts and copies of a unit of a single rank are gathers."""
+
+
+class StepMemory(NamedTuple):
+    """The memory of a step: the moment with most bytes, and all operations in order."""
+
+    most: Moment
+    events: tuple[Event, ...]
+
+
+def memory_of_step(units: Sequence[UnitMemory], *, streams: bool) -> StepMemory:
+    """Return the moment at which the units' buffers take most bytes, and all others.
 
     If ``streams`` is true, resharded units are freed late, as on CUDA. If false,
     reshard frees at once, as on CPU.
@@ -132,6 +171,7 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
     # the step needs less than the result.
     step = _Step(units, streams=streams)
     events = _events(units)
+    parents = {unit.parent for unit in units}
     gathered = [index for index, unit in enumerate(units) if unit.gathers]
     following = dict(pairwise(gathered))
     for index, enters in events:
@@ -139,13 +179,19 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
             step.unshard(index, "forward")
             if units[index].ahead and index in following:
                 step.unshard_ahead(following[index])
-        elif units[index].reshards or not units[index].in_backward:
+            step.tell(COMPUTE, index)
+            continue
+        # The unit computes again behind its nested units, as a root with a head does.
+        if index in parents:
+            step.tell(COMPUTE, index, is_entry=False)
+        if units[index].reshards or not units[index].in_backward:
             step.reshard(index)
     # Backward visits the units in the reverse order of the ends of their forwards.
     order = [i for i, enters in events if not enters and units[i].in_backward]
     before = dict(zip(order[1:], order, strict=False))
     # The unit that ``begin_backward`` or ``end_backward`` gathers ahead.
     coming: int | None = None
+    step.phase = "backward"
     for index, enters in reversed(events):
         if not units[index].in_backward:
             continue
@@ -154,7 +200,9 @@ def peak_of_step(units: Sequence[UnitMemory], *, streams: bool) -> Moment:
         else:
             coming = before.get(index)
             step.begin_backward(index, coming)
-    return step.most
+            if index in parents:
+                step.tell(COMPUTE, index, is_entry=False)
+    return StepMemory(step.most, tuple(step.told))
 
 
 def _events(units: Sequence[UnitMemory]) -> list[tuple[int, bool]]:
@@ -185,36 +233,84 @@ class _Step:
         self.full = self.reduce = self.early = self.reduced = 0
         # Bytes of the reduction in flight; only one reduction is in flight at a time.
         self.reducing = 0
+        # Units whose all-gather was issued ahead, until their own forward or backward.
+        self.ahead: set[int] = set()
         self.most = Moment()
+        self.phase = "forward"
+        self.told: list[Event] = []
 
-    def _note(self, when: str, index: int, gradients: int = 0) -> None:
-        """Keep the present moment, if no earlier moment had as many bytes."""
-        now = (self.full, self.reduce, self.early + gradients, self.reduced)
-        if sum(now) > sum(self.most[:4]):
-            self.most = Moment(*now, f"{when} of {self.units[index].name}")
+    def _note(self, kind: str, when: str, index: int, gradients: int = 0) -> None:
+        """Add an event; keep its moment, if no earlier moment had as many bytes."""
+        self.tell(kind, index, when=when, gradients=gradients)
+        now = self.told[-1].moment
+        if now.total > self.most.total:
+            self.most = now
+
+    def tell(
+        self,
+        kind: str,
+        index: int,
+        *,
+        is_entry: bool = True,
+        when: str | None = None,
+        gradients: int = 0,
+    ) -> None:
+        """Add an event with the present bytes.
+
+        Args:
+            kind: the kind of the event.
+            index: index of the unit.
+            is_entry: as in ``Event``. Default True.
+            when: the moment, for a reader. Default None: the phase.
+            gradients: bytes of the gradients that autograd has just made. Default 0.
+
+        Collective: none.
+        """
+        moment = Moment(
+            self.full,
+            self.reduce,
+            self.early + gradients,
+            self.reduced,
+            f"{when or self.phase} of {self.units[index].name}",
+            sum(self.units[each].full for each in self.ahead),
+        )
+        self.told.append(Event(kind, self.phase, index, is_entry, moment))
 
     def _is_full(self, index: int) -> bool:
         """Return whether unit ``index`` is unsharded."""
         return index in self.gathered and index not in self.retiring
 
-    def unshard(self, index: int, when: str) -> None:
-        """Allocate the full parameters of unit ``index``, if sharded."""
+    def unshard(self, index: int, when: str, *, ahead: bool = False) -> None:
+        """Allocate the full parameters of unit ``index``, if sharded.
+
+        Args:
+            index: index of the unit.
+            when: the moment, for a reader.
+            ahead: whether the unit is not used yet. Default False.
+
+        Collective: none.
+        """
         unit = self.units[index]
+        # A unit that was gathered ahead is in use from here on.
+        if not ahead:
+            self.ahead.discard(index)
         if not unit.full or self._is_full(index):
             return
+        if ahead:
+            self.ahead.add(index)
         # Resharded, but not freed yet: the same memory is used again.
         if index in self.retiring:
             self.retiring.remove(index)
         else:
             self.gathered.add(index)
             self.full += unit.full
-        self._note(when, index)
+        self._note(GATHER, when, index)
 
     def unshard_ahead(self, index: int) -> None:
         """Gather unit ``index`` ahead; if the limit is reached, free a unit first."""
         if self.units[index].full and not self._is_full(index):
             self._make_room(index)
-            self.unshard(index, "forward")
+            self.unshard(index, "forward", ahead=True)
 
     def _make_room(self, index: int) -> None:
         """Free resharded units, so that gathering unit ``index`` keeps the limit."""
@@ -241,6 +337,7 @@ class _Step:
         """Free the full parameters of unit ``index``."""
         self.gathered.remove(index)
         self.full -= self.units[index].full
+        self.tell(FREE, index)
 
     def begin_backward(self, index: int, before: int | None) -> None:
         """Unshard unit ``index``; with BACKWARD_PRE, gather unit ``before``."""
@@ -253,14 +350,14 @@ class _Step:
         self.unshard(index, "backward")
         ahead = unit.prefetch is BackwardPrefetch.BACKWARD_PRE
         if ahead and before is not None:
-            self.unshard(before, "backward")
+            self.unshard(before, "backward", ahead=True)
         self.early += unit.early
 
     def end_backward(self, index: int, before: int | None) -> None:
         """Reshard and reduce unit ``index``; BACKWARD_POST gathers ``before``."""
         unit = self.units[index]
         self.early -= unit.early
-        self._note("backward", index, unit.gradients)
+        self._note(COMPUTE, "backward", index, unit.gradients)
         # The root stays unsharded until the end of backward. So does a unit whose
         # inputs need no gradient: no hook tells when the unit's backward is done.
         if unit.parent >= 0 and unit.fed:
@@ -268,7 +365,7 @@ class _Step:
             self._make_room(index)
         behind = unit.prefetch is BackwardPrefetch.BACKWARD_POST
         if behind and before is not None:
-            self.unshard(before, "backward")
+            self.unshard(before, "backward", ahead=True)
         if unit.reduce:
             self._reduce(index)
 
@@ -277,10 +374,10 @@ class _Step:
         unit = self.units[index]
         # The previous reduction is finished and freed before this buffer is allocated.
         self.reduce += unit.reduce - self.reducing
-        self._note("reduction", index, unit.gradients)
+        self._note(REDUCE, "reduction", index, unit.gradients)
         self.reduce += unit.temporary
         self.reduced += unit.reduced
-        self._note("reduction", index)
+        self._note(REDUCE, "reduction", index)
         self.reducing = unit.reduce + unit.temporary
         # A reduction of a single rank on CPU is finished at once.
         if not self.streams and not unit.sends:

@@ -9,7 +9,7 @@ from operator import or_
 
 from composable_fsdp.naming import ROOT_NAME
 from composable_fsdp.planning.layout import RegionLayout
-from composable_fsdp.planning.memory import PeakMemory, peak_of_step
+from composable_fsdp.planning.memory import PeakMemory, StepMemory, memory_of_step
 from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
 
 
@@ -56,10 +56,14 @@ class ShardingPlan:
     @property
     def traffic(self) -> Traffic:
         """Collectives and bytes of a training step; the first unit is the root."""
-        total = Traffic()
-        for i, (unit, flows) in enumerate(self._with_flow()):
-            total += unit.traffic(is_root=i == 0, in_backward=flows)
-        return total
+        return sum(self.unit_traffic(), Traffic())
+
+    def unit_traffic(self) -> list[Traffic]:
+        """Return the collectives and bytes of a training step per unit."""
+        return [
+            unit.traffic(is_root=i == 0, in_backward=flows)
+            for i, (unit, flows) in enumerate(self._with_flow())
+        ]
 
     def _with_flow(self) -> list[tuple[UnitPlan, bool]]:
         """Return pairs of a unit and whether gradients flow through the unit."""
@@ -86,25 +90,10 @@ class ShardingPlan:
         Returns: bytes by kind, and the moment of the peak.
         Collective: none.
         """
-        streams = device_type == "cuda"
-        flow = self._with_flow()
-        parents = _parents(self.units)
         # On CUDA, the shards of offloaded units are in host memory and do not count.
-        kept = [u for u in self.units if not (u.is_offloaded and streams)]
-        moment = peak_of_step(
-            [
-                unit.memory(
-                    parent=parents[i],
-                    in_backward=flows,
-                    # Inputs need gradients if a trainable unit precedes in forward
-                    # order.
-                    fed=i > 0 and flow[i - 1][1],
-                    on_host=unit.is_offloaded,
-                )
-                for i, (unit, flows) in enumerate(flow)
-            ],
-            streams=streams,
-        )
+        on_cuda = device_type == "cuda"
+        kept = [u for u in self.units if not (u.is_offloaded and on_cuda)]
+        moment = self.step_memory(device_type=device_type).most
         # An optimizer keeps state for this rank's shards only, padding included.
         states = sum(
             r.shard_numel * r.dtype.itemsize
@@ -123,6 +112,28 @@ class ShardingPlan:
             in_flight=moment.in_flight,
             optimizer=optimizer_states * states,
             when=moment.when,
+        )
+
+    def step_memory(self, *, device_type: str = "cuda") -> StepMemory:
+        """Return the memory of a step, operation by operation.
+
+        ``device_type`` is as in ``peak``. Collective: none.
+        """
+        flow = self._with_flow()
+        parents = _parents(self.units)
+        return memory_of_step(
+            [
+                unit.memory(
+                    parent=parents[i],
+                    in_backward=flows,
+                    # Inputs need gradients if a trainable unit precedes in forward
+                    # order.
+                    fed=i > 0 and flow[i - 1][1],
+                    on_host=unit.is_offloaded,
+                )
+                for i, (unit, flows) in enumerate(flow)
+            ],
+            streams=device_type == "cuda",
         )
 
     @property

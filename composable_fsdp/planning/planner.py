@@ -16,19 +16,13 @@ import torch
 from torch import nn
 
 from composable_fsdp.comm.groups import group_sizes
-from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
-    BackwardPrefetch,
     Block,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
 )
-from composable_fsdp.errors import CompositionError, PlanError
-from composable_fsdp.naming import WRAPPED_MODULE, join_name
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.assign import (
-    API,
     Occurrence,
     Place,
     PlanRequest,
@@ -37,7 +31,7 @@ from composable_fsdp.planning.assign import (
 )
 from composable_fsdp.planning.checks import group_of
 from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
-from composable_fsdp.planning.options import GroupBy, UnitOptions
+from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
 
@@ -228,124 +222,6 @@ def _relative(place: Occurrence, index: int) -> str:
         if unit == index:
             return place.fqn[length + 1 :] if length else place.fqn
     raise AssertionError(f"{place.fqn} is not below unit {index}")
-
-
-def plan(
-    module: nn.Module,
-    *,
-    world_size: int,
-    shard_world_size: int | None = None,
-    policy: object = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-    mixed_precision: MixedPrecision | None = None,
-    cpu_offload: CPUOffload | None = None,
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-    forward_prefetch: bool = False,
-    limit_all_gathers: bool = True,
-    block: Block = Block.ROW,
-    group_by: GroupBy | None = None,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-    tied_params: str = "error",
-) -> ShardingPlan:
-    """Return the plan of ``fully_shard`` for ``module`` on ``world_size`` ranks.
-
-    Planning needs no process group, works on meta-device models and changes nothing.
-    ``print()`` the result for a report.
-
-    Args:
-        module: the module to plan. ``fully_shard`` must not have been applied to it.
-        world_size: number of ranks in all.
-        shard_world_size: number of ranks in a shard group; the group's ranks share the
-            parameters, and ``world_size // shard_world_size`` groups hold replicas, as
-            on a 2-D mesh ``(world_size // shard_world_size, shard_world_size)``. Must
-            divide ``world_size``. Default None: a single shard group of all ranks.
-        policy: selects the modules below ``module`` that become units: a policy object,
-            a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
-            that returns ``{module: options}``. Default None: ``module`` is the only
-            unit.
-        strategy: the sharding strategy. Default FULL_SHARD.
-        mixed_precision: dtypes of compute, reduction, buffers, inputs and outputs.
-            Default None: every tensor keeps its dtype.
-        cpu_offload: ``CPUOffload(offload_params=True)`` keeps the sharded parameters
-            and gradients in host memory. Default None: on the device.
-        backward_prefetch: when backward gathers the next unit. Default BACKWARD_PRE.
-        forward_prefetch: whether a forward gathers the next unit ahead. Default False.
-        limit_all_gathers: whether the memory of at most one resharded unit may wait for
-            the GPU. Default True.
-        block: the run of elements that no shard boundary may cut. Default Block.ROW.
-        group_by: a function of a parameter's name and the parameter; parameters with
-            different answers get separate regions. Default None: a single group.
-        ignored_modules: modules to leave unsharded, with every module below them.
-            Default None: no module.
-        ignored_states: parameters, or modules, to leave unsharded. Default None: no
-            parameter.
-        tied_params: "error" (default) refuses a parameter that is tied across units;
-            "promote" gives the parameter to the lowest unit above all its places.
-
-    Returns: the plan. Sizes are in elements; fields named ``*_bytes`` are in bytes.
-    Raises: TypeError, if ``module`` is no module; PlanError or CompositionError, as
-    ``fully_shard`` raises them.
-    Collective: none.
-
-    >>> import torch
-    >>> with torch.device("meta"):
-    ...     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    >>> plan(model, world_size=4).units[0].regions[0].shard_numel
-    40
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"plan expects a module, got a {type(module).__name__}.")
-    # ``FullyShardedDataParallel`` registers the state on the wrapped module, so look
-    # behind the wrapper.
-    if get_state(module._modules.get(WRAPPED_MODULE) or module, API) is not None:
-        raise CompositionError(
-            f"plan expects a module that is not sharded yet; fully_shard was already "
-            f"applied to this {type(module).__name__}. Ask before, or ask a fresh "
-            "model, on meta for example."
-        )
-    if (
-        # bool is a subclass of int, and ``world_size=True`` is a mistake.
-        isinstance(world_size, bool)
-        or not isinstance(world_size, int)
-        or world_size < 1
-    ):
-        raise PlanError(
-            f"world_size expects a positive number of ranks, got {world_size!r}."
-        )
-    if shard_world_size is not None and (
-        not isinstance(shard_world_size, int)
-        or shard_world_size < 1
-        or world_size % shard_world_size
-    ):
-        raise PlanError(
-            "shard_world_size expects a number of ranks that divides world_size="
-            f"{world_size}, got {shard_world_size!r}."
-        )
-    # ``ignored_states`` is read twice below, and may be an iterator.
-    ignored_modules = as_list(ignored_modules, "ignored_modules")
-    ignored_states = as_list(ignored_states, "ignored_states")
-    request = PlanRequest(
-        options=UnitOptions(
-            strategy=strategy,
-            block=block,
-            mixed_precision=mixed_precision,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            group_by=group_by,
-        ),
-        world_size=world_size,
-        sizes=partial(
-            group_sizes, world_size=world_size, shard_world_size=shard_world_size
-        ),
-        policy=policy,
-        ignored_modules=expand_ignored(ignored_modules, ignored_states),
-        ignored_parameters=ignored_parameters(ignored_states),
-        tied_params=check_tied(tied_params),
-    )
-    return plan_modules([module], request)[0]
 
 
 def as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:

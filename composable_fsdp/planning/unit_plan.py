@@ -157,7 +157,7 @@ class UnitPlan:
     def memory(
         self, *, parent: int, in_backward: bool, fed: bool, on_host: bool
     ) -> UnitMemory:
-        """Return the bytes of this unit's buffers, as the input of ``peak_of_step``.
+        """Return the bytes of this unit's buffers, as the input of ``memory_of_step``.
 
         Args:
             parent: index of the enclosing unit; -1 for the root.

@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 
 from composable_fsdp import (
     CheckpointWrapper,
-    CompositionError,
     CPUOffload,
     CustomPolicy,
     FullyShardedDataParallel,
@@ -229,17 +228,6 @@ def test_torchscript_is_refused_by_name(one_rank: World, below: bool) -> None:
     name = "'0'" if below else r"\(root\)"
     with pytest.raises(PlanError, match=rf"{name} is compiled by TorchScript"):
         fully_shard(model)
-
-
-@pytest.mark.parametrize("door", [fully_shard, FullyShardedDataParallel])
-def test_a_plan_of_what_is_sharded_is_refused(
-    one_rank: World, door: Callable[[nn.Module], nn.Module]
-) -> None:
-    """It would count this rank's part as the whole."""
-    model = door(tiny_mlp())
-
-    with pytest.raises(CompositionError, match="plan expects a module that is not"):
-        plan(model, world_size=4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is absent")

@@ -16,9 +16,9 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
+from composable_fsdp.entries.plan import plan
 from composable_fsdp.planning.memory import PeakMemory
 from composable_fsdp.planning.plan import ShardingPlan
-from composable_fsdp.planning.planner import plan
 from composable_fsdp.planning.unit_plan import Traffic
 from tests.planning.trees import linears, units
 

@@ -1,0 +1,313 @@
+"""Public entry point ``plan``: the plan of a model, before or after sharding."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from torch import nn
+
+from composable_fsdp.comm.groups import group_sizes
+from composable_fsdp.compose.registry import get_state
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from composable_fsdp.entries.apply import owner_of
+from composable_fsdp.entries.fully_shard import FSDP2_NAMES, unknown_text
+from composable_fsdp.errors import PlanError
+from composable_fsdp.naming import WRAPPED_MODULE
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.assign import API, PlanRequest
+from composable_fsdp.planning.chosen import chosen_units
+from composable_fsdp.planning.options import GroupBy, UnitOptions
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.planner import (
+    as_list,
+    check_tied,
+    expand_ignored,
+    ignored_parameters,
+    plan_modules,
+)
+from composable_fsdp.planning.replan import replan
+from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.traversal import walk_states
+
+_NAMES = {
+    **{name: FSDP2_NAMES[name] for name in FSDP2_NAMES if "mesh" not in name},
+    **dict.fromkeys(
+        ("mesh", "device_mesh", "dp_mesh_dims", "process_group"),
+        "world_size, and shard_world_size for a 2-D mesh",
+    ),
+}
+"""Argument names of torch's FSDP and of ``fully_shard``, mapped to ``plan``'s."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_hints(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function``, which refuses names of torch's FSDP with a hint."""
+    known = inspect.signature(function).parameters.keys()
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = sorted(kwargs.keys() - known)
+        # Python's own TypeError would not translate names of torch's FSDP.
+        if unknown:
+            raise TypeError(unknown_text(unknown, known, function.__name__, _NAMES))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+class _Options(NamedTuple):
+    """The arguments of ``plan`` that make units, in one piece."""
+
+    options: UnitOptions
+    policy: object
+    units: Iterable[object] | None
+    ignored_modules: list[nn.Module]
+    ignored_states: list[Any]
+    tied_params: str
+
+    def any_given(self) -> bool:
+        """Return whether an argument differs from its default."""
+        return self != _Options(UnitOptions(), None, None, [], [], "error")
+
+
+@_with_hints
+def plan(
+    module: nn.Module,
+    *,
+    world_size: int | None = None,
+    shard_world_size: int | None = None,
+    policy: object = None,
+    units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool = False,
+    limit_all_gathers: bool = True,
+    block: Block = Block.ROW,
+    group_by: GroupBy | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+    tied_params: str = "error",
+) -> ShardingPlan:
+    """Return the plan of ``fully_shard`` for ``module`` on ``world_size`` ranks.
+
+    Planning needs no process group, works on meta-device models and changes nothing.
+    ``print()`` the result for a report; ``forecast`` adds an optimizer.
+
+    The units are those of ``policy`` or of ``units``. Modules that are sharded already
+    are units as they are: with their parameters, options and ranks, or with the same
+    on ``world_size`` ranks.
+
+    Args:
+        module: the module to plan, or a model that is sharded, as a whole or in part.
+        world_size: number of ranks in all. Default None: the ranks over which
+            ``module`` is sharded.
+        shard_world_size: number of ranks in a shard group; the group's ranks share the
+            parameters, and ``world_size // shard_world_size`` groups hold replicas, as
+            on a 2-D mesh ``(world_size // shard_world_size, shard_world_size)``. Must
+            divide ``world_size``. Default None: a single shard group of all ranks.
+        policy: selects the modules below ``module`` that become units: a policy object,
+            a function ``(module, recurse, nonwrapped_numel) -> bool``, or a function
+            that returns ``{module: options}``. Default None: ``module`` is the only
+            unit.
+        units: the units below ``module``, instead of ``policy``: modules, names, or
+            patterns of names such as "blocks.*"; a list of them in the list is one
+            unit. So ``units=model.blocks`` plans ``for block in model.blocks:
+            fully_shard(block)``. Default None: no units below ``module``.
+        strategy: the sharding strategy. Default FULL_SHARD.
+        mixed_precision: dtypes of compute, reduction, buffers, inputs and outputs.
+            Default None: every tensor keeps its dtype.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps the sharded parameters
+            and gradients in host memory. Default None: on the device.
+        backward_prefetch: when backward gathers the next unit. Default BACKWARD_PRE.
+        forward_prefetch: whether a forward gathers the next unit ahead. Default False.
+        limit_all_gathers: whether the memory of at most one resharded unit may wait for
+            the GPU. Default True.
+        block: the run of elements that no shard boundary may cut. Default Block.ROW.
+        group_by: a function of a parameter's name and the parameter; parameters with
+            different answers get separate regions. Default None: a single group.
+        ignored_modules: modules to leave unsharded, with every module below them.
+            Default None: no module.
+        ignored_states: parameters, or modules, to leave unsharded. Default None: no
+            parameter.
+        tied_params: "error" (default) refuses a parameter that is tied across units;
+            "promote" gives the parameter to the lowest unit above all its places.
+
+    Returns: the plan. Sizes are in elements; fields named ``*_bytes`` are in bytes.
+    Raises: TypeError, if ``module`` is no module; PlanError, for options of a module
+    that is sharded, or without ``world_size`` for a module that is not; PlanError or
+    CompositionError, as ``fully_shard`` raises them.
+    Collective: none.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    >>> plan(model, world_size=4).units[0].regions[0].shard_numel
+    40
+    >>> [unit.fqn for unit in plan(model, world_size=4, units=["*"]).units]
+    ['', '0', '1']
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"plan expects a module, got a {type(module).__name__}.")
+    if policy is not None and units is not None:
+        raise PlanError(
+            "plan expects policy or units, not both: each selects the units."
+        )
+    given = _Options(
+        UnitOptions(
+            strategy=strategy,
+            block=block,
+            mixed_precision=mixed_precision,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            group_by=group_by,
+        ),
+        policy,
+        units,
+        # Lists, because iterators would be exhausted by the first reader.
+        as_list(ignored_modules, "ignored_modules"),
+        as_list(ignored_states, "ignored_states"),
+        check_tied(tied_params),
+    )
+    # The wrapper is no unit; the wrapped module is.
+    wrapped = module._modules.get(WRAPPED_MODULE)
+    if wrapped is not None and get_state(wrapped, API) is not None:
+        module = wrapped
+    sharded = _sharded_units(module)
+    ranks = _world_size(world_size, sharded)
+    _check_shard_world_size(shard_world_size, ranks)
+    if sharded:
+        return _plan_of_sharded(module, sharded, ranks, shard_world_size, given)
+    return _plan_new(module, ranks, shard_world_size, given)
+
+
+def _world_size(given: object, sharded: dict[nn.Module, UnitPlan]) -> int:
+    """Return the number of ranks: as given, or those of the units that are sharded."""
+    # All units of a model are over the same ranks, in shards or replicas.
+    if given is None:
+        for unit in sharded.values():
+            return unit.shard_world_size * unit.replicas
+        raise PlanError(
+            "plan expects world_size, the number of ranks, for a module that is not "
+            "sharded. Pass for example world_size=8."
+        )
+    # bool is a subclass of int, and ``world_size=True`` is a mistake.
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise PlanError(
+            f"world_size expects a positive number of ranks, got {given!r}."
+        )
+    return given
+
+
+def _check_shard_world_size(given: object, world_size: int) -> None:
+    """Raise PlanError, unless ``given`` is None or divides ``world_size``."""
+    if given is not None and (
+        not isinstance(given, int) or given < 1 or world_size % given
+    ):
+        raise PlanError(
+            "shard_world_size expects a number of ranks that divides world_size="
+            f"{world_size}, got {given!r}."
+        )
+
+
+def _plan_new(
+    module: nn.Module, world_size: int, shard_world_size: int | None, given: _Options
+) -> ShardingPlan:
+    """Return the plan of ``module`` without the units that are sharded already."""
+    request = PlanRequest(
+        options=given.options,
+        world_size=world_size,
+        sizes=partial(
+            group_sizes, world_size=world_size, shard_world_size=shard_world_size
+        ),
+        policy=given.policy,
+        chosen={} if given.units is None else chosen_units(module, given.units),
+        ignored_modules=expand_ignored(given.ignored_modules, given.ignored_states),
+        ignored_parameters=ignored_parameters(given.ignored_states),
+        tied_params=given.tied_params,
+        owner_of=owner_of,
+    )
+    return plan_modules([module], request)[0]
+
+
+def _plan_of_sharded(
+    module: nn.Module,
+    sharded: dict[nn.Module, UnitPlan],
+    world_size: int,
+    shard_world_size: int | None,
+    given: _Options,
+) -> ShardingPlan:
+    """Return the plan of a module that is sharded, as a whole or below."""
+    kept = ShardingPlan(tuple(sharded.values()), world_size)
+    first = kept.units[0]
+    # On the ranks of the units themselves, their regions are those of the process.
+    moved = world_size != first.shard_world_size * first.replicas
+    if moved or shard_world_size is not None:
+        kept = replan(kept, world_size=world_size, shard_world_size=shard_world_size)
+    # The root is sharded, so no parameter is left.
+    if module in sharded:
+        if given.any_given():
+            raise PlanError(
+                "plan got options for a module that is sharded already, and whose "
+                "units have their options. Pass world_size and shard_world_size only, "
+                "or plan a fresh model, on meta for example."
+            )
+        return kept
+    # Plan the rest of the module, as ``fully_shard(module)`` would shard it next.
+    rest = _plan_new(module, world_size, shard_world_size, given)
+    # Names of units are unique: a module is in one of the two plans.
+    by_name = {unit.fqn: unit for unit in (*rest.units, *kept.units)}
+    return ShardingPlan(
+        tuple(by_name[name] for name, _ in walk.named(module) if name in by_name),
+        world_size,
+        (*rest.warnings, *kept.warnings),
+    )
+
+
+def _sharded_units(module: nn.Module) -> dict[nn.Module, UnitPlan]:
+    """Return the plans of the units of ``module`` that are sharded, in walking order.
+
+    Regions are today's: parameters that were frozen later count as frozen.
+    """
+    return {
+        each: replace(
+            state.handle.layout.plan, fqn=fqn, options=_options_in_force(state)
+        )
+        for fqn, each, state in walk_states(module)
+        # The units of ``replicate`` are not planned.
+        if get_state(each, API) is state
+    }
+
+
+def _options_in_force(state: _FSDPState) -> UnitOptions:
+    """Return the unit's options, with ``set_reshard_after_forward`` as a strategy."""
+    options = state.options
+    reshards = state.settings.reshard_after_forward
+    # The first forward sets the flag of a root, which every plan keeps full anyway.
+    if state._is_root or reshards is None or reshards == options.reshard_after_forward:
+        return options
+    other = {
+        ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+    }
+    # Each of the two strategies of a pair is the other with another flag.
+    other |= {after: before for before, after in other.items()}
+    # NO_SHARD has nothing to reshard.
+    return replace(options, strategy=other.get(options.strategy, options.strategy))

@@ -1,0 +1,186 @@
+"""Answers whether a model fits on a device, and what would make the model fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from composable_fsdp.config import (
+    HYBRID,
+    Block,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from composable_fsdp.planning.forecast import Forecast
+from composable_fsdp.planning.replan import replan
+
+MOST_RANKS = 1 << 17
+"""The largest world size that ``smallest_world_size`` tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the plan, and the bytes at the peak with the change.
+
+    Args:
+        text: the change, for a reader.
+        total: bytes on the device at the peak.
+        fits: whether the peak is within the memory of the device.
+    """
+
+    text: str
+    total: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a forecast fits on a device.
+
+    Args:
+        capacity: bytes of the device.
+        total: bytes at the peak.
+        smallest: the smallest world size that fits, None if none up to ``MOST_RANKS``
+            does.
+        changes: changes that need less memory, each alone; then, if none of them is
+            enough, the smallest sets of changes that fit.
+    """
+
+    capacity: int
+    total: int
+    smallest: int | None
+    changes: tuple[Change, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory of the device."""
+        return self.total <= self.capacity
+
+
+def fit(found: Forecast, capacity: int) -> Fit:
+    """Return whether ``found`` fits into ``capacity`` bytes, and what else would.
+
+    Args:
+        found: the forecast.
+        capacity: bytes of the device.
+
+    Returns: the answer. Changes are listed only if the forecast does not fit.
+    Collective: none.
+    """
+    changes = _what_helps(found, capacity) if found.total > capacity else []
+    return Fit(
+        capacity, found.total, smallest_world_size(found, capacity), tuple(changes)
+    )
+
+
+def _what_helps(found: Forecast, capacity: int) -> list[Change]:
+    """Return the changes that need less memory, and the first sets that fit."""
+    useful: list[tuple[str, _Apply]] = []
+    changes: list[Change] = []
+    for text, change in _changes(found):
+        total = change(found).total
+        if total < found.total:
+            useful.append((text, change))
+            changes.append(Change(text, total, total <= capacity))
+    # If no change alone is enough, take the smallest sets that are.
+    for size in range(2, len(useful) + 1):
+        if any(change.fits for change in changes):
+            break
+        for chosen in combinations(useful, size):
+            changed = found
+            for _, change in chosen:
+                changed = change(changed)
+            # Sets that do not fit are many, and tell nothing that a reader could use.
+            if changed.total <= capacity:
+                text = " and ".join(text for text, _ in chosen)
+                changes.append(Change(text, changed.total, True))
+    return changes
+
+
+def at_world_size(found: Forecast, world_size: int) -> Forecast:
+    """Return the forecast of the same units and options on ``world_size`` ranks."""
+    return replace(found, plan=replan(found.plan, world_size=world_size))
+
+
+def smallest_world_size(found: Forecast, capacity: int) -> int | None:
+    """Return the smallest world size at which ``found`` fits; None if there is none.
+
+    With shard groups and replicas, only multiples of the group's size are tried.
+    """
+    groups = [u.shard_world_size for u in found.plan.units if u.replicas > 1]
+    step = max(groups, default=1)
+
+    # The groups keep their size, so a number of ranks between two multiples is no plan.
+    def fits(count: int) -> bool:
+        return at_world_size(found, count * step).total <= capacity
+
+    # Memory falls with the world size but for padding: double until the forecast fits,
+    # then halve the interval.
+    high = 1
+    while not fits(high):
+        high *= 2
+        if high * step > MOST_RANKS:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * step
+
+
+_Apply = Callable[[Forecast], Forecast]
+
+
+def _changes(found: Forecast) -> Iterator[tuple[str, _Apply]]:
+    """Yield the changes that may need less memory, with a function per change."""
+    # In the order of what a user loses: first memory for time, at last the host.
+    units = [unit.options for unit in found.plan.units]
+    full = ShardingStrategy.FULL_SHARD
+    if any(o.strategy not in (full, ShardingStrategy.HYBRID_SHARD) for o in units):
+        hybrid = any(o.strategy in HYBRID for o in units)
+        strategy = ShardingStrategy.HYBRID_SHARD if hybrid else full
+        yield f"strategy={strategy.name}", _option(strategy=strategy)
+    if any(u.replicas > 1 for u in found.plan.units):
+        yield "one shard group of all ranks, without replicas", _one_group
+    if any(options.mixed_precision is None for options in units):
+        low = MixedPrecision(param_dtype=torch.bfloat16)
+        text = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+        yield text, _option(mixed_precision=low)
+    if any(options.backward_prefetch is not None for options in units):
+        yield "backward_prefetch=None", _option(backward_prefetch=None)
+    # Padding of less than 1 % is not worth sharded parameters of one dimension.
+    if found.plan.padded_numel > 1.01 * found.plan.numel:
+        yield "block=Block.ELEMENT", _option(block=Block.ELEMENT)
+    if found.activations is not None and not found.activations.checkpointed:
+        yield "activation checkpointing of each unit", _checkpoint
+    if not all(unit.is_offloaded for unit in found.plan.units):
+        text = "cpu_offload=CPUOffload(offload_params=True)"
+        yield text, _option(cpu_offload=CPUOffload(offload_params=True))
+
+
+def _option(**changes: Any) -> _Apply:
+    """Return a function that replaces options of every unit."""
+    return lambda found: replace(found, plan=replan(found.plan, **changes))
+
+
+def _one_group(found: Forecast) -> Forecast:
+    """Return the forecast with all ranks in a single shard group."""
+    plan = found.plan
+    whole = replan(
+        plan,
+        shard_world_size=plan.world_size,
+        strategy=ShardingStrategy.FULL_SHARD,
+    )
+    return replace(found, plan=whole)
+
+
+def _checkpoint(found: Forecast) -> Forecast:
+    """Return the forecast with activation checkpointing of each unit."""
+    if found.activations is None:
+        return found
+    return replace(found, activations=found.activations.with_checkpointing())

@@ -1,0 +1,111 @@
+"""Plans the units of a ``ShardingPlan`` again, on other ranks or with other options.
+
+A plan holds all names, shapes and dtypes, so another world size needs no module::
+
+    plan --units as ParameterSpec--> plan_regions on other ranks --> another plan
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from composable_fsdp.comm.groups import group_sizes
+from composable_fsdp.config import HYBRID, Block, ShardingStrategy
+from composable_fsdp.errors import PlanError
+from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
+
+
+def replan(
+    plan: ShardingPlan,
+    *,
+    world_size: int | None = None,
+    shard_world_size: int | None = None,
+    **changes: Any,
+) -> ShardingPlan:
+    """Return the plan of the same units on other ranks or with other options.
+
+    Args:
+        plan: the plan to change.
+        world_size: number of ranks in all. Default None: that of ``plan``.
+        shard_world_size: ranks per shard group. Default None: that of ``plan``, if
+            ``plan`` has replicas and the size divides ``world_size``; else all ranks.
+        **changes: options of ``plan()`` by name, such as ``strategy``; they replace the
+            options of every unit.
+
+    Returns: the plan; equal to ``plan()`` of the same model with these arguments.
+    Raises: PlanError, if ``world_size`` is no multiple of ``shard_world_size``, or if a
+    hybrid strategy has no ``shard_world_size``.
+    Collective: none.
+    """
+    ranks = plan.world_size if world_size is None else world_size
+    if shard_world_size is None:
+        shard_world_size = _shard_world_size(plan, ranks)
+    units = [
+        _replan_unit(unit, replace(unit.options, **changes), ranks, shard_world_size)
+        for unit in plan.units
+    ]
+    notes = tuple(note for unit in units for note in padding_notes(unit))
+    return ShardingPlan(tuple(units), ranks, notes)
+
+
+def _shard_world_size(plan: ShardingPlan, ranks: int) -> int | None:
+    """Return the size of the plan's shard groups; None for a group of all ranks."""
+    # NO_SHARD replicates over all ranks and says nothing about groups.
+    sizes = [
+        unit.shard_world_size
+        for unit in plan.units
+        if (unit.replicas > 1 or unit.options.strategy in HYBRID)
+        and unit.options.strategy is not ShardingStrategy.NO_SHARD
+    ]
+    if not sizes:
+        return None
+    if ranks > sizes[0] and ranks % sizes[0]:
+        raise PlanError(
+            f"The plan has shard groups of {sizes[0]} ranks, which do not divide "
+            f"{ranks} ranks. Choose a multiple of {sizes[0]}, or pass shard_world_size."
+        )
+    # Fewer ranks than a group are one group.
+    return min(sizes[0], ranks)
+
+
+def _replan_unit(
+    unit: UnitPlan,
+    options: UnitOptions,
+    ranks: int,
+    shard_world_size: int | None,
+) -> UnitPlan:
+    """Lay out the parameters of ``unit`` with ``options``."""
+    sizes = group_sizes(
+        options.strategy, world_size=ranks, shard_world_size=shard_world_size
+    )
+    # Equal units of the old and the new plan share their layouts.
+    if options == unit.options and sizes == (unit.shard_world_size, unit.replicas):
+        return unit
+    # The same rules as in ``planner._build``, from names instead of parameters.
+    rows = options.block is Block.ROW
+    slots = [(slot, region) for region in unit.regions for slot in region.parameters]
+    # ``plan_regions`` orders parameters by the walk of the unit, as ``index`` does.
+    slots.sort(key=lambda pair: pair[0].index)
+    specs = [
+        ParameterSpec(
+            slot.fqns,
+            slot.shape,
+            region.dtype,
+            region.trainable,
+            # A slot of a single rank has block 1, so the block comes from the shape.
+            row_block(slot.shape) if rows else 1,
+            region.group,
+        )
+        for slot, region in slots
+    ]
+    return replace(
+        unit,
+        regions=plan_regions(specs, world_size=sizes[0]),
+        options=options,
+        shard_world_size=sizes[0],
+        replicas=sizes[1],
+    )

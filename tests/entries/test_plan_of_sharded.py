@@ -1,0 +1,175 @@
+"""The plan of units made by hand is the plan of the sharding that the script makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import (
+    CompositionError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    PlanError,
+    ShardingStrategy,
+    fully_shard,
+    plan,
+    set_reshard_after_forward,
+)
+from composable_fsdp.planning.plan import ShardingPlan
+from tests.support.tiny import TinyBlock
+from tests.support.world import fake_world
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def model() -> nn.Sequential:
+    """An embedding, four blocks and a head."""
+    blocks = [TinyBlock(32, 4) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(50, 32), nn.ModuleList(blocks), nn.Linear(32, 50))
+
+
+def blocks(made: nn.Sequential) -> list[nn.Module]:
+    """The blocks of ``model``."""
+    return list(made[1].children())
+
+
+def by_policy(world_size: int = 8) -> ShardingPlan:
+    """A unit per block, by a policy."""
+    return plan(model(), world_size=world_size, policy=ModuleWrapPolicy({TinyBlock}))
+
+
+@pytest.mark.req("N-01")
+@pytest.mark.parametrize(
+    "choose",
+    [
+        blocks,
+        lambda m: m[1],
+        lambda m: ["1.*"],
+        lambda m: ["1.3", "1.[0-2]"],
+        lambda m: (b for b in [*m[1], m]),
+    ],
+)
+def test_units_are_modules_or_names_or_patterns(
+    choose: Callable[[nn.Sequential], list[nn.Module | str]],
+) -> None:
+    """However they are named, the plan is that of the policy; the root may be named."""
+    made = model()
+
+    assert plan(made, world_size=8, units=choose(made)) == by_policy()
+
+
+@pytest.mark.req("N-01")
+@pytest.mark.parametrize("world_size", [None, 8, 64])
+def test_a_sharded_model_has_the_plan_of_its_units(world_size: int | None) -> None:
+    """On the ranks that it is on, and on others; also from the wrapper."""
+    with fake_world(8):
+        made = model()
+        for block in blocks(made):
+            fully_shard(block)
+        fully_shard(made)
+        wrapped = FullyShardedDataParallel(
+            model(), auto_wrap_policy=ModuleWrapPolicy({TinyBlock})
+        )
+
+        assert plan(made, world_size=world_size) == by_policy(world_size or 8)
+        assert plan(wrapped, world_size=world_size) == by_policy(world_size or 8)
+
+
+@pytest.mark.req("N-01")
+def test_blocks_that_are_sharded_count_below_a_root_that_is_not() -> None:
+    """With their own options; those of the call are the root's, as in the script."""
+    with fake_world(8):
+        made = model()
+        for block in blocks(made):
+            fully_shard(block, mixed_precision=LOW)
+
+        half = plan(made)
+        other = plan(made, world_size=4)
+        fully_shard(made)
+
+        assert half == plan(made)
+        assert other == plan(made, world_size=4)
+    assert [u.options.mixed_precision for u in half.units] == [None, *[LOW] * 4]
+    assert [u.fqn for u in half.units] == ["", "1.0", "1.1", "1.2", "1.3"]
+
+
+def test_groups_and_modules_of_a_mesh_are_kept() -> None:
+    """A 2-D mesh, a unit of two modules, and a strategy changed later."""
+    with fake_world(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        made = model()
+        fully_shard([blocks(made)[0], blocks(made)[1]], device_mesh=mesh)
+        fully_shard(made, device_mesh=mesh)
+        set_reshard_after_forward(blocks(made)[0], False, recurse=False)
+
+        found = plan(made)
+        wide = plan(made, world_size=64)
+
+    fresh = model()
+    two: list[nn.Module | str] = [blocks(fresh)[0], "1.1"]
+    expected = plan(fresh, world_size=8, shard_world_size=4, units=[two])
+    assert [u.regions for u in found.units] == [u.regions for u in expected.units]
+    assert found.units[1].options.strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert [(u.shard_world_size, u.replicas) for u in wide.units] == [(4, 16)] * 2
+    assert len(expected.units) == 2
+
+
+def test_what_was_frozen_later_counts_as_frozen() -> None:
+    """On the same ranks and on others."""
+    with fake_world(2):
+        made = fully_shard(nn.Linear(8, 8))
+        made.weight.requires_grad_(False)
+        made(torch.zeros(1, 8))
+
+        (unit,) = plan(made).units
+        (alone,) = plan(made, world_size=1).units
+    assert (unit.trainable, unit.frozen) == ({"bias": 8}, {"weight": 64})
+    assert alone.gradient_bytes == 8 * 4
+
+
+def test_wrong_units_are_refused_with_the_way_out() -> None:
+    """What came, and what is near it."""
+    made = model()
+
+    with pytest.raises(PlanError, match=r"'1\.9', which matches no module.*'1\.3'"):
+        plan(made, world_size=2, units=["1.9"])
+    with pytest.raises(PlanError, match=r"TinyBlock '1\.0' twice"):
+        plan(made, world_size=2, units=["1.0", blocks(made)[0]])
+    with pytest.raises(PlanError, match="is not below it"):
+        plan(made, world_size=2, units=[nn.Linear(2, 2)])
+    with pytest.raises(PlanError, match="policy or units, not both"):
+        plan(made, world_size=2, units=[], policy=ModuleWrapPolicy({TinyBlock}))
+    with pytest.raises(TypeError, match=r"expects a list .*'1\.\*'. Pass \[it\]"):
+        plan(made, world_size=2, units="1.*")
+    with pytest.raises(TypeError, match="expects modules, names, or lists"):
+        plan(made, world_size=2, units=[3])  # type: ignore[list-item]  # the mistake
+    with pytest.raises(CompositionError, match="got a ModuleList"):
+        plan(made, world_size=2, units=["1"])
+
+
+def test_wrong_questions_about_what_is_sharded_are_refused() -> None:
+    """Options that its units have already; a world size that is missing."""
+    with pytest.raises(PlanError, match="expects world_size, the number of ranks"):
+        plan(model())
+    with fake_world(2):
+        made = fully_shard(model())
+        with pytest.raises(PlanError, match="whose units have their options"):
+            plan(made, world_size=2, strategy=ShardingStrategy.SHARD_GRAD_OP)
+        with pytest.raises((PlanError, CompositionError)):
+            plan(made, world_size=2, units=["1.*"])
+
+
+@pytest.mark.req("U-02")
+def test_names_of_torchs_fsdp_are_translated() -> None:
+    """As ``fully_shard`` does; a wrong letter gets the nearest name."""
+    with pytest.raises(TypeError, match=r"plan got .*reshard_after_forward \(here"):
+        plan(model(), world_size=2, reshard_after_forward=True)  # type: ignore[call-arg]  # the mistake
+    with pytest.raises(TypeError, match=r"device_mesh \(here: world_size, and shard"):
+        plan(model(), device_mesh=None)  # type: ignore[call-arg]  # the mistake
+    with pytest.raises(TypeError, match=r"unit \(did you mean units\?\)"):
+        plan(model(), world_size=2, unit=[])  # type: ignore[call-arg]  # the mistake
