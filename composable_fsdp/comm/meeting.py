@@ -14,8 +14,8 @@ Training repeats its calls, so a call that follows the same calls as before can 
 *expected*: with ``always=False`` an expected call visits no store. The argument is that
 of ``sequence``: all ranks have equal histories, so all ranks expect the same call; a
 rank that makes another call announces it, and waits for ranks that do not come. The
-forwards of the trees are part of the history (``Forwards``), so a rank that leaves
-an expected call out is noticed at its next forward.
+forwards of the trees are part of the history (``sequence.CallOrder``), so a rank that
+leaves an expected call out is noticed at its next forward.
 
 A meeting has two keys::
 
@@ -32,7 +32,7 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -41,11 +41,9 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import agreement
 from composable_fsdp.comm.groups import GroupRef
+from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain
 from composable_fsdp.errors import DesyncError
-
-MOST_EXPECTATIONS = 64
-"""Number of pairs of a history and the next call that a group keeps."""
 
 _LONGEST_PAUSE = 0.05
 """Seconds between two visits of a rank that waits long."""
@@ -101,7 +99,7 @@ def meet(
 
 
 def history_of(group: dist.ProcessGroup) -> History:
-    """Return the history of the calls over ``group``, one object per group.
+    """Return the meetings over ``group``, one object per group.
 
     Collective: none.
     """
@@ -113,85 +111,32 @@ def history_of(group: dist.ProcessGroup) -> History:
     return found
 
 
-class Forwards:
-    """The forwards of a tree, as events in the histories of the tree's groups."""
-
-    __slots__ = ("_histories", "call")
-
-    def __init__(self, groups: Iterable[dist.ProcessGroup], call: Call) -> None:
-        # Found once per tree: a step then looks nothing up. Groups whose ranks cannot
-        # be compared have no history.
-        self._histories = tuple(
-            history_of(each) for each in groups if agreement.can_compare(each)
-        )
-        self.call = call
-        """The forward in words, for an error."""
-
-    def note(self) -> None:
-        """Note that an outermost forward begins.
-
-        Forwards are compared by the order logs. This method only meets if this rank has
-        left an expected call out.
-
-        Collective: none, as ``meet``.
-        Raises: DesyncError, as ``meet``.
-        """
-        for history in self._histories:
-            history.note_forward(self)
-
-
 class History:
-    """The calls over a group, and the calls that followed equal calls before."""
+    """The meetings over a group."""
 
-    __slots__ = ("__weakref__", "_expected", "_group", "_place", "_stale")
+    __slots__ = ("__weakref__", "_group", "_order", "_stale")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = GroupRef(group)
-        self._place: tuple[Hashable, int, Hashable] = _START
-        """The last event, how often it came in a row, and the other event before."""
-        self._expected: dict[Hashable, Hashable] = {}
-        """By ``_place``: the event that followed last time."""
+        self._order = round_order(group).calls
+        self._order.left_out = self.gather
         self._stale: list[str] = []
         """Prefixes of keys of meetings that have ended."""
-
-    def note_forward(self, forwards: Forwards) -> None:
-        """Note a forward; see ``Forwards.note``."""
-        # Another forward than expected is compared by the order logs. Only a call that
-        # other ranks are inside, and wait in for this rank, is compared here.
-        if type(self._expected.get(self._place)) is Call:
-            self.gather(forwards.call)
-        self._commit(forwards)
 
     def meet(self, call: Call, *, always: bool) -> None:
         """Wait for equal calls of all ranks, and note the call; see ``meet``."""
         # An expected call needs no announcement: a rank that makes another call instead
         # announces that call, and waits for this rank in vain.
-        if always or self._expected.get(self._place) != call:
+        if always or self._order.expected() != call:
             self.gather(call)
-        self._commit(call)
-
-    def _commit(self, event: Hashable) -> None:
-        """Append ``event``, which all ranks share, to the history."""
-        # The number of equal events in a row is a part of the place, so a loop that
-        # clips after every fourth forward is expected to do so. The other event before
-        # tells loops apart that share an event.
-        place = last, count, before = self._place
-        expected = self._expected
-        # Only a changed entry is written again, and becomes the newest: a steady step
-        # changes no table.
-        if expected.get(place) != event:
-            expected.pop(place, None)
-            expected[place] = event
-            if len(expected) > MOST_EXPECTATIONS:
-                del expected[next(iter(expected))]
-        self._place = (event, count + 1, before) if event == last else (event, 1, last)
+        self._order.note(call)
 
     def gather(self, call: Call) -> None:
         """Meet all ranks of the group in the store.
 
         Raises: DesyncError.
         """
-        group, usual = self._group.get(), self._expected.get(self._place)
+        group, usual = self._group.get(), self._order.expected()
         # A caught error on one rank leaves another history there, and such a rank would
         # not expect what the others do. So the ranks compare histories, too.
         digest = hashlib.blake2b(repr((call.story, self._known())).encode()).digest()
@@ -229,8 +174,7 @@ class History:
             self._require_equal(meeting)
             # Only the histories differ, and all ranks forget theirs: they expect alike
             # again, and the next steps meet in the store.
-            self._expected.clear()
-            self._place = _START
+            self._order.forget()
         self._end(meeting)
         # Every rank is here, so no rank reads keys of a meeting before.
         stale, self._stale = self._stale[:-1], self._stale[-1:]
@@ -260,21 +204,17 @@ class History:
 
     def _known(self) -> list[Any]:
         """Return the history in the form in which ranks compare it."""
-        pairs = [(*place, event) for place, event in self._expected.items()]  # type: ignore[misc]  # places are tuples
-        return [tuple(map(_shown, each)) for each in (self._place, *pairs)]
+        order = self._order
+        pairs = [(*place, event) for place, event in order.following.items()]  # type: ignore[misc]  # places are tuples
+        return [tuple(map(_shown, each)) for each in (order.place, *pairs)]
 
-
-_START = (None, 0, None)
-"""The place before the first event."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, History] = WeakKeyDictionary()
 
 
 def _shown(part: Any) -> Any:
     """Return a part of a history as ranks compare it."""
-    if isinstance(part, Call):
-        return part.story
-    return part if part is None or type(part) is int else "a forward"
+    return part.story if isinstance(part, Call) else part
 
 
 class _Meeting:

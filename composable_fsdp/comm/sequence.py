@@ -43,6 +43,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from composable_fsdp.comm.order_protocol import Comparison
+from composable_fsdp.comm.order_records import Record, keep
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.phases import Phase
 
@@ -57,16 +59,13 @@ _NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
 
-MOST_MODES = 64
-"""Number of modes whose records are kept, and of successors. The oldest goes first."""
+START = (None, 0, None)
+"""The place in a ``CallOrder`` before the first event."""
 
 _CONTEXTS = (24, 6, 2)
 """Numbers of rounds from which ``RoundOrder`` predicts the next, the longest first."""
 _MOST_CONTEXTS = 1024
 """Number of contexts that ``RoundOrder`` remembers."""
-
-_STEADY = 4
-"""Number of equal rounds after which a mode whose order varied is recorded again."""
 
 
 class Watcher(Protocol):
@@ -224,9 +223,11 @@ class Operation:
 class RoundOrder:
     """The order in which the order logs over a process group begin their rounds."""
 
-    __slots__ = ("_expected", "_followers", "_history", "logs", "torn")
+    __slots__ = ("_expected", "_followers", "_history", "calls", "logs", "torn")
 
     def __init__(self) -> None:
+        self.calls = CallOrder()
+        """The order of calls over the group."""
         self.logs: list[str] = []
         """The names of all order logs over the group so far, by number of the log."""
         self.torn: dict[int, tuple[int, int]] = {}
@@ -253,62 +254,62 @@ class RoundOrder:
         history, followers = self._history, self._followers
         if self._expected != number:
             for length in _CONTEXTS:
-                followers.pop(history[-length:], None)
-                followers[history[-length:]] = number
-            while len(followers) > _MOST_CONTEXTS:
-                del followers[next(iter(followers))]
+                keep(followers, history[-length:], number, most=_MOST_CONTEXTS)
         self._history = (*history[1 - _CONTEXTS[0] :], hash((number, mode)))
 
 
-class Comparison(Protocol):
-    """Compares a log with other ranks: ``comm.comparison``."""
+class CallOrder:
+    """The calls over a group, and the calls that followed equal events before.
 
-    said: list[str]
+    The events are the forward rounds of the order logs, by number of the log, and the
+    calls that meet (``comm.meeting``).
+    """
 
-    @property
-    def peers(self) -> tuple[Any, ...]:
-        """The ranks to compare with (``Peers``), per group."""
-
-    def meet_after_tear(self, number: int, torn: dict[int, tuple[int, int]]) -> None:
-        """Wait until every rank has abandoned the same rounds at the same uses."""
-
-    def compare_begin(self, number: int, mode: Hashable) -> None:
-        """Compare the begin of a round, which no rank could expect."""
-
-    def depart_begin(
-        self, number: int, mode: Hashable, *, other: str, wanted: Hashable
-    ) -> None:
-        """Compare the begin of a round that is not the expected begin."""
-
-    def compare(self, number: int, index: int, use: object) -> None:
-        """Compare a use of a round that all ranks record."""
-
-    def depart(
-        self, number: int, index: int, use: object, wanted: object, since: int
-    ) -> None:
-        """Compare a use that is not the recorded use ``wanted``."""
-
-    def compare_round(self, number: int, uses: Sequence[object]) -> None:
-        """Compare all uses of a round that has ended."""
-
-    def clear(self, number: int, *, dropped: bool) -> None:
-        """Remove what the round wrote to the store, once all ranks have ended it."""
-
-
-class _Record:
-    """The order of a mode."""
-
-    __slots__ = ("departures", "equal", "since", "uses")
+    __slots__ = ("following", "left_out", "place")
 
     def __init__(self) -> None:
-        self.uses: list[object] | None = None
-        """The recorded uses, then ``None``; None before the first round has ended."""
-        self.since = 0
-        """The round in which the record was made."""
-        self.departures = 0
-        """Number of departures, on all ranks alike. From 2 on the order varies."""
-        self.equal = 0
-        """Number of equal rounds in a row, while the order varies."""
+        self.following: dict[Hashable, Hashable] = {}
+        """By ``place``: the event that followed last time."""
+        self.place: tuple[Hashable, int, Hashable] = START
+        """The last event, how often it came in a row, and the other event before."""
+        self.left_out: Callable[[Any], None] | None = None
+        """Meets all ranks in the store. None until a call meets (``comm.meeting``)."""
+
+    def expected(self) -> Hashable:
+        """Return the call that is expected next; None if no call is."""
+        event = self.following.get(self.place)
+        return None if type(event) is int else event
+
+    def begin_forward(self, number: int, call: Hashable) -> None:
+        """Note that log ``number`` begins a round, which is the forward ``call``.
+
+        Collective: none. Meets all ranks if this rank has left an expected call out.
+        Raises: DesyncError, if other ranks have not.
+        """
+        # The order logs compare rounds. Only a call that other ranks are inside, and
+        # wait in for this rank, is compared here.
+        if type(self.following.get(self.place, number)) is not int:
+            assert self.left_out is not None
+            self.left_out(call)
+        self.note(number)
+
+    def note(self, event: Hashable) -> None:
+        """Append ``event``, which all ranks share, to the history."""
+        # The number of equal events in a row is a part of the place, so a loop that
+        # clips after every fourth forward is expected to do so. The other event before
+        # tells loops apart that share an event.
+        place = last, count, before = self.place
+        following = self.following
+        # Only a changed entry is written again, and becomes the newest: a steady step
+        # changes no table.
+        if following.get(place) != event:
+            keep(following, place, event)
+        self.place = (event, count + 1, before) if event == last else (event, 1, last)
+
+    def forget(self) -> None:
+        """Forget all events."""
+        self.following.clear()
+        self.place = START
 
 
 class OrderLog:
@@ -326,6 +327,7 @@ class OrderLog:
         "_run",
         "_successors",
         "_varies",
+        "call",
         "comparison",
         "expected",
         "number",
@@ -334,8 +336,16 @@ class OrderLog:
         "rounds",
     )
 
-    def __init__(self, name: str, rounds: RoundOrder, comparison: Comparison) -> None:
+    def __init__(
+        self,
+        name: str,
+        rounds: RoundOrder,
+        comparison: Comparison,
+        call: Hashable = None,
+    ) -> None:
         self.rounds, self.comparison = rounds, comparison
+        self.call = call
+        """A round as a call (``comm.meeting.Call``); None in backward."""
         self.number = len(rounds.logs)
         """The number of this log among the logs over its group."""
         rounds.logs.append(name)
@@ -348,9 +358,9 @@ class OrderLog:
         self._open = self._recording = self._varies = False
         self._entries: list[object] = []
         """Uses of this round, while this rank records."""
-        self._records: dict[Hashable, _Record] = {}
+        self._records: dict[Hashable, Record] = {}
         """The record of each mode."""
-        self._record = _Record()
+        self._record = Record()
         """The record of the mode of this round."""
         self._last: Hashable = None
         """The mode of the current round, or of the last round."""
@@ -419,7 +429,8 @@ class OrderLog:
             if self._varies:
                 with self._alike():
                     self.comparison.compare_round(self.round, self._entries)
-            self._keep()
+            self._record.update(self._entries, self.round, varies=self._varies)
+            keep(self._records, self._last, self._record)
         # Only a round that wrote visits the store, for earlier rounds, too.
         if self.comparison.said:
             self.comparison.clear(self.round, dropped=False)
@@ -444,25 +455,13 @@ class OrderLog:
         self._open = self._recording = self._varies = False
         self.expected, self.position = NOTHING, 0
 
-    def _keep(self) -> None:
-        """Make the uses of this round the record of its mode."""
-        record, entries = self._record, self._entries
-        if self._varies:
-            record.equal = record.equal + 1 if entries == record.uses else 0
-            if record.equal >= _STEADY:
-                record.departures = record.equal = 0
-        record.uses, record.since = entries, self.round
-        # Moved to the end: the first mode is the mode whose record is the oldest.
-        self._records.pop(self._last, None)
-        self._records[self._last] = record
-        if len(self._records) > MOST_MODES:
-            del self._records[next(iter(self._records))]
-
     def _begin(self, mode: Hashable) -> None:
         """Begin a round: compare its begin with the expected begin, find the record."""
+        rounds = self.rounds
+        if self.call is not None:
+            rounds.calls.begin_forward(self.number, self.call)
         self.round += 1
         self._open = True
-        rounds = self.rounds
         if rounds.torn:
             self.comparison.meet_after_tear(self.round, rounds.torn)
             rounds.torn.clear()
@@ -486,14 +485,11 @@ class OrderLog:
             )
         rounds.begin(self.number, mode)
         if predicted != mode:
-            self._successors.pop((self._last, self._run), None)
-            self._successors[self._last, self._run] = mode
-            if len(self._successors) > MOST_MODES:
-                del self._successors[next(iter(self._successors))]
+            keep(self._successors, (self._last, self._run), mode)
         self._run = self._run + 1 if mode == self._last else 1
         self._last = mode
         self._entries = []
-        self._record = record = self._records.get(mode) or _Record()
+        self._record = record = self._records.get(mode) or Record()
         self._varies = record.departures > 1
         self._recording = record.uses is None or self._varies
         self.expected = NOTHING if self._recording else record.uses or NOTHING

@@ -69,7 +69,6 @@ from composable_fsdp.runtime.unshard import (
 from composable_fsdp.runtime.unused_params import CommonOrder
 from composable_fsdp.tree.initial_weights import ALL_RANKS
 from composable_fsdp.tree.late_registration import PENDING, warn_of_added_in_forward
-from composable_fsdp.tree.meeting import forwards_of
 from composable_fsdp.tree.order_logs import assign_order_logs
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.same_models import compare_models
@@ -127,10 +126,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
                 adopt_external_changes(unit)
                 if requires_grad_changed(handle):
                     follow_requires_grad(context, handle)
-    if root.initial.compared != ALL_RANKS or context.forwards is None:
+    if root.initial.compared != ALL_RANKS or not context.is_checked:
         _check_ranks(context, root)
-    assert context.forwards is not None
-    context.forwards.note()
     if PENDING:
         warn_of_added_in_forward(context)
     for unit in context.marked.lists:
@@ -169,14 +166,14 @@ def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
     reduces = any(unit.settings.sync_gradients for unit in root._root_states)
     compare_models(root, replicas=reduces and torch.is_grad_enabled())
     after = root.initial.compared
-    if context.forwards is None or after != before:
+    if not context.is_checked or after != before:
         # Not before the comparison: other models may have other logs, and the ranks
         # would number all later logs otherwise.
         assign_order_logs(context, replicas=after == ALL_RANKS)
-    if context.forwards is None:
+    if not context.is_checked:
         require_filled(root._root_states)
         warn_of_equal_init(context.handles)
-        context.forwards = forwards_of(root)
+        context.is_checked = True
 
 
 def end_iteration(context: RuntimeContext) -> None:

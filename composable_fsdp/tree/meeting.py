@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from composable_fsdp.comm.meeting import Call, Forwards, meet
-from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
+from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.tree.state import _FSDPState
 
 
 def meet_over(
@@ -35,15 +35,4 @@ def meet_over(
         dict.fromkeys(group for group in groups if group is not None),
         call,
         always=always,
-    )
-
-
-def forwards_of(root: _RootFSDPState) -> Forwards:
-    """Return the object that notes the forwards of a tree. Collective: none."""
-    # Only groups over which a forward gathers: elsewhere a rank may run a forward
-    # alone, and its history would differ from those of the other ranks.
-    groups = (handle.groups.shard for handle in root._root_handles)
-    return Forwards(
-        dict.fromkeys(group for group in groups if group is not None),
-        Call("forward", root.title),
     )

@@ -31,6 +31,7 @@ from composable_fsdp.comm.comparison import (
 )
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.hang_report import describers
+from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.comm.watch import watch
@@ -50,7 +51,9 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
     forward: dict[tuple[str, ...], OrderLog] = {}
     backward: dict[tuple[str, ...], OrderLog] = {}
     waiting = _WaitingNote(context)
-    tree = type(root_of(context).module).__name__
+    root = root_of(context)
+    tree = type(root.module).__name__
+    call = Call("forward", root.title)
     known: dict[Groups, UnitLogs] = {}
     for handle in context.handles:
         # A unit without elements sends no collective.
@@ -63,7 +66,7 @@ def assign_order_logs(context: RuntimeContext, *, replicas: bool) -> None:
         if handle.groups not in known:
             shard = handle.groups.shard
             gathers = [] if shard is None else [shard]
-            in_forward = _log(forward, "forward", tree, gathers, dict)
+            in_forward = _log(forward, "forward", tree, gathers, dict, call)
             present = handle.groups.present
             in_backward = _log(backward, "backward", tree, present, waiting)
             # Without a shard group there is no all-gather, but gradients are reduced
@@ -102,8 +105,20 @@ def _log(
     tree: str,
     groups: Sequence[dist.ProcessGroup],
     note: Callable[[], Note],
+    call: Call | None = None,
 ) -> OrderLog | None:
-    """Return the log for ``groups``, created at the first call; None without groups."""
+    """Return the log for ``groups``, created at the first call; None without groups.
+
+    Args:
+        logs: the logs so far, by names of groups.
+        what: the direction, "forward" or "backward".
+        tree: the class of the root.
+        groups: the groups over which the units send.
+        note: returns the units that wait for gradients.
+        call: a forward of the tree; None (default) in backward.
+
+    Collective: none.
+    """
     if not groups:
         return None
     # Units may have equal groups in different ``Groups`` objects.
@@ -117,7 +132,10 @@ def _log(
         # All ranks come here, and some may use the store later without the others.
         peers = [Peers(g, what).name() for g in groups if can_compare(g)]
         words = LogWords(what, name, use, mode, _words, note)
-        logs[key] = OrderLog(name, rounds, OrderComparison(peers, words))
+        # Without ranks to compare with, no call meets.
+        logs[key] = OrderLog(
+            name, rounds, OrderComparison(peers, words), call if peers else None
+        )
     return logs[key]
 
 

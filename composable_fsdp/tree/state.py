@@ -18,7 +18,6 @@ from torch import nn
 
 from composable_fsdp.comm.device import Streams, Waitable
 from composable_fsdp.comm.groups import RankLayout
-from composable_fsdp.comm.meeting import Forwards
 from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.compose.registry import OwnerMap
 from composable_fsdp.errors import NotRootError
@@ -139,9 +138,9 @@ class RuntimeContext:
         "dead",
         "filling",
         "forward_logs",
-        "forwards",
         "frame",
         "handles",
+        "is_checked",
         "marked",
         "outermost",
         "prefetched",
@@ -210,9 +209,8 @@ class RuntimeContext:
         reduction is in flight."""
         self.summoned: Summon | None = None
         """The running block of ``unshard_params``, else None."""
-        self.forwards: Forwards | None = None
-        """Notes each forward for calls that meet; None until the first forward, which
-        makes extra checks."""
+        self.is_checked = False
+        """Whether the first forward has made its extra checks."""
 
     def enter_backward_use(
         self,

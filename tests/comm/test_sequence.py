@@ -14,7 +14,8 @@ from composable_fsdp.comm.comparison import (
     contrast,
     waiting,
 )
-from composable_fsdp.comm.sequence import MOST_MODES, NOTHING, OrderLog, RoundOrder
+from composable_fsdp.comm.order_records import MOST_MODES
+from composable_fsdp.comm.sequence import NOTHING, OrderLog, RoundOrder
 
 
 class Calls(OrderComparison):
