@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.comm.meeting import MOST_EXPECTATIONS
+from composable_fsdp.comm.order_records import MOST_MODES
 from property_tests.soak import WEIGHTS, Counts, Soak, action_of, counts, grown, soak
 from tests.support.world import RankPool, World
 
@@ -28,7 +28,7 @@ def test_nothing_grows_over_steps_with_faults(ranks: RankCount, tmp_path: Path) 
     for each in found:
         # Expected calls fill their own bound later than this run ends.
         assert grown(each).keys() <= {"objects", "objects of Call"}
-        assert each[-1]["objects of Call"] <= 2 * MOST_EXPECTATIONS
+        assert each[-1]["objects of Call"] <= 2 * MOST_MODES
 
 
 def raise_often(world: World, folder: str, times: int) -> tuple[Counts, Counts]:
