@@ -423,7 +423,10 @@ def _all_gather_numbers(
 
 def is_capturing() -> bool:
     """Return whether the current stream captures a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    # Not ``is_available``, which counts devices: before the first use of CUDA no stream
+    # captures.
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return used and torch.cuda.is_current_stream_capturing()
 
 
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:

@@ -12,7 +12,6 @@ Ranks that issue collectives in different orders deadlock or exchange wrong data
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -276,13 +275,13 @@ class OrderComparison:
             self._say(number, at, fact)
             return
         # ``tree`` tells trees apart that share the group and the names of units.
-        tag = checksum([words.what, words.tree, at, fact])
+        tag = checksum((words.what, words.tree, at, *fact))
         groups: list[Peers] = []
         for peers in self.peers:
             # After a difference in a group, this rank sends another checksum to the
             # next, so that the ranks there raise, too, and do not wait for this rank.
             tags = peers.gather_tags(~tag if groups else tag)
-            if any(each != tags[0] for each in tags):
+            if tags.count(tags[0]) != len(tags):
                 groups.append(peers)
         if not groups:
             return
@@ -383,10 +382,11 @@ class OrderComparison:
         raise DesyncError(text)
 
 
-def checksum(value: object) -> int:
-    """Return a checksum of ``value``, for JSON, in 63 bits."""
+def checksum(value: tuple[object, ...]) -> int:
+    """Return a checksum of plain tuples of strings and integers, in 63 bits."""
     # 63 bits, because the tag is a signed integer; ``hash`` differs from rank to rank.
-    text = json.dumps(value).encode()
+    # ``repr`` takes a quarter of the time of JSON.
+    text = repr(value).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 

@@ -30,6 +30,10 @@ class Record:
         self.equal = 0
         """Number of equal rounds in a row, while the order varies."""
 
+    def count_departure(self) -> None:
+        """Count a departure from the recorded uses."""
+        self.departures += 1
+
     def update(self, uses: list[object], number: int, *, varies: bool) -> None:
         """Make ``uses`` of round ``number`` the recorded uses."""
         if varies:

@@ -15,11 +15,11 @@ cryptographic one: nobody attacks a rank's own weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, reduce
+from operator import attrgetter, or_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ROW = 1 << 15
 """Words per row."""
@@ -32,10 +32,22 @@ _LARGE_BLOCK = 1 << 26
 """Words that are read at once on other devices; two temporaries have this size."""
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has values: is neither on meta nor fake."""
-    # Fake tensors, on which torch predicts shapes and memory, have this attribute.
-    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
+_is_meta = attrgetter("is_meta")
+
+
+def have_values(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all ``tensors`` have values: none is on meta or fake."""
+    if any(map(_is_meta, tensors)):
+        return False
+    # Fake tensors, on which torch predicts shapes and memory, have this attribute. A
+    # look at the types first, because to miss an attribute takes long.
+    return _PLAIN.issuperset(map(type, tensors)) or not any(
+        hasattr(tensor, "fake_mode") for tensor in tensors
+    )
+
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+"""The usual types, which are not fake."""
 
 
 @torch.no_grad()
@@ -47,13 +59,15 @@ def hash_values(values: Sequence[Tensor]) -> Tensor:
     """
     if not values:
         return torch.empty(0, dtype=torch.int64)
-    nbytes = [value.numel() * value.itemsize for value in values]
+    nbytes = tuple([value.nbytes for value in values])
+    # ``|`` keeps the low bits of all numbers: each has to be a multiple of 8.
     if (
         max(nbytes) <= _SMALL
-        and not any(number % 8 for number in nbytes)
-        and len({(value.dtype, value.device) for value in values}) == 1
+        and not reduce(or_, nbytes) % 8
+        and len({value.dtype for value in values}) == 1
+        and len({value.device for value in values}) == 1
     ):
-        return _hash_together(values, tuple([number // 8 for number in nbytes]))
+        return _hash_together(values, nbytes)
     return torch.stack([_hash_words(_words(value)) for value in values])
 
 
@@ -72,26 +86,25 @@ def _words(value: Tensor) -> Tensor:
     return filled.view(torch.int64)
 
 
-def _hash_together(values: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
-    """Return the hashes of small tensors with ``sizes`` words, in few operations."""
-    weights, bounds = _joined_weights(sizes, values[0].device)
+def _hash_together(values: Sequence[Tensor], nbytes: tuple[int, ...]) -> Tensor:
+    """Return the hashes of small tensors of ``nbytes`` bytes, in few operations."""
+    weights, owners, zeros = _joined_weights(nbytes, values[0].device)
     words = torch.cat([value.reshape(-1) for value in values]).view(torch.int64)
     mixed = _mix(words)
     mixed *= weights
-    # Sums are modulo 2**64, so differences of running sums are exact.
-    sums = mixed.new_zeros(mixed.numel() + 1)
-    torch.cumsum(mixed, 0, out=sums[1:])
-    ends = sums.index_select(0, bounds)
-    return ends[1:] - ends[:-1]
+    return zeros.index_add(0, owners, mixed)
 
 
 @lru_cache(maxsize=64)
 def _joined_weights(
-    sizes: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the weights of tensors of ``sizes`` in a row, and where each begins."""
+    nbytes: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for tensors in a row, each word's weight and tensor, and a zero each."""
+    sizes = [number // 8 for number in nbytes]
     weights = torch.cat([_weights(device)[:size] for size in sizes])
-    return weights, torch.tensor([0, *accumulate(sizes)], device=device)
+    numbers = torch.arange(len(sizes), device=device)
+    owners = numbers.repeat_interleave(torch.tensor(sizes, device=device))
+    return weights, owners, torch.zeros_like(numbers)
 
 
 def _hash_words(words: Tensor) -> Tensor:

@@ -32,16 +32,12 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
     """
     by_group: dict[str, list[FlatParamHandle]] = {}
     for handle in handles:
-        group = handle.groups.shard
-        is_cut = group is not None and can_compare(group)
         # Only units whose shards were written to since construction can have been
         # initialized in place.
-        if (
-            group is not None
-            and is_cut
-            and written(handle.layout) != handle.writes.at_build
-        ):
-            by_group.setdefault(group.group_name, []).append(handle)
+        if written(handle.layout) != handle.writes.at_build:
+            group = handle.groups.shard
+            if group is not None and can_compare(group):
+                by_group.setdefault(group.group_name, []).append(handle)
     for chosen in by_group.values():
         group = chosen[0].groups.shard
         assert group is not None

@@ -22,6 +22,7 @@ too, and checked on the same versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -139,15 +140,26 @@ def _is_since(tensor: Tensor, since: int) -> bool:
     return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since
 
 
+@lru_cache(maxsize=1024)
+def _searched(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the ``keys`` that are searched. Modules of a class have equal keys."""
+    return tuple([key for key in keys if key not in _OF_EVERY_MODULE])
+
+
 def _attributes(state: _FSDPState) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield dict, key and tensor for attributes of this unit and of nested units."""
     # Nested units are included: a tensor that a nested unit keeps was computed from
     # outputs of this unit, and may be the only way back to this unit. By id, because a
     # module class may define ``__eq__``.
-    found = {id(m): m for top in state.modules for m in walk.modules(top)}
-    for module in found.values():
-        for table in (vars(module), module._buffers):
-            for key in table.keys() - _OF_EVERY_MODULE:
+    found: Iterable[nn.Module] = walk.modules(state.module)
+    if len(state.modules) > 1:
+        every = {id(m): m for top in state.modules for m in walk.modules(top)}
+        found = every.values()
+    for module in found:
+        own, buffers = vars(module), module._buffers
+        # Most modules have no buffers.
+        for table in (own, buffers) if buffers else (own,):
+            for key in _searched(tuple(table)):
                 if type(table[key]) in _HOLDERS:
                     for tensor in tensors_in(table[key]):
                         yield table, key, tensor

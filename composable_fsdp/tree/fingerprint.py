@@ -22,7 +22,7 @@ import torch
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
-from composable_fsdp.planning.walk import named
+from composable_fsdp.planning.walk import modules, named
 from composable_fsdp.tree.state import OWNERS, _FSDPState
 
 ParameterFacts: TypeAlias = tuple[
@@ -65,40 +65,44 @@ def facts_of(
     Returns: the facts, in the order of ``units``. Collective: none.
     """
     names = {id(state): name for name, state in units}
-    # Most units are alike: their plans share these objects.
+    # Most units are alike: their plans share the objects with these identities.
     parameters: dict[int, tuple[ParameterFacts, ...]] = {}
-    options: dict[int, Options] = {}
+    options: dict[tuple[object, ...], Options] = {}
     found = []
     for name, state in units:
         regions = state.handle.layout.plan.regions
         if id(regions) not in parameters:
             parameters[id(regions)] = _parameter_facts(regions)
-        if id(state.options) not in options:
-            options[id(state.options)] = _option_facts(state.options)
+        settings = _setting_values(state, names)
+        key = id(state.options), *settings
+        if key not in options:
+            pairs = zip(_SETTINGS, map(str, settings), strict=True)
+            options[key] = (*_option_facts(state.options), *pairs)
         found.append(
             UnitFacts(
                 name,
                 parameters[id(regions)],
-                options[id(state.options)] + _setting_facts(state, names),
+                options[key],
                 tuple(buffers.get(id(state), ())),
             )
         )
     return tuple(found)
 
 
-def digest_of(facts: Iterable[UnitFacts]) -> bytes:
+def digest_of(facts: Sequence[UnitFacts]) -> bytes:
     """Return 16 bytes that are equal for equal facts, on every rank."""
-    digest = hashlib.blake2b(digest_size=16)
-    # ``repr`` of the parts that units share is computed once.
-    texts: dict[int, bytes] = {}
-    for unit in facts:
-        known = id(unit.parameters)
-        if known not in texts:
-            texts[known] = repr(unit.parameters).encode()
-        rest = (unit.name, unit.options, unit.buffers, len(texts[known]))
-        digest.update(repr(rest).encode())
-        digest.update(texts[known])
-    return digest.digest()
+    # ``repr`` of the parts that units share is computed once. Equal texts have the same
+    # number: whether units share a part is no fact.
+    numbers: dict[str, int] = {}
+    known: dict[int, int] = {}
+    rows = []
+    for name, parameters, options, buffers in facts:
+        for part in (parameters, options):
+            if id(part) not in known:
+                known[id(part)] = numbers.setdefault(repr(part), len(numbers))
+        rows.append((name, known[id(parameters)], known[id(options)], buffers))
+    text = repr((rows, list(numbers)))
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def buffer_names(top: _FSDPState) -> dict[int, list[str]]:
@@ -108,8 +112,10 @@ def buffer_names(top: _FSDPState) -> dict[int, list[str]]:
     """
     found: dict[int, list[str]] = {}
     for module in top.modules:
+        # Most models have no buffers, and need no names.
+        if not any(each._buffers for each in modules(module)):
+            continue
         for name, each in named(module):
-            # Most modules have no buffers, and this walk visits all modules.
             if each._buffers:
                 owner = OWNERS.get(each)
                 if owner is not None:
@@ -145,7 +151,25 @@ def _option_facts(options: UnitOptions) -> Options:
     return tuple((name, _text(value)) for name, value in found.items())
 
 
-def _setting_facts(state: _FSDPState, names: Mapping[int, str]) -> Options:
+_SETTINGS = (
+    "ranks per shard group",
+    "number of replicas",
+    "device type",
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "reduction of gradients in backward",
+    "forward_prefetch",
+    "units to prefetch in forward",
+    "units to prefetch in backward",
+    "gradient divide factor",
+    "all-reduce of gradients over replicas",
+    "reduction of unused parameters",
+    "communication hook",
+)
+"""What ``_setting_values`` returns."""
+
+
+def _setting_values(state: _FSDPState, names: Mapping[int, str]) -> tuple[object, ...]:
     """Return settings that can be changed after ``fully_shard``, and the ranks."""
     settings, handle = state.settings, state.handle
     rule, groups = handle.rule, handle.groups
@@ -156,24 +180,26 @@ def _setting_facts(state: _FSDPState, names: Mapping[int, str]) -> Options:
     hook = rule.hook
     return (
         # Numbers of ranks and not the ranks, which differ between replicas.
-        ("ranks per shard group", str(groups.shard_world_size)),
-        ("number of replicas", str(groups.replicas)),
-        ("device type", handle.layout.device.type),
-        ("reshard_after_forward", str(reshards)),
-        ("reshard_after_backward", str(settings.reshard_after_backward)),
-        ("reduction of gradients in backward", str(settings.sync_gradients)),
-        ("forward_prefetch", str(settings.prefetches_forward)),
-        ("units to prefetch in forward", _names(state.ahead_in_forward, names)),
-        ("units to prefetch in backward", _names(state.ahead_in_backward, names)),
-        ("gradient divide factor", str(rule.factor)),
-        ("all-reduce of gradients over replicas", str(rule.all_reduce)),
-        ("reduction of unused parameters", str(rule.fill)),
-        ("communication hook", getattr(hook, "__qualname__", type(hook).__name__)),
+        groups.shard_world_size,
+        groups.replicas,
+        handle.layout.device.type,
+        reshards,
+        settings.reshard_after_backward,
+        settings.sync_gradients,
+        settings.prefetches_forward,
+        _names(state.ahead_in_forward, names),
+        _names(state.ahead_in_backward, names),
+        rule.factor,
+        rule.all_reduce,
+        rule.fill,
+        getattr(hook, "__qualname__", type(hook).__name__),
     )
 
 
 def _names(states: Sequence[_FSDPState], names: Mapping[int, str]) -> str:
     """Return the names of units in words."""
+    if not states:
+        return ""
     return ", ".join(quoted(names.get(id(each), each.fqn)) for each in states)
 
 

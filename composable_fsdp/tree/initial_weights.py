@@ -12,18 +12,22 @@ was loaded, its hash is not valid any more::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import TypeVar
 
 from torch import Tensor, nn
 
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.flat.handle import UnitLayout
-from composable_fsdp.flat.value_hash import has_values, hash_values
+from composable_fsdp.flat.value_hash import hash_values, have_values
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.planner import Target
 
 T = TypeVar("T")
+
+_version = attrgetter("_version")
 
 NOBODY, SHARD_RANKS, ALL_RANKS = range(3)
 """Values of ``InitialWeights.compared``: nobody yet, the ranks of the shard groups, or
@@ -55,9 +59,11 @@ class InitialWeights:
 
     def mark(self, layout: UnitLayout) -> None:
         """Remember that the sharded parameters hold the initial values."""
+        if not self.is_checked:
+            return
         leaves = sharded_leaves(layout)
         self._ids = tuple(map(id, leaves))
-        self._versions = tuple([leaf._version for leaf in leaves])
+        self._versions = tuple(map(_version, leaves))
 
     def forget(self) -> None:
         """Remember that the values have been replaced since."""
@@ -70,7 +76,7 @@ class InitialWeights:
         hashed if the values were broadcast and not written to.
         """
         leaves = sharded_leaves(layout)
-        if not self.is_checked or not all(map(has_values, leaves)):
+        if not self.is_checked or not have_values(leaves):
             return
         if not (self.synced and all(self.unwritten(layout))):
             self.hashes = hash_values(leaves)
@@ -81,10 +87,14 @@ class InitialWeights:
         leaves = sharded_leaves(layout)
         if not self._ids:  # made on meta
             return [False] * len(leaves)
+        # The usual case: no parameter was written to or replaced.
+        versions = tuple(map(_version, leaves))
+        if versions == self._versions and tuple(map(id, leaves)) == self._ids:
+            return [True] * len(leaves)
         return [
-            id(leaf) == known and leaf._version == version
-            for leaf, known, version in zip(
-                leaves, self._ids, self._versions, strict=True
+            id(leaf) == known and now == version
+            for leaf, known, now, version in zip(
+                leaves, self._ids, versions, self._versions, strict=True
             )
         ]
 
@@ -125,26 +135,27 @@ def hash_weights(target: Target, groups: Groups, *, synced: bool) -> InitialWeig
     hashes = None
     # Without other ranks nothing is hashed: tensors may be fake then.
     if is_checked and not synced and groups.shard is not None:
-        values: list[nn.Parameter] = by_slot(target.plan.regions, target.parameters)
-        if all(map(has_values, values)):
+        found = list(chain.from_iterable(target.parameters))
+        values = in_slot_order(target.plan.regions, found)
+        if have_values(values):
             hashes = hash_values(values)
     return InitialWeights(is_checked=is_checked, hashes=hashes, synced=synced)
 
 
-def by_slot(regions: Iterable[RegionLayout], found: Iterable[Sequence[T]]) -> list[T]:
-    """Return what ``found`` has per region and parameter, in the order of the slots."""
-    # Regions hold parameters by dtype and size; slots count in the module's order.
-    pairs = [
-        (slot.index, each)
-        for region, values in zip(regions, found, strict=True)
-        for slot, each in zip(region.parameters, values, strict=True)
-    ]
-    return [each for _, each in sorted(pairs, key=lambda pair: pair[0])]
-
-
 def sharded_leaves(layout: UnitLayout) -> list[nn.Parameter]:
     """Return the sharded parameters of a unit, in the order of the slots."""
-    return by_slot(
-        [region.layout for region in layout.regions],
-        [region.leaves for region in layout.regions],
-    )
+    found = list(chain.from_iterable([region.leaves for region in layout.regions]))
+    return in_slot_order(layout.plan.regions, found)
+
+
+def in_slot_order(regions: tuple[RegionLayout, ...], found: list[T]) -> list[T]:
+    """Return the list ``found``, in the order of ``regions``, in that of the slots."""
+    # Regions hold parameters by dtype and size; slots count in the module's order.
+    slots = tuple([slot.index for region in regions for slot in region.parameters])
+    return [found[place] for place in _places(slots)]
+
+
+@lru_cache(maxsize=64)
+def _places(slots: tuple[int, ...]) -> list[int]:
+    """Return where each slot is in ``slots``. Most units are alike."""
+    return sorted(range(len(slots)), key=slots.__getitem__)

@@ -39,7 +39,7 @@ from composable_fsdp.tree.fingerprint import (
 from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
 from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.same_weights import require_same_weights, weights_digest
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 _MOST_MODELS = 8
@@ -97,12 +97,7 @@ def compare_models(state: _FSDPState, *, replicas: bool) -> None:
     top = outermost(state)
     if top.initial.compared >= (ALL_RANKS if replicas else SHARD_RANKS):
         return
-    found = {
-        id(each): (name, each)
-        for module in top.modules
-        for name, _, each in walk_states(module)
-    }
-    units = list(found.values())
+    units = _units(top)
     # Without replicas all ranks call anyway.
     replicas = replicas or all(u.handle.groups.replicate is None for _, u in units)
     scopes = _scopes(units, replicas=replicas)
@@ -112,6 +107,19 @@ def compare_models(state: _FSDPState, *, replicas: bool) -> None:
     top.initial.compared = ALL_RANKS if replicas else SHARD_RANKS
     for text in filter(None, due):
         warnings.warn(text, stacklevel=2)
+
+
+def _units(top: _FSDPState) -> Units:
+    """Return the units of the tree of ``top``, outermost first."""
+    # Lazy initialization has walked over the modules already.
+    if isinstance(top, _RootFSDPState):
+        return [(each.fqn, each) for each in top._root_states]
+    found = {
+        id(each): (name, each)
+        for module in top.modules
+        for name, _, each in walk_states(module)
+    }
+    return list(found.values())
 
 
 def _scopes(units: Units, *, replicas: bool) -> list[Scope]:

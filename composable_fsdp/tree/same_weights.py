@@ -60,10 +60,10 @@ def weights_digest(units: Units) -> tuple[bytes, bool]:
         if state.handle.groups.shard is None:
             state.initial.refresh(state.handle.layout)
     digest = hashlib.blake2b(digest_size=16)
-    written = False
-    for (_, state), values in zip(units, _initial_hashes(units), strict=True):
-        digest.update(repr(values).encode())
-        written = written or (_has_replicas(state) and not all(_unwritten(state)))
+    digest.update(repr(_initial_hashes(units)).encode())
+    written = any(
+        _has_replicas(state) and not all(_unwritten(state)) for _, state in units
+    )
     return digest.digest(), written
 
 
@@ -137,17 +137,18 @@ def _initial_hashes(units: Units) -> list[list[int | None]]:
             by_device.setdefault(each.device, []).append(each)
     # One copy to the host per device and not one per unit.
     numbers = {d: iter(torch.cat(found).tolist()) for d, found in by_device.items()}
-    return [
-        []
-        if each is None
-        else [
-            number if is_unwritten else None
-            for number, is_unwritten in zip(
-                islice(numbers[each.device], len(each)), _unwritten(state), strict=True
-            )
-        ]
-        for each, (_, state) in zip(hashes, units, strict=True)
-    ]
+    found: list[list[int | None]] = []
+    for each, (_, state) in zip(hashes, units, strict=True):
+        if each is None:
+            found.append([])
+            continue
+        unwritten = _unwritten(state)
+        values: list[int | None] = list(islice(numbers[each.device], len(unwritten)))
+        if not all(unwritten):
+            pairs = zip(values, unwritten, strict=True)
+            values = [value if kept else None for value, kept in pairs]
+        found.append(values)
+    return found
 
 
 def _unwritten(state: _FSDPState) -> list[bool]:
