@@ -21,6 +21,9 @@ from operator import attrgetter, or_
 import torch
 from torch import Tensor, nn
 
+# ``torch.cat`` of views in a single call; private, checked on torch 2.13.
+from torch._utils import _flatten_dense_tensors
+
 _ROW = 1 << 15
 """Words per row."""
 _BLOCK = {"cpu": _ROW}
@@ -62,7 +65,8 @@ def hash_values(values: Sequence[Tensor]) -> Tensor:
     nbytes = tuple([value.nbytes for value in values])
     # ``|`` keeps the low bits of all numbers: each has to be a multiple of 8.
     if (
-        max(nbytes) <= _SMALL
+        len(values) > 1  # a single tensor is not copied, and may lie at any address
+        and max(nbytes) <= _SMALL
         and not reduce(or_, nbytes) % 8
         and len({value.dtype for value in values}) == 1
         and len({value.device for value in values}) == 1
@@ -89,7 +93,8 @@ def _words(value: Tensor) -> Tensor:
 def _hash_together(values: Sequence[Tensor], nbytes: tuple[int, ...]) -> Tensor:
     """Return the hashes of small tensors of ``nbytes`` bytes, in few operations."""
     weights, owners, zeros = _joined_weights(nbytes, values[0].device)
-    words = torch.cat([value.reshape(-1) for value in values]).view(torch.int64)
+    row: Tensor = _flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
+    words = row.view(torch.int64)
     mixed = _mix(words)
     mixed *= weights
     return zeros.index_add(0, owners, mixed)
