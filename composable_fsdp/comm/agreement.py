@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -39,6 +39,9 @@ comparisons off.
 
 Default: 0.9 times the group's timeout, so that a DesyncError is raised before the
 backend aborts a collective that waits for a missing rank."""
+
+_MOST_VISITS = 4096
+"""Visits to the store per second that all waiting ranks of a group make at most."""
 
 NOTICE_AFTER = 10.0
 """Seconds in ``missing`` after which ``notice`` is called."""
@@ -176,13 +179,12 @@ class Peers:
     def all_arrived(self, place: str, within: float) -> bool:
         """Wait up to ``within`` seconds until ``place`` is open; return whether so."""
         store, key = _store(), f"{self._key(place)}/open"
-        # Poll with growing pauses, as in ``missing``.
-        start, pause = time.monotonic(), 0.0005
+        # Poll, as in ``missing``.
+        start, between = time.monotonic(), pauses(self._group.get().size())
         while not store.check([key]):
             if time.monotonic() - start > within:
                 return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            time.sleep(next(between))
         return True
 
     def missing(
@@ -197,15 +199,17 @@ class Peers:
             place: name of the place, equal on all ranks.
             notice: called once with the missing ranks if the wait takes longer than
                 ``NOTICE_AFTER``.
-            in_vain: called about once a second with the missing ranks; returns whether
-                they cannot come.
+            in_vain: called every ``seconds_between_questions`` with the missing ranks;
+                returns whether they cannot come.
 
         Returns: the global ranks that have not arrived after ``timeout()`` seconds, or
             that cannot come.
         Collective: none.
         """
         store, key = _store(), self._key(place)
-        start, pause, told, seconds = time.monotonic(), 0.0005, False, 1.0
+        size = self._group.get().size()
+        start, between, told = time.monotonic(), pauses(size), False
+        every = seconds = seconds_between_questions(size)
         # Polling, because a blocking wait would hold the connection to the store, which
         # other threads of this process share.
         while not store.check([f"{key}/open"]):
@@ -218,13 +222,12 @@ class Peers:
             # Not at every visit: the answer takes a round trip per missing rank, and a
             # rank that waits in vain now will do so in a second, too.
             if waited > seconds:
-                seconds += 1.0
+                seconds += every
                 absent = self._absent(key)
                 # The last rank may have come meanwhile.
                 if absent and in_vain(absent):
                     return absent
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            time.sleep(next(between))
         return []
 
     def _absent(self, key: str) -> list[int]:
@@ -271,6 +274,30 @@ def name_in_store(group: dist.ProcessGroup) -> str:
     """
     # Groups of disjoint ranks may have the same name, so the name alone is ambiguous.
     return f"{group.group_name}@{dist.get_global_rank(group, 0)}"
+
+
+def pauses(ranks: int) -> Iterator[float]:
+    """Yield the seconds between visits of one of ``ranks`` that waits in the store.
+
+    The pauses grow: at first the rank must not lose time, and a rank that waits long
+    must not keep the store busy, which serves all ranks of the job, one after another.
+
+    >>> from itertools import islice
+    >>> [list(islice(pauses(ranks), 20))[-1] for ranks in (8, 1024)]
+    [0.05, 0.25]
+    """
+    pause, longest = 0.0005, max(0.05, ranks / _MOST_VISITS)
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)
+
+
+def seconds_between_questions(ranks: int) -> float:
+    """Return how often one of ``ranks`` that waits asks where the missing ranks are.
+
+    Each question takes up to two round trips per missing rank.
+    """
+    return max(1.0, ranks / 256)
 
 
 def seconds_to_wait(group: dist.ProcessGroup) -> float:

@@ -45,9 +45,6 @@ from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain
 from composable_fsdp.errors import DesyncError
 
-_LONGEST_PAUSE = 0.05
-"""Seconds between two visits of a rank that waits long."""
-
 _numbers: Counter[str] = Counter()
 """Number of meetings per group that this rank has been at, by the group's name."""
 
@@ -144,7 +141,8 @@ class History:
         meeting.arrive()
         # Polling with growing pauses: a blocking wait would hold the connection to the
         # store, which other threads of this process share.
-        start, pause, told, seconds = time.monotonic(), 0.0005, False, 1.0
+        start, between, told = time.monotonic(), agreement.pauses(group.size()), False
+        every = seconds = agreement.seconds_between_questions(group.size())
         while meeting.is_awaited():
             # Before all ranks are here: ranks that differ need not wait for the others.
             if not meeting.is_equal():
@@ -152,11 +150,11 @@ class History:
             # A slow rank is no error, so a warning comes first, and the error only
             # after the time in which the backend would end a collective, too.
             waited = time.monotonic() - start
-            # Once a second: a rank that waits in a collective which this rank has not
+            # At times: a rank that waits in a collective which this rank has not
             # issued cannot come, and this rank cannot go on, so that both raise now
             # instead of after the time limit.
             if waited > seconds:
-                seconds += 1.0
+                seconds += every
                 stuck = ranks_in_vain(group, meeting.absent)
                 if stuck and meeting.gives_up():
                     error = meeting.in_vain(stuck)
@@ -167,8 +165,7 @@ class History:
             if not told and waited > agreement.NOTICE_AFTER:
                 told = True
                 warnings.warn(meeting.notice(), stacklevel=2)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(next(between))
             meeting.look()
         if not meeting.is_equal():
             self._require_equal(meeting)

@@ -367,11 +367,15 @@ class _Watch:
         # Other threads look every few seconds, and write their own file of the report
         # when they answer. A rank whose process is stopped or dead does neither.
         said: dict[int, Position] = {}
+        others = watch.ranks
         for _ in range(2 * _ASK_EVERY):
             self._stop.wait(TICK)
             # Other ranks may report at the same time, and wait for this rank's answer.
             self._publish(store)
-            said = {each.rank: each for each in self.positions(watch.ranks)}
+            # A rank that has answered is not read again: all ranks of a large job may
+            # report at the same time.
+            said.update((each.rank, each) for each in self.positions(others))
+            others = [r for r in watch.ranks if r not in said or said[r].at <= asked]
             if sum(each.at > asked for each in said.values()) >= len(watch.ranks) - 1:
                 break
         words = []
