@@ -368,7 +368,8 @@ def leave_reduce(handle: FlatParamHandle) -> None:
     for region in handle.layout.trainable:
         reduce = region.reduce
         if memory.is_allocated(reduce.buffer):
-            memory.leave(reduce.buffer, (*reduce.views, *reduce.gaps))
+            views = (*reduce.views, *reduce.gaps)
+            reduce.buffer = memory.leave(reduce.buffer, views)
         # Without a temporary buffer the flat gradient is the output of the all-reduce
         # over the replicas, and no leaf shows the flat gradient.
         if reduce.temporary is None:

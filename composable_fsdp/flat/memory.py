@@ -50,22 +50,24 @@ def require_unresizable(tensor: Tensor, error: RuntimeError) -> None:
         raise error
 
 
-def leave(base: Tensor, views: Iterable[Tensor]) -> None:
-    """Give ``base`` and its ``views`` other memory, with undefined values.
+def leave(base: Tensor, views: Iterable[Tensor]) -> Tensor:
+    """Give ``views`` of ``base`` other memory, with undefined values.
 
-    The old memory is neither freed nor used again as long as another holder refers to
-    it, such as a collective that has not ended.
+    The old memory is neither freed nor used again as long as a collective that was
+    given ``base`` has not ended.
 
     Args:
-        base: a flat buffer.
+        base: a flat buffer, which the caller has to drop.
         views: all views of ``base`` that the package keeps.
 
-    Collective: none.
+    Returns: the buffer to use instead of ``base``. Collective: none.
     """
+    # Another object: the collective holds ``base`` itself, and so its memory.
     fresh = new_buffer(base.numel(), base.dtype, base.device)
     # ``.data``: the objects stay, and with them hooks and version counters.
-    for each in (base, *views):
+    for each in views:
         each.data = fresh.as_strided(each.size(), each.stride(), each.storage_offset())
+    return fresh
 
 
 def is_allocated(tensor: Tensor) -> bool:

@@ -180,11 +180,17 @@ def leave_full(handle: FlatParamHandle) -> None:
     A rank that comes late still completes the all-gather, in a thread of the backend,
     which writes into the memory that the collective was given. Collective: none.
     """
+    gathered = handle.form.gather_lists[0]
     for region in handle.layout.regions:
         full = region.full
-        if full.is_cut and memory.is_allocated(full.buffer):
-            views = [] if full.own_slice is None else [full.own_slice]
-            memory.leave(full.buffer, [*views, *full.leaves])
+        if not full.is_cut or not memory.is_allocated(full.buffer):
+            continue
+        views = [] if full.own_slice is None else [full.own_slice]
+        fresh = memory.leave(full.buffer, [*views, *full.leaves])
+        gathered[:] = [fresh if each is full.buffer else each for each in gathered]
+        region.full = full._replace(buffer=fresh)
+    if handle.form.regions:
+        handle.form.regions = tuple([region.full for region in handle.layout.regions])
 
 
 def defer_free(handle: FlatParamHandle) -> None:

@@ -114,6 +114,9 @@ def abandon(world: World, how: str, path: Path) -> tuple[int, bool, bool]:
     if how == "interrupt":
         context = region.reduce.owner().context
         recover(context, drop_gradients=False)
+    # The unit has another buffer since, which is free; the collective has the old one.
+    assert buffer.untyped_storage().nbytes() == buffer.nbytes
+    buffer = region.reduce.buffer if how == "reduce" else region.full.buffer
     free = buffer.untyped_storage().nbytes() == 0
     # The allocator hands freed memory of the same size out again.
     filled = [torch.full((numel,), 3.0) for _ in range(64)]
