@@ -42,6 +42,7 @@ DOORS = frozenset(
         "_traversal_utils",
         "_unshard_param_utils",
         "api",
+        "fsdp2",
         "fully_sharded_data_parallel",
         "sharded_grad_scaler",
         "wrap",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from composable_fsdp.access.schedule import state_of_unit
@@ -18,6 +20,7 @@ from composable_fsdp.runtime.external_changes import (
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.recover import is_live, recover
 from composable_fsdp.runtime.threads import require_no_other_backward
+from composable_fsdp.tree import root as roots
 from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.same_models import compare_models
@@ -138,6 +141,47 @@ def reshard(module: nn.Module) -> None:
     verbs.reshard(context, handle)
     # On CUDA reshard defers the release of the memory; release all deferred memory now.
     verbs.free_oldest(context, keep=0)
+
+
+def reset_iter_state(module: nn.Module) -> None:
+    """Reset the tree of the root ``module`` after a forward or backward that raised.
+
+    All units are resharded, and gradients that were not reduced are discarded, with
+    those of ``no_sync``. The next forward does the same without this call, but keeps
+    the gradients of ``no_sync`` if a forward raised.
+
+    Collective: none. Waits for the collectives that this rank has issued.
+    Raises: CompositionError, if ``module`` is no fully sharded module; PhaseError, if
+        ``module`` is not the outermost unit, inside a forward or backward, or inside
+        ``unshard_params``.
+    """
+    state = state_of_unit(module, "reset_iter_state")
+    context = _context(state, "reset_iter_state")
+    if not state._is_root:
+        raise PhaseError(
+            f"reset_iter_state expects the outermost fully sharded module, got "
+            f"{state.name}, which is inside another. Call it on the module that the "
+            "last fully_shard was applied to."
+        )
+    if context.outermost is not None or current_task() != NO_TASK:
+        raise PhaseError(
+            f"reset_iter_state was called on {state.name} while its forward or "
+            "backward is running. Call it after the exception has left both."
+        )
+    # Also after a forward that raised: the gradients of the iteration are incomplete.
+    recover(context, drop_gradients=True)
+
+
+def share_streams(modules: Sequence[nn.Module]) -> None:
+    """Let the trees of ``modules`` share the streams of communication of the first.
+
+    Memory that a stream frees is then reused by all trees, as pipeline stages need.
+
+    Collective: none.
+    Raises: CompositionError, if a module is no fully sharded module.
+    """
+    found = [state_of_unit(each, "share_comm_ctx") for each in modules]
+    roots.share_streams([ensure_root(state) for state in found])
 
 
 def is_sharded(module: nn.Module) -> bool:

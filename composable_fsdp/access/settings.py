@@ -8,8 +8,10 @@ module itself. All ranks must make the same calls. No function communicates.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
@@ -119,6 +121,71 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         state.handle.rule.factor = float(factor)
         # The division per region (before or after the sum) is derived from the factor.
         set_divisions(state.handle)
+
+
+def set_force_sum_reduction(module: nn.Module, force_sum: bool) -> None:
+    """Set whether the collectives of the unit ``module`` only sum, and never average.
+
+    Collective: none.
+    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
+        ``force_sum`` is not a bool.
+    """
+    require_flag("set_force_sum_reduction_for_comms", force_sum)
+    name = "set_force_sum_reduction_for_comms"
+    for state in units_of(module, name, recurse=False):
+        state.handle.rule.force_sum = force_sum
+        # The division depends on whether the backend averages.
+        set_divisions(state.handle)
+
+
+def set_all_reduce_hook(
+    module: nn.Module,
+    hook: Callable[[Tensor], None],
+    *,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Call ``hook`` with the reduced gradients of the unit ``module``; as in FSDP2.
+
+    The hook gets one tensor per region and reduction, ``(shard_numel,)`` in the reduce
+    dtype: the result of the reduce-scatter and, for hybrid units, of the all-reduce,
+    before the division by the number of ranks (NCCL has divided already). The hook
+    changes the tensor in place, for example by an all-reduce over further ranks.
+
+    Args:
+        module: A fully sharded module.
+        hook: The function.
+        stream: The stream on which ``hook`` runs. Default None: the stream that writes
+            ``.grad``.
+
+    Collective: none; in backward the collectives of ``hook``.
+    Raises: CompositionError, if ``module`` is no fully sharded module, or if ``stream``
+        is given for a hybrid unit; TypeError, if ``hook`` is not callable.
+    """
+    if not callable(hook):
+        raise TypeError(
+            "set_all_reduce_hook expects a function of a tensor, got "
+            f"{type(hook).__name__}."
+        )
+    for state in units_of(module, "set_all_reduce_hook", recurse=False):
+        if stream is not None and state.handle.groups.replicas > 1:
+            raise CompositionError(
+                f"set_all_reduce_hook got a stream for unit {state.name}, which "
+                "all-reduces over replicas on a stream of its own. Leave stream out."
+            )
+        rule = state.handle.rule
+        rule.after_sum = hook if stream is None else partial(_on_stream, hook, stream)
+
+
+def _on_stream(
+    hook: Callable[[Tensor], None], stream: torch.cuda.Stream, sums: Tensor
+) -> None:
+    """Call ``hook`` on ``stream``, between two waits of the current stream."""
+    # ``sums`` is written before the hook and read after it on the current stream.
+    current = torch.cuda.current_stream(sums.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        hook(sums)
+    current.wait_stream(stream)
 
 
 def set_reduce_scatter_unused_params(

@@ -210,7 +210,10 @@ def unknown_text(
     rest = [n for n in names if n not in translated]
     parts = []
     if hints:
-        parts.append(f"these are torch FSDP names: {', '.join(hints)}")
+        parts.append(
+            f"these are torch FSDP names: {', '.join(hints)}; fully_shard of "
+            "composable_fsdp.fsdp2 takes the names of FSDP2"
+        )
     if rest:
         near = ", ".join(_with_nearest(name, own) for name in rest)
         parts.append(f"unknown: {near}")

@@ -365,7 +365,11 @@ def set_divisions(handle: FlatParamHandle) -> None:
     """Compute how each region's sums are divided, from the unit's rule."""
     rule, ranks = handle.rule, handle.groups.world_size
     # NCCL can average; gloo and CPU tensors can only sum.
-    average = handle.layout.device.type == "cuda" and handle.groups.can_average
+    average = (
+        handle.layout.device.type == "cuda"
+        and handle.groups.can_average
+        and not rule.force_sum
+    )
     for region in handle.layout.trainable:
         dtype = region.reduce.buffer.dtype
         region.reduce.division = division(rule, dtype, ranks=ranks, can_average=average)

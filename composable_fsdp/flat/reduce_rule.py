@@ -42,7 +42,16 @@ NO_DIVISION = Division(1.0, 1.0, False)
 class ReduceRule:
     """The reduction settings of a unit; written by ``access.settings``."""
 
-    __slots__ = ("all_reduce", "factor", "fill", "flags", "hook", "hook_state")
+    __slots__ = (
+        "after_sum",
+        "all_reduce",
+        "factor",
+        "fill",
+        "flags",
+        "force_sum",
+        "hook",
+        "hook_state",
+    )
 
     def __init__(self) -> None:
         self.factor: float | None = None
@@ -57,6 +66,12 @@ class ReduceRule:
         None."""
         self.hook_state: Any = None
         """First argument of ``hook``."""
+        self.force_sum = False
+        """Whether the collectives may only sum, also if the backend can average.
+        Default: False."""
+        self.after_sum: Callable[[torch.Tensor], None] | None = None
+        """Called with the sums of a region, before the division after the sum. Default:
+        None."""
 
     def fill_missing(self, *, fill: bool) -> None:
         """Choose whether parameters without a gradient are reduced as zeros."""

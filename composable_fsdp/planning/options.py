@@ -168,7 +168,9 @@ def by_name(kind: type[E], value: object, *, argument: str) -> E:
     )
 
 
-def by_fields(kind: type[D], value: object, *, argument: str) -> D:
+def by_fields(
+    kind: type[D], value: object, *, argument: str, home: str = "composable_fsdp"
+) -> D:
     """Return ``value`` as a ``kind``; torch's dataclass of the same name is copied.
 
     Args:
@@ -176,6 +178,7 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
         value: an instance of ``kind``, or of another dataclass with the same class
             name.
         argument: name of the argument, for the message.
+        home: the module that users import ``kind`` from. Default: the package.
 
     Returns: the instance of ``kind``.
     Raises: TypeError, if ``value`` is neither.
@@ -197,7 +200,7 @@ def by_fields(kind: type[D], value: object, *, argument: str) -> D:
         return kind(**{n: getattr(value, n) for n in names if hasattr(value, n)})
     raise TypeError(
         f"{argument} expects a {kind.__name__}({', '.join(names)}), got {value!r}. "
-        f"Import {kind.__name__} from composable_fsdp and name what differs: "
+        f"Import {kind.__name__} from {home} and name what differs: "
         f"{_EXAMPLES.get(kind, kind.__name__ + '()')}."
     )
 

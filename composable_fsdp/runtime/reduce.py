@@ -396,6 +396,8 @@ def _apply_reduced_gradients(reduction: Reduction) -> None:
         if target is None:
             target = region.gradient.shard
         assert target is not None
+        if handle.rule.after_sum is not None:
+            handle.rule.after_sum(target)
         divisor = reduce.division.after
         if divisor != 1 and target.numel() and not by_hook:
             target.div_(divisor)

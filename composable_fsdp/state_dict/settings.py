@@ -101,6 +101,12 @@ def set_state_dict_type(
     return before
 
 
+def settings_of_type(kind: StateDictType) -> StateDictSettings:
+    """Return the settings of a state dict type with default configurations."""
+    model_form, optim_form = _CONFIGS[kind]
+    return StateDictSettings(kind, model_form(), optim_form())
+
+
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Return the settings of the units in ``module``; the default is full tensors.
 

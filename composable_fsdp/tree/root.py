@@ -6,11 +6,12 @@ users can call ``fully_shard`` on the modules in any number of calls before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
-from composable_fsdp.comm.device import make_streams
+from composable_fsdp.comm.device import Streams, make_streams
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.tree.state import (
@@ -87,6 +88,18 @@ def set_streams(context: RuntimeContext, device: torch.device) -> None:
     context.streams = make_streams(device)
     # Shards in host memory are read by copies that an optimizer must not overtake.
     context.streams.reads_host = context.marked.offload
+
+
+def share_streams(contexts: Sequence[RuntimeContext]) -> None:
+    """Give all trees the side streams of the first tree on the same device.
+
+    Collective: none.
+    """
+    by_device: dict[torch.device, Streams] = {}
+    for context in contexts:
+        streams = by_device.setdefault(context.streams.device, context.streams)
+        streams.reads_host = streams.reads_host or context.streams.reads_host
+        context.streams = streams
 
 
 def forget_root(context: RuntimeContext) -> None:

@@ -1,0 +1,295 @@
+"""FSDP2's functions over the units of this package, for ``composable_fsdp.fsdp2``.
+
+::
+
+    fully_shard(mesh=, mp_policy=, ...)
+      composable_fsdp.fully_shard(device_mesh=, mixed_precision=, ...)
+      state dicts hold sharded values; the class becomes FSDP<name>
+
+This door alone changes classes. Parameters stay plain tensors, as everywhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp.access import methods
+from composable_fsdp.access.manual import share_streams
+from composable_fsdp.access.schedule import set_reshard_after_forward
+from composable_fsdp.config import ShardingStrategy, StateDictType
+from composable_fsdp.entries import fully_shard as own
+from composable_fsdp.entries.fsdp2_module import FSDPModule, change_class
+from composable_fsdp.entries.fsdp2_policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    cpu_offload_of,
+    mixed_precision_of,
+)
+from composable_fsdp.errors import PlanError
+from composable_fsdp.flat.handle import LEAVES, find_leaf
+from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.state_dict.settings import settings_of_type
+from composable_fsdp.tree.state import _FSDPState
+
+P = ParamSpec("P")
+
+
+class FullyShard(Protocol[P]):
+    """``fully_shard`` of this door, as type checkers see the function."""
+
+    @overload
+    def __call__(
+        self, module: nn.Module, *args: P.args, **kwargs: P.kwargs
+    ) -> FSDPModule: ...
+
+    @overload
+    def __call__(
+        self, module: Sequence[nn.Module], *args: P.args, **kwargs: P.kwargs
+    ) -> list[FSDPModule]: ...
+
+    def state(self, module: nn.Module) -> _FSDPState | None:
+        """Return the state of the unit ``module``; None if the module is no unit."""
+
+
+def _with_state(api: Callable[Concatenate[Any, P], object]) -> FullyShard[P]:
+    """Give the function ``state``, as FSDP2's has."""
+    made: Any = api
+    made.state = own.fully_shard.state
+    return cast("FullyShard[P]", made)
+
+
+@_with_state
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # without fields
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> FSDPModule | list[FSDPModule]:
+    """Shard ``module`` in place, with the arguments of FSDP2's ``fully_shard``.
+
+    The class of the module becomes ``FSDP<name>``, which also derives from
+    ``FSDPModule``. Parameters stay plain tensors with this rank's rows. State dicts
+    hold sharded values, whose ``full_tensor()`` gathers.
+
+    Args:
+        module: The module, or a list of modules that becomes one unit.
+        mesh: The ranks: a 1-D mesh shards, a 2-D mesh is (replicate, shard). Default
+            None: all ranks; torch.distributed is initialized if need be.
+        reshard_after_forward: True frees full parameters between forward and backward;
+            False keeps them. Default None: True, but False for the root. The number of
+            ranks that shard means True, and 1 means False; other numbers are refused.
+        shard_placement_fn: Called with each parameter; may return None or ``Shard(0)``,
+            because every parameter is cut between its rows. Default None.
+        mp_policy: The dtypes of compute and reduction. Default: no cast.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory. Default: no
+            offload.
+        ignored_params: Parameters that are not sharded. Default None.
+        dp_mesh_dims: Refused: parameters are no DTensors here. Default None.
+
+    Returns: ``module``, the same object.
+    Collective: none, but all ranks must make the same calls; without a process group
+        ``torch.distributed.init_process_group``.
+    Raises: CompositionError, PlanError, TypeError, ValueError; the module is then
+        unchanged.
+
+    >>> for block in model.blocks:
+    ...     fully_shard(block)
+    >>> fully_shard(model)
+    """
+    # As FSDP2, so a script under torchrun needs no further line.
+    if mesh is None and not dist.is_initialized():
+        dist.init_process_group()
+    if dp_mesh_dims is not None:
+        raise PlanError(
+            f"fully_shard got dp_mesh_dims={dp_mesh_dims!r}, which names dims of a "
+            "mesh of DTensor parameters; parameters are plain tensors here. Pass the "
+            "dims as a mesh: mesh=mesh['shard'] or mesh=mesh['replicate', 'shard']."
+        )
+    device = _default_device() if mesh is None else None
+    device_type = device.type if device else mesh.device_type if mesh else "cpu"
+    modules = _roots(module)
+    strategy, reshards = _reshards(reshard_after_forward, mesh)
+    # Every refusal comes before the first change.
+    if shard_placement_fn is not None:
+        _require_rows(modules, shard_placement_fn, ignored_params or set())
+    own.fully_shard(
+        module if isinstance(module, nn.Module) else modules,
+        device_mesh=mesh,
+        strategy=strategy,
+        mixed_precision=mixed_precision_of(mp_policy),
+        cpu_offload=cpu_offload_of(offload_policy, device_type),
+        ignored_states=ignored_params,
+        device_id=device,
+    )
+    state = own.fully_shard.state(modules[0])
+    assert state is not None
+    # FSDP2's state dicts send nothing and hold the parts of each rank.
+    state.settings.state_dict = settings_of_type(StateDictType.SHARDED_STATE_DICT)
+    if reshards is not None:
+        set_reshard_after_forward(modules[0], reshards, recurse=False)
+    # Last, so that a refused module keeps its class.
+    change_class(modules)
+    _explain_full_tensor()
+    return cast("FSDPModule | list[FSDPModule]", module)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.<method_name>(...)`` unshard and reshard, as a forward does.
+
+    A module that is no ``FSDPModule`` is left alone. Collective: none. Raises:
+    CompositionError, as ``composable_fsdp.register_forward_method``.
+    """
+    # A script that shards only on some machines calls this function on all.
+    if isinstance(module, FSDPModule):
+        methods.register_forward_method(module, method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots, such as pipeline stages, share streams of communication.
+
+    Collective: none. Raises: ValueError, for a module that is no ``FSDPModule``.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"share_comm_ctx expects FSDPModules, got a {type(module).__name__}. "
+                "Apply fully_shard first."
+            )
+    share_streams(modules)
+
+
+def _default_device() -> torch.device | None:
+    """Return the device of a call without a mesh: the current GPU, if there is one."""
+    # FSDP2 makes a mesh of the accelerator, wherever the parameters are.
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules of a call; FSDP2 leaves out those inside another of a list."""
+    if isinstance(module, nn.Module) or not isinstance(module, (list, tuple)):
+        return [cast("nn.Module", module)]
+    if not all(isinstance(each, nn.Module) for each in module):
+        return list(module)  # ``fully_shard`` of this package refuses these by name
+    inside = {id(m) for each in module for m in each.modules() if m is not each}
+    return [each for each in module if id(each) not in inside]
+
+
+def _reshards(
+    given: object, mesh: DeviceMesh | None
+) -> tuple[ShardingStrategy, bool | None]:
+    """Return the strategy, and whether the unit reshards; None if its place decides.
+
+    Raises: ValueError, for a number that does not divide the ranks that shard;
+        PlanError, for a number between 1 and all of these ranks.
+    """
+    if given is None:
+        return ShardingStrategy.FULL_SHARD, None
+    if not isinstance(given, int):
+        raise ValueError(
+            "reshard_after_forward expects True, False, None or a number of ranks, "
+            f"got {given!r}."
+        )
+    # True is an int in Python.
+    if not isinstance(given, bool):
+        ranks = dist.get_world_size() if mesh is None else mesh.size(-1)
+        if given < 1 or ranks % given:
+            raise ValueError(
+                f"reshard_after_forward expects a divisor of the {ranks} ranks that "
+                f"shard, got {given}. Pass True or False."
+            )
+        if 1 < given < ranks:
+            raise PlanError(
+                f"reshard_after_forward={given} would reshard to {given} of {ranks} "
+                "ranks; here a unit is sharded over all of them or full. Pass True "
+                "for the least memory, False for the least communication, or a 2-D "
+                f"mesh (replicate, shard) whose shard dim has {given} ranks."
+            )
+        if given == 1:
+            warnings.warn(
+                "reshard_after_forward=1 means that parameters stay full after "
+                "forward, as False does. Pass True to reshard them.",
+                stacklevel=3,
+            )
+        given = given == ranks and given > 1
+    if given:
+        return ShardingStrategy.FULL_SHARD, True
+    return ShardingStrategy.SHARD_GRAD_OP, False
+
+
+def _require_rows(
+    modules: Sequence[nn.Module],
+    placement_of: Callable[[nn.Parameter], object],
+    ignored: set[nn.Parameter],
+) -> None:
+    """Raise PlanError if ``placement_of`` asks for another cut than between rows."""
+    for name, parameter in _new_parameters(modules, ignored):
+        placement = placement_of(parameter)
+        if placement is None:
+            continue
+        # Duck typing spares the import of DTensor.
+        dim = getattr(placement, "dim", None)
+        if not isinstance(dim, int):
+            raise PlanError(
+                f"shard_placement_fn returned {placement!r} for {quoted(name)}; "
+                "expected None or Shard(0). For a mesh of their own, put the "
+                "parameters in a module, and apply fully_shard(module, mesh=...) to it "
+                "first."
+            )
+        # The modulus turns a negative dim into the dim that is meant.
+        if dim % max(parameter.ndim, 1):
+            raise PlanError(
+                f"shard_placement_fn returned {placement!r} for {quoted(name)} of "
+                f"shape {tuple(parameter.shape)}; expected None or Shard(0), because "
+                "flat buffers are cut between rows. Leave shard_placement_fn out: the "
+                "numbers of rows need not be divisible here."
+            )
+
+
+def _new_parameters(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield names and parameters that no earlier call manages."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in LEAVES and parameter not in ignored:
+                yield name, parameter
+
+
+def _explain_full_tensor() -> None:
+    """Let ``parameter.full_tensor`` raise an AttributeError that says the way out.
+
+    ``hasattr`` stays False, so a script that asks first is not misled.
+    """
+    if "full_tensor" not in vars(nn.Parameter):
+        setattr(nn.Parameter, "full_tensor", property(_no_full_tensor))  # noqa: B010  # for mypy
+
+
+def _no_full_tensor(parameter: nn.Parameter) -> None:
+    """Raise AttributeError."""
+    text = f"{type(parameter).__name__!r} object has no attribute 'full_tensor'"
+    found = find_leaf(parameter) if id(parameter) in LEAVES else None
+    if found is not None:
+        handle, index = found
+        name = join_name(handle.layout.plan.fqn, handle._fqns[index])
+        text += (
+            f". It holds this rank's rows of {quoted(name)} as a plain tensor. Call "
+            "composable_fsdp.get_full_param(model, name) on all ranks "
+            "(get_full_grad for its gradient), or full_tensor() of the value that "
+            "model.state_dict() gives"
+        )
+    raise AttributeError(text)

@@ -1,0 +1,290 @@
+"""``FSDPModule``: FSDP2's methods on modules that the door of FSDP2 has sharded.
+
+::
+
+    class of the module     Linear            before fully_shard
+                            FSDPLinear        after: (FSDPModule, Linear), made once
+
+Each method calls the function of this package with the same meaning. A method whose
+promise concerns memory, streams or communicators that flat buffers do not have raises,
+and the message says how to do without the call; no result depends on such a method.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.access import manual, schedule, settings
+from composable_fsdp.access.manual import UnshardHandle
+from composable_fsdp.errors import CompositionError
+
+
+class FSDPModule(nn.Module):
+    """The base class of modules that ``composable_fsdp.fsdp2.fully_shard`` has sharded.
+
+    ``isinstance(module, FSDPModule)`` finds these modules. The class of such a module
+    is named after the module's own class, ``FSDPLinear`` for ``Linear``, and derives
+    from both.
+    """
+
+    _plain_class: type[nn.Module]
+    """The class of the module before sharding."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a plain module: a slice of an ``nn.Sequential`` calls its own class.
+
+        The new module is not sharded, so neither is its class.
+        """
+        # The result is no instance of ``cls``, so Python does not call ``__init__``
+        # again.
+        return cls._plain_class(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle by the plain class: the class of ``self`` has no module."""
+        made = super().__reduce_ex__(protocol)
+        # A class that the module's author reduces in another way is left alone.
+        if isinstance(made, tuple) and made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # of pickle
+            return (_empty, (self._plain_class,), *made[2:])
+        return made
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather and show the full parameters; see ``composable_fsdp.unshard``."""
+        return manual.unshard(self, async_op)
+
+    def reshard(self) -> None:
+        """Show the sharded parameters and free the full ones; not recursive."""
+        manual.reshard(self)
+
+    def reset_iter_state(self) -> None:
+        """Reset the tree after a forward or backward that raised; root only."""
+        manual.reset_iter_state(self)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set whether the next backward waits for its last reduction."""
+        settings.set_is_last_backward(self, is_last_backward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients; False accumulates them."""
+        settings.set_requires_gradient_sync(
+            self, requires_gradient_sync, recurse=recurse
+        )
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether a reduction of a hybrid unit includes the all-reduce."""
+        settings.set_requires_all_reduce(self, requires_all_reduce, recurse=recurse)
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True
+    ) -> None:
+        """Set whether full parameters are freed between forward and backward."""
+        schedule.set_reshard_after_forward(self, reshard_after_forward, recurse=recurse)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether full parameters are freed after backward."""
+        schedule.set_reshard_after_backward(
+            self, reshard_after_backward, recurse=recurse
+        )
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """All-gather the units ``modules`` when the forward of this module begins."""
+        schedule.set_modules_to_forward_prefetch(self, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """All-gather the units ``modules`` when the backward of this module begins."""
+        schedule.set_modules_to_backward_prefetch(self, modules)
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[Tensor], None],
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Call ``hook`` with the reduced gradients, once per region and reduction.
+
+        Args:
+            hook: A function that changes the tensor in place. The tensor is this rank's
+                part of the sums over the ranks, before the division.
+            stream: The stream on which ``hook`` runs. Default None: the stream that
+                writes ``.grad``.
+
+        Collective: none; in backward the collectives of ``hook``.
+        """
+        settings.set_all_reduce_hook(self, hook, stream=stream)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Make the next all-gathers wait for ``event``, as the current stream does.
+
+        The current stream waits for ``event``, too, so other work on this stream may
+        begin later than under FSDP2.
+        """
+        # The gather stream waits for the current stream when the next forward begins.
+        if schedule.state_of_unit(self, "set_post_optim_event").device.type != "cpu":
+            event.wait()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do as ``set_gradient_divide_factor``, which replaces this name."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated, as in FSDP2. Use "
+            "set_gradient_divide_factor.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by ``factor`` instead of the number of ranks."""
+        settings.set_gradient_divide_factor(self, factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Set whether collectives only sum, also where NCCL could average."""
+        settings.set_force_sum_reduction(self, enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters without a gradient are reduced with zeros."""
+        settings.set_reduce_scatter_unused_params(
+            self, reduce_scatter_unused_params, recurse=recurse
+        )
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Accept 1, the number of reduce buffers in flight; refuse a larger number.
+
+        Raises: CompositionError; TypeError, ValueError, for no positive integer.
+        """
+        name = "set_reduce_scatter_max_input_buffers"
+        # Other methods find the units, too, and refuse a module that lost its unit.
+        settings.units_of(self, name, recurse=recurse)
+        # True is an int in Python, and would silently mean 1.
+        if isinstance(max_input_buffers, bool) or not isinstance(
+            max_input_buffers, int
+        ):
+            raise TypeError(f"{name} expects an integer, got {max_input_buffers!r}.")
+        if max_input_buffers < 1:
+            raise ValueError(f"{name} expects at least 1, got {max_input_buffers}.")
+        if max_input_buffers > 1:
+            _refuse(
+                f"{name}({max_input_buffers})",
+                "a rank has one reduce buffer, which gradients reach directly, without "
+                "a copy that could wait",
+                "Leave the call out",
+            )
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Refuse a second process group for reduce-scatters; accept False."""
+        name = "set_separate_reduce_scatter_group"
+        settings.units_of(self, name, recurse=recurse)
+        # False asks for the state that there is.
+        if enable:
+            _refuse(
+                f"{name}(True)",
+                "all collectives of a unit share a process group, in which the order "
+                "of ranks is checked",
+                "Leave the call out",
+            )
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Refuse a backward that leaves the unit sharded; accept True."""
+        # Hooks of backward read the full leaves, which a sharded unit does not show.
+        if not unshard_in_backward:
+            _refuse(
+                "set_unshard_in_backward(False)",
+                "the gradients of a unit are those of its full parameters",
+                "To save the all-gather in backward, call "
+                "set_reshard_after_forward(False, recurse=False) on this module",
+            )
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Refuse a custom all-gather."""
+        _refuse(
+            "set_custom_all_gather",
+            "the all-gather writes into the memory of the parameters, so there is no "
+            "staging buffer that the object could allocate",
+            "Leave the call out",
+        )
+
+    def set_custom_reduce_scatter(self, comm: object) -> None:
+        """Refuse a custom reduce-scatter."""
+        _refuse(
+            "set_custom_reduce_scatter",
+            "the reduce-scatter reads the buffer in which gradients accumulate, so "
+            "there is no staging buffer that the object could allocate",
+            "Reduce by your own function with composable_fsdp.register_comm_hook("
+            "module, state, hook)",
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refuse buffers in memory of the process group; accept False."""
+        if enable:
+            _refuse(
+                "set_allocate_memory_from_process_group_for_comm(True)",
+                "collectives use the flat buffers of parameters and gradients and no "
+                "staging buffers",
+                "Leave the call out",
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Refuse symmetric memory."""
+        _refuse(
+            f"set_symm_mem_for_comm({backend!r})",
+            "collectives use the flat buffers of parameters and gradients, which are "
+            "freed and allocated in each step",
+            "Leave the call out",
+        )
+
+
+def _refuse(call: str, reason: str, way_out: str) -> NoReturn:
+    """Raise CompositionError for a method that this package cannot honor."""
+    raise CompositionError(
+        f"{call} is a setting of FSDP2 that flat buffers do not have: {reason}. "
+        f"{way_out}: no value depends on it."
+    )
+
+
+def _empty(plain: type[nn.Module]) -> nn.Module:
+    """Return a module without attributes, for ``copy`` and ``pickle`` to fill."""
+    # Not ``plain()``: the constructor may have arguments, and would allocate.
+    module = plain.__new__(plain)
+    module.__class__ = sharded_class(plain)
+    return module
+
+
+_classes: dict[type[nn.Module], type[FSDPModule]] = {}
+"""The class of sharded modules by the plain class."""
+
+
+def sharded_class(plain: type[nn.Module]) -> type[FSDPModule]:
+    """Return the class ``FSDP<name>`` that derives from FSDPModule and ``plain``."""
+    # A copied unit has the class already.
+    if issubclass(plain, FSDPModule):
+        return plain
+    if plain not in _classes:
+        # FSDPModule comes first, so that its methods win over equal names, as in FSDP2.
+        _classes[plain] = type(
+            f"FSDP{plain.__name__}",
+            (FSDPModule, plain),
+            {"_plain_class": plain, "__module__": plain.__module__},
+        )
+    return _classes[plain]
+
+
+def change_class(modules: Iterable[nn.Module]) -> None:
+    """Give sharded modules their class ``FSDP<name>``. Called by the door alone."""
+    for module in modules:
+        module.__class__ = sharded_class(type(module))

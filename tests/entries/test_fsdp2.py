@@ -1,0 +1,470 @@
+"""A script for torch's FSDP2 runs with its import line changed, and finds the same."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import inspect
+import pickle
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import composable_fsdp
+from composable_fsdp import (
+    CompositionError,
+    CPUOffload,
+    PhaseError,
+    PlanError,
+    fsdp2,
+)
+from composable_fsdp.entries.fsdp2_policies import cpu_offload_of
+from composable_fsdp.state_dict.sharded import ShardedValue
+from tests.support.models import TinyGPT, tiny_mlp
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import backward, gpt_input, loss_of, wide_input
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World, fake_world
+
+TORCH = "torch.distributed.fsdp"
+SCRIPT = Path(__file__).with_name("fsdp2_script.py")
+NAMES = [
+    name
+    for name in torch.distributed.fsdp.__all__
+    if getattr(torch.distributed.fsdp, name).__module__ == TORCH
+]
+"""FSDP2's names in torch; torch marks them by the module they say they are from."""
+
+
+# ---- names and arguments ---------------------------------------------------------
+
+
+def plain(value: object) -> object:
+    """A default as it can be compared: dataclasses by name and fields."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value).__name__, dataclasses.astuple(value)
+    return value
+
+
+def arguments(function: Any) -> list[tuple[str, str, object]]:
+    return [
+        (each.name, each.kind.name, plain(each.default))
+        for each in inspect.signature(function).parameters.values()
+    ]
+
+
+def test_the_door_has_the_names_of_torch_and_no_other() -> None:
+    """A name that torch adds makes this test fail."""
+    assert len(NAMES) == 9
+    assert fsdp2.__all__ == sorted(NAMES)
+    assert all(getattr(fsdp2, name).__doc__ for name in NAMES)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n[0].isupper()])
+def test_functions_take_the_arguments_of_torch(name: str) -> None:
+    """Names, kinds and defaults, in order."""
+    ours, theirs = getattr(fsdp2, name), getattr(torch.distributed.fsdp, name)
+
+    assert arguments(ours) == arguments(theirs)
+    assert hasattr(ours, "state") == hasattr(theirs, "state")
+
+
+METHODS = [
+    (cls, name)
+    for cls in NAMES
+    if isinstance(vars(torch.distributed.fsdp)[cls], type)
+    for name, value in vars(vars(torch.distributed.fsdp)[cls]).items()
+    if not name.startswith("_") and (callable(value) or isinstance(value, property))
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), METHODS)
+def test_methods_take_the_arguments_of_torch(cls: str, name: str) -> None:
+    """Every public method that torch's class has, with its arguments."""
+    theirs = inspect.getattr_static(getattr(torch.distributed.fsdp, cls), name)
+    ours = inspect.getattr_static(getattr(fsdp2, cls), name)
+
+    assert isinstance(ours, property) == isinstance(theirs, property)
+    assert (ours.fget if isinstance(ours, property) else ours).__doc__
+    if not isinstance(ours, property):
+        assert arguments(ours) == arguments(theirs)
+
+
+def test_the_methods_of_fsdp_modules_are_compared_at_all() -> None:
+    """The list of methods is not empty because of a filter."""
+    names = {name for cls, name in METHODS if cls == "FSDPModule"}
+
+    assert {"unshard", "set_requires_gradient_sync", "set_all_reduce_hook"} <= names
+    assert len(names) >= 23
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith(("Policy", "Dims"))])
+def test_policies_have_the_fields_of_torch(name: str) -> None:
+    """So they can be made by position, and are frozen alike."""
+    ours, theirs = getattr(fsdp2, name), getattr(torch.distributed.fsdp, name)
+
+    assert [(f.name, f.default) for f in dataclasses.fields(ours)] == [
+        (f.name, f.default) for f in dataclasses.fields(theirs)
+    ]
+    for setting in ("frozen", "eq", "order"):
+        given, expected = (vars(c)["__dataclass_params__"] for c in (ours, theirs))
+        assert getattr(given, setting) == getattr(expected, setting)
+    assert [c.__name__ for c in ours.__mro__] == [c.__name__ for c in theirs.__mro__]
+
+
+def test_the_dims_of_a_mesh_are_named_as_in_torch() -> None:
+    """One name or several; neither is refused."""
+    dims = fsdp2.DataParallelMeshDims(shard=("a", "b"), replicate="c")
+
+    assert (dims.shard_names, dims.replicate_names) == (("a", "b"), ("c",))
+    with pytest.raises(ValueError, match="expects shard or replicate"):
+        fsdp2.DataParallelMeshDims()
+
+
+# ---- the same script -------------------------------------------------------------
+
+
+def run_script(world: World, package: str, case: str) -> dict[str, Any]:
+    """Run the script's text with its imports from ``package``; what it returns."""
+    text = SCRIPT.read_text().replace(TORCH, package)
+    names: dict[str, Any] = {"__name__": f"script_for_{package}"}
+    with warnings.catch_warnings():
+        if package == TORCH:
+            warnings.simplefilter("ignore")
+        exec(compile(text, SCRIPT.name, "exec"), names)
+        result: dict[str, Any] = names["main"](case)
+    return result
+
+
+def assert_same(ranks: RankCount, world_size: int, case: str) -> None:
+    theirs = ranks(world_size).run(run_script, TORCH, case)
+    ours = ranks(world_size).run(run_script, "composable_fsdp.fsdp2", case)
+
+    tolerance = 2e-2 if "bf16" in case else 1e-5
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["losses"] == pytest.approx(other["losses"], rel=tolerance)
+        assert list(mine["state"]) == list(other["state"])
+        for name, value in other["state"].items():
+            torch.testing.assert_close(
+                torch.tensor(mine["state"][name]),
+                torch.tensor(value),
+                rtol=tolerance,
+                atol=tolerance,
+            )
+
+
+CASES = [
+    "plain",
+    "bf16",
+    "bf16 reduced in fp32",
+    "fp32 out of bf16",
+    "kept",
+    "resharded",
+    "number of ranks",
+    "one rank",
+    "offload",
+    "ignored",
+    "placed",
+    "list",
+    "prefetch",
+    "factor",
+    "hook",
+    "set resharding",
+    "method",
+    "shared",
+    "event",
+    "accumulate",
+    "keep and accumulate",
+    "by hand",
+    "recovered",
+]
+
+
+@pytest.mark.req("N-05")
+@pytest.mark.parametrize("case", CASES)
+def test_a_script_for_fsdp2_runs_with_its_import_changed(
+    ranks: RankCount, case: str
+) -> None:
+    """Losses and full state dicts are equal."""
+    assert_same(ranks, 2, case)
+
+
+@pytest.mark.req("N-05")
+@pytest.mark.parametrize("case", ["replicas", "replicas, accumulate shards"])
+def test_a_script_for_two_dims_runs_with_its_import_changed(
+    ranks: RankCount, case: str
+) -> None:
+    """Two replicas of two shards."""
+    assert_same(ranks, 4, case)
+
+
+PAGE = Path(composable_fsdp.__file__).parents[1] / "docs" / "migrate_fsdp2.md"
+
+
+def run_page(world: World, package: str) -> tuple[list[float], dict[str, Any]]:
+    """Run the page's script with its imports from ``package``."""
+    (text,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(text.replace("composable_fsdp.fsdp2", package), names)
+    return names["losses"], {k: v.tolist() for k, v in names["full"].items()}
+
+
+@pytest.mark.req("N-05")
+def test_the_script_of_the_page_runs_under_both_packages(ranks: RankCount) -> None:
+    """With the import line that the page has, and with the line that it replaces."""
+    ours = ranks(2).run(run_page, "composable_fsdp.fsdp2")
+    theirs = ranks(2).run(run_page, TORCH)
+
+    for (losses, full), (expected, others) in zip(ours, theirs, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-2)
+        assert losses[-1] < losses[0]
+        assert full.keys() == others.keys()
+        for name, value in others.items():
+            torch.testing.assert_close(
+                torch.tensor(full[name]), torch.tensor(value), rtol=0, atol=1e-2
+            )
+
+
+# ---- what the door makes ---------------------------------------------------------
+
+
+def sharded_mlp() -> Any:
+    """A tiny MLP whose first layer is a unit of its own."""
+    model: Any = tiny_mlp()
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
+    return model
+
+
+@pytest.mark.req("N-05")
+def test_the_class_is_a_readable_one_that_derives_from_both(one_rank: World) -> None:
+    """Here alone: the package's own ``fully_shard`` leaves classes as they are."""
+    model = sharded_mlp()
+    other = composable_fsdp.fully_shard(nn.Linear(2, 2))
+
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[0]).__name__ == "FSDPLinear"
+    assert isinstance(model[0], fsdp2.FSDPModule)
+    assert isinstance(model[0], nn.Linear)
+    assert type(model[2]) is nn.Linear
+    assert "(0): FSDPLinear(in_features=8" in repr(model)
+    assert type(other) is nn.Linear
+    # One class per plain class, so that isinstance and caches by type keep working.
+    assert type(fsdp2.fully_shard(nn.Linear(2, 2))) is type(model[0])
+    assert fsdp2.fully_shard.state(model) is composable_fsdp.fully_shard.state(model)
+
+
+@pytest.mark.req("N-05")
+def test_slices_copies_and_pickles_of_the_class_are_made(one_rank: World) -> None:
+    """A slice is plain, as in FSDP2; a deep copy is sharded, and trains apart."""
+    model = sharded_mlp()
+    loss_of(model, wide_input(8)(0, 0))
+
+    assert type(model[1:]) is nn.Sequential
+    assert type(type(model[0])(2, 3)) is nn.Linear
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    assert type(copied[0]) is type(model[0])
+    copied[0].reshard()
+    backward(loss_of(copied, wide_input(8)(0, 0)))
+    assert model[0].weight.grad is None
+    assert copied[0].weight.grad is not None
+    empty = nn.Linear(2, 2)
+    empty.__class__ = type(model[0])
+    assert type(pickle.loads(pickle.dumps(empty))) is type(model[0])
+
+
+@on_ranks(2)
+@pytest.mark.req("N-05")
+def test_state_dicts_have_full_tensors_and_parameters_say_the_way_out(
+    world: World,
+) -> None:
+    """Values of state dicts gather; a parameter is a plain tensor of rows."""
+    reference: Any = TinyGPT()
+    model: Any = TinyGPT()
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+
+    found = model.state_dict()
+    assert list(found) == list(reference.state_dict())
+    for name, value in reference.state_dict().items():
+        assert isinstance(found[name], ShardedValue)
+        assert torch.equal(found[name].full_tensor(), value)
+    # Full values of a plain model load, too.
+    model.load_state_dict({k: v + 1 for k, v in reference.state_dict().items()})
+    full = model.state_dict()["blocks.0.out.weight"].full_tensor()
+    assert torch.equal(full, reference.blocks[0].out.weight + 1)
+    parameter: Any = model.blocks[0].out.weight
+    assert type(parameter) is nn.Parameter
+    assert not hasattr(parameter, "full_tensor")
+    text = message_of(partial(getattr, parameter, "full_tensor"))
+    assert "out.weight" in text
+    assert "composable_fsdp.get_full_param(model, name)" in text
+    with pytest.raises(AttributeError, match=r"no attribute 'full_tensor'$"):
+        getattr(nn.Parameter(torch.ones(1)), "full_tensor")  # noqa: B009  # for mypy
+
+
+@pytest.mark.req("N-05")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shard_placement_fn": lambda p: Shard(1)}, ["Shard(dim=1)", "'0.weight'"]),
+        ({"shard_placement_fn": lambda p: "row"}, ["'row'", "apply fully_shard("]),
+        ({"dp_mesh_dims": fsdp2.DataParallelMeshDims("a")}, ["mesh=mesh['shard']"]),
+        ({"reshard_after_forward": 2}, ["reshard_after_forward=2", "of 4", "2-D"]),
+        ({"reshard_after_forward": 3}, ["a divisor of the 4 ranks", "got 3"]),
+        ({"reshard_after_forward": "yes"}, ["True, False, None", "'yes'"]),
+        ({"mp_policy": torch.bfloat16}, ["mp_policy", "composable_fsdp.fsdp2"]),
+        ({"offload_policy": True}, ["offload_policy", "composable_fsdp.fsdp2"]),
+    ],
+)
+def test_arguments_that_cannot_be_honored_are_refused_by_name(
+    options: dict[str, Any], words: list[str]
+) -> None:
+    """Before the first change, with the way out."""
+    model = tiny_mlp()
+    with fake_world(4):
+        text = message_of(lambda: fsdp2.fully_shard(model, **options))
+
+        assert [word for word in words if word not in text] == []
+        assert type(model) is nn.Sequential
+        assert isinstance(fsdp2.fully_shard(model), fsdp2.FSDPModule)
+
+
+def test_memory_that_is_not_pinned_is_refused_beside_a_gpu() -> None:
+    """And accepted without one, as FSDP2's users on a CPU must write it."""
+    policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
+
+    assert cpu_offload_of(policy, "cpu") == CPUOffload(True)
+    assert cpu_offload_of(fsdp2.CPUOffloadPolicy(), "cuda") == CPUOffload(True)
+    with pytest.raises(PlanError, match="pin_memory"):
+        cpu_offload_of(policy, "cuda")
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "set_custom_all_gather": (None,),
+    "set_custom_reduce_scatter": (None,),
+    "set_allocate_memory_from_process_group_for_comm": (True,),
+    "set_symm_mem_for_comm": (),
+    "set_separate_reduce_scatter_group": (),
+    "set_reduce_scatter_max_input_buffers": (2,),
+    "set_unshard_in_backward": (False,),
+}
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "set_allocate_memory_from_process_group_for_comm": (False,),
+    "set_separate_reduce_scatter_group": (False,),
+    "set_reduce_scatter_max_input_buffers": (1,),
+    "set_unshard_in_backward": (True,),
+    "set_force_sum_reduction_for_comms": (True,),
+    "set_reduce_scatter_unused_params": (True,),
+}
+
+
+@pytest.mark.req("N-05")
+def test_methods_that_cannot_be_honored_are_refused_with_the_way_out(
+    one_rank: World,
+) -> None:
+    """And accepted with the argument that asks for the state that there is."""
+    model = sharded_mlp()
+
+    for name, given in REFUSED.items():
+        text = message_of(partial(getattr(model, name), *given))
+        assert name in text
+        assert "no value depends on it" in text
+    for name, given in ACCEPTED.items():
+        getattr(model, name)(*given)
+    for wrong, error in ((True, TypeError), (0, ValueError)):
+        with pytest.raises(error, match="set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+        model.set_reduce_scatter_divide_factor(2.0)
+    with pytest.raises(ValueError, match="share_comm_ctx expects FSDPModules"):
+        fsdp2.share_comm_ctx([nn.Linear(2, 2)])  # type: ignore[list-item]  # on purpose
+    with pytest.raises(TypeError, match="set_all_reduce_hook expects"):
+        model.set_all_reduce_hook(None)
+    fsdp2.register_fsdp_forward_method(nn.Linear(2, 2), "absent")
+    with pytest.raises(CompositionError, match="no method 'absent'"):
+        fsdp2.register_fsdp_forward_method(model, "absent")
+
+
+class Failing(nn.Linear):
+    """A layer whose forward can raise."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute, or raise."""
+        if self.fails:
+            raise ZeroDivisionError
+        return super().forward(x)
+
+
+@on_ranks(2)
+@pytest.mark.req("N-05")
+def test_an_iteration_that_raised_is_reset_at_the_root(world: World) -> None:
+    """With what was accumulated; other modules and running steps are refused."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), Failing(4, 4))
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
+    x = torch.ones(2, 4)
+    backward(loss_of(model, x))
+    once = model[0].weight.grad.clone()
+    model.zero_grad()
+
+    model.set_requires_gradient_sync(False)
+    backward(loss_of(model, x))
+    model.set_requires_gradient_sync(True)
+    model[1].fails = True
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    model.reset_iter_state()
+    model[1].fails = False
+    backward(loss_of(model, x))
+
+    torch.testing.assert_close(model[0].weight.grad, once)
+    with pytest.raises(PhaseError, match="outermost"):
+        model[0].reset_iter_state()
+    model[1].register_forward_hook(lambda *_: model.reset_iter_state())
+    with pytest.raises(PhaseError, match="is running"):
+        model(x)
+
+
+@on_ranks(2)
+@pytest.mark.req("N-05")
+def test_modules_inside_others_of_a_list_and_torchs_own_policies_are_taken(
+    world: World,
+) -> None:
+    """As FSDP2 does; a policy that a script still imports from torch is copied."""
+    theirs = importlib.import_module(TORCH)
+    model: Any = TinyGPT()
+    block = model.blocks[0]
+    policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    given: list[nn.Module] = [block, block.qkv]
+    made = fsdp2.fully_shard(
+        given,
+        mp_policy=policy,
+        offload_policy=theirs.OffloadPolicy(),
+        mesh=init_device_mesh("cpu", (2,)),
+    )
+    fsdp2.fully_shard(model, mp_policy=policy)
+
+    assert made is given
+    assert type(block).__name__ == "FSDPTinyBlock"
+    assert not isinstance(block.qkv, fsdp2.FSDPModule)
+    state = fsdp2.fully_shard.state(block)
+    assert state is not None
+    assert state.options.mixed_precision is not None
+    assert state.options.mixed_precision.param_dtype is torch.bfloat16
+    assert state.options.mixed_precision.cast_root_forward_inputs
+    backward(loss_of(model, gpt_input(0, world.rank)))
