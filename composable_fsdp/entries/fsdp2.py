@@ -36,7 +36,7 @@ from composable_fsdp.entries.fsdp2_policies import (
 from composable_fsdp.errors import PlanError
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.state_dict.settings import settings_of_type
+from composable_fsdp.state_dict.settings import set_unit_type
 from composable_fsdp.tree.state import _FSDPState
 
 P = ParamSpec("P")
@@ -137,7 +137,7 @@ def fully_shard(
     state = own.fully_shard.state(modules[0])
     assert state is not None
     # FSDP2's state dicts send nothing and hold the parts of each rank.
-    state.settings.state_dict = settings_of_type(StateDictType.SHARDED_STATE_DICT)
+    set_unit_type(state, StateDictType.SHARDED_STATE_DICT)
     if reshards is not None:
         set_reshard_after_forward(modules[0], reshards, recurse=False)
     # Last, so that a refused module keeps its class.

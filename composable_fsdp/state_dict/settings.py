@@ -27,6 +27,7 @@ from composable_fsdp.config import (
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning.options import by_fields, by_name
+from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
 _CONFIGS: dict[
@@ -101,10 +102,10 @@ def set_state_dict_type(
     return before
 
 
-def settings_of_type(kind: StateDictType) -> StateDictSettings:
-    """Return the settings of a state dict type with default configurations."""
+def set_unit_type(state: _FSDPState, kind: StateDictType) -> None:
+    """Set the type of the state dicts of a unit, with default configurations."""
     model_form, optim_form = _CONFIGS[kind]
-    return StateDictSettings(kind, model_form(), optim_form())
+    state.settings.state_dict = StateDictSettings(kind, model_form(), optim_form())
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
