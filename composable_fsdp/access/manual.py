@@ -181,6 +181,7 @@ def share_streams(modules: Sequence[nn.Module]) -> None:
     Raises: CompositionError, if a module is no fully sharded module.
     """
     found = [state_of_unit(each, "share_comm_ctx") for each in modules]
+    # A tree has streams from lazy initialization on.
     roots.share_streams([ensure_root(state) for state in found])
 
 

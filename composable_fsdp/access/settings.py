@@ -166,6 +166,7 @@ def set_all_reduce_hook(
             "set_all_reduce_hook expects a function of a tensor, got "
             f"{type(hook).__name__}."
         )
+    # Without ``recurse`` there is a single unit, so a refusal leaves nothing half done.
     for state in units_of(module, "set_all_reduce_hook", recurse=False):
         if stream is not None and state.handle.groups.replicas > 1:
             raise CompositionError(

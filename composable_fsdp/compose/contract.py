@@ -132,8 +132,11 @@ def make_contract(
     """
     rules = _Rules(api, state_cls, check_names=check_names)
 
+    # A function and not an object with ``__call__``: ``help``, ``pickle`` and ``copy``
+    # treat functions by their name and signature.
     @functools.wraps(api)
     def composable(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before the registry is asked: an API may accept a second application.
         if first is not None and first(module, kwargs):
             return module
         return rules.apply(module, args, kwargs)

@@ -61,6 +61,7 @@ class FullyShard(Protocol[P]):
 
 def _with_state(api: Callable[Concatenate[Any, P], object]) -> FullyShard[P]:
     """Give the function ``state``, as FSDP2's has."""
+    # Type checkers know no attributes of functions.
     made: Any = api
     made.state = own.fully_shard.state
     return cast("FullyShard[P]", made)
@@ -119,6 +120,7 @@ def fully_shard(
             "dims as a mesh: mesh=mesh['shard'] or mesh=mesh['replicate', 'shard']."
         )
     device = _default_device() if mesh is None else None
+    # Needed before the unit finds its device, which changes nothing yet.
     device_type = device.type if device else mesh.device_type if mesh else "cpu"
     modules = _roots(module)
     strategy, reshards = _reshards(reshard_after_forward, mesh)
@@ -134,10 +136,12 @@ def fully_shard(
         ignored_states=ignored_params,
         device_id=device,
     )
+    # The modules of a list share a state.
     state = own.fully_shard.state(modules[0])
     assert state is not None
     # FSDP2's state dicts send nothing and hold the parts of each rank.
     set_unit_type(state, StateDictType.SHARDED_STATE_DICT)
+    # An explicit choice holds for a root, too; lazy initialization would choose.
     if reshards is not None:
         set_reshard_after_forward(modules[0], reshards, recurse=False)
     # Last, so that a refused module keeps its class.
@@ -185,6 +189,7 @@ def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         return [cast("nn.Module", module)]
     if not all(isinstance(each, nn.Module) for each in module):
         return list(module)  # ``fully_shard`` of this package refuses these by name
+    # By id, because a module class may define ``__eq__``.
     inside = {id(m) for each in module for m in each.modules() if m is not each}
     return [each for each in module if id(each) not in inside]
 
@@ -206,6 +211,7 @@ def _reshards(
         )
     # True is an int in Python.
     if not isinstance(given, bool):
+        # The last dim shards, in a mesh of one dim or of two.
         ranks = dist.get_world_size() if mesh is None else mesh.size(-1)
         if given < 1 or ranks % given:
             raise ValueError(
@@ -225,6 +231,7 @@ def _reshards(
                 "forward, as False does. Pass True to reshard them.",
                 stacklevel=3,
             )
+        # With a single rank both answers are right, and False sends less.
         given = given == ranks and given > 1
     if given:
         return ShardingStrategy.FULL_SHARD, True
@@ -266,6 +273,7 @@ def _new_parameters(
     """Yield names and parameters that no earlier call manages."""
     for module in modules:
         for name, parameter in module.named_parameters():
+            # FSDP2, too, asks only for the parameters that this call shards.
             if id(parameter) not in LEAVES and parameter not in ignored:
                 yield name, parameter
 
@@ -275,6 +283,8 @@ def _explain_full_tensor() -> None:
 
     ``hasattr`` stays False, so a script that asks first is not misled.
     """
+    # The single change to a class of torch, and only to the text of an error. DTensor
+    # parameters are of another class, and keep their method.
     if "full_tensor" not in vars(nn.Parameter):
         setattr(nn.Parameter, "full_tensor", property(_no_full_tensor))  # noqa: B010  # for mypy
 
@@ -282,6 +292,7 @@ def _explain_full_tensor() -> None:
 def _no_full_tensor(parameter: nn.Parameter) -> None:
     """Raise AttributeError."""
     text = f"{type(parameter).__name__!r} object has no attribute 'full_tensor'"
+    # Parameters of other models get Python's own text.
     found = find_leaf(parameter) if id(parameter) in LEAVES else None
     if found is not None:
         handle, index = found

@@ -53,6 +53,8 @@ class FSDPModule(nn.Module):
             return (_empty, (self._plain_class,), *made[2:])
         return made
 
+    # Full parameters by hand.
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather and show the full parameters; see ``composable_fsdp.unshard``."""
         return manual.unshard(self, async_op)
@@ -60,6 +62,8 @@ class FSDPModule(nn.Module):
     def reshard(self) -> None:
         """Show the sharded parameters and free the full ones; not recursive."""
         manual.reshard(self)
+
+    # Recovery, and which backwards reduce.
 
     def reset_iter_state(self) -> None:
         """Reset the tree after a forward or backward that raised; root only."""
@@ -83,6 +87,9 @@ class FSDPModule(nn.Module):
         """Set whether a reduction of a hybrid unit includes the all-reduce."""
         settings.set_requires_all_reduce(self, requires_all_reduce, recurse=recurse)
 
+    # When parameters are gathered and freed. ``recurse`` is positional in one method
+    # and a keyword in the others, as in FSDP2.
+
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
@@ -104,6 +111,8 @@ class FSDPModule(nn.Module):
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """All-gather the units ``modules`` when the backward of this module begins."""
         schedule.set_modules_to_backward_prefetch(self, modules)
+
+    # How gradients are reduced.
 
     def set_all_reduce_hook(
         self,
@@ -138,7 +147,7 @@ class FSDPModule(nn.Module):
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated, as in FSDP2. Use "
             "set_gradient_divide_factor.",
-            FutureWarning,
+            DeprecationWarning,
             stacklevel=2,
         )
         self.set_gradient_divide_factor(factor)
@@ -158,6 +167,9 @@ class FSDPModule(nn.Module):
         settings.set_reduce_scatter_unused_params(
             self, reduce_scatter_unused_params, recurse=recurse
         )
+
+    # Settings of memory, streams and communicators. An argument that asks for the state
+    # that there is anyway is accepted, so that a script may set all of them.
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -276,6 +288,7 @@ def sharded_class(plain: type[nn.Module]) -> type[FSDPModule]:
         return plain
     if plain not in _classes:
         # FSDPModule comes first, so that its methods win over equal names, as in FSDP2.
+        # The name of the plain class's own file makes reprs and errors readable.
         _classes[plain] = type(
             f"FSDP{plain.__name__}",
             (FSDPModule, plain),
@@ -286,5 +299,6 @@ def sharded_class(plain: type[nn.Module]) -> type[FSDPModule]:
 
 def change_class(modules: Iterable[nn.Module]) -> None:
     """Give sharded modules their class ``FSDP<name>``. Called by the door alone."""
+    # An assignment keeps the object with its attributes, hooks and references.
     for module in modules:
         module.__class__ = sharded_class(type(module))

@@ -17,6 +17,7 @@ HOME = "composable_fsdp.fsdp2"
 """The module that users import the names of FSDP2 from."""
 
 
+# Frozen and not frozen as in FSDP2, so scripts can hash and change the same policies.
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """Dtypes for compute and reduction, with the names of FSDP2.
@@ -97,6 +98,7 @@ class DataParallelMeshDims:
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if given is None:
         return ()
+    # A string would be a sequence of letters.
     return (given,) if isinstance(given, str) else tuple(given)
 
 
@@ -107,6 +109,7 @@ def mixed_precision_of(policy: object) -> MixedPrecision | None:
         is no floating point dtype.
     """
     own = by_fields(MixedPrecisionPolicy, policy, argument="mp_policy", home=HOME)
+    # Without a dtype nothing is cast, whatever ``cast_forward_inputs`` says.
     if own.param_dtype is own.reduce_dtype is own.output_dtype is None:
         return None
     return MixedPrecision(
@@ -125,11 +128,14 @@ def cpu_offload_of(policy: object, device_type: str) -> CPUOffload | None:
     Raises: TypeError, if ``policy`` is no ``OffloadPolicy``; PlanError, for memory that
         is not pinned beside a GPU.
     """
+    # By name, because a script may still import the class from torch.
     kinds = [base.__name__ for base in type(policy).__mro__]
     if "CPUOffloadPolicy" not in kinds:
+        # A check only: the base class has no fields.
         by_fields(OffloadPolicy, policy, argument="offload_policy", home=HOME)
         return None
     own = by_fields(CPUOffloadPolicy, policy, argument="offload_policy", home=HOME)
+    # Memory is pinned only beside a GPU, so on a CPU both values mean the same.
     if not own.pin_memory and device_type != "cpu":
         raise PlanError(
             "offload_policy expects CPUOffloadPolicy(pin_memory=True) for a "

@@ -97,7 +97,9 @@ def share_streams(contexts: Sequence[RuntimeContext]) -> None:
     """
     by_device: dict[torch.device, Streams] = {}
     for context in contexts:
+        # A stream belongs to a device, so trees on other devices keep their own.
         streams = by_device.setdefault(context.streams.device, context.streams)
+        # Optimizers wait for copies of shards in host memory, of any of the trees.
         streams.reads_host = streams.reads_host or context.streams.reads_host
         context.streams = streams
 

@@ -387,7 +387,7 @@ def test_methods_that_cannot_be_honored_are_refused_with_the_way_out(
     for wrong, error in ((True, TypeError), (0, ValueError)):
         with pytest.raises(error, match="set_reduce_scatter_max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(wrong)
-    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+    with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)
     with pytest.raises(ValueError, match="share_comm_ctx expects FSDPModules"):
         fsdp2.share_comm_ctx([nn.Linear(2, 2)])  # type: ignore[list-item]  # on purpose
