@@ -33,9 +33,10 @@ from composable_fsdp.entries.fsdp2_policies import (
     cpu_offload_of,
     mixed_precision_of,
 )
+from composable_fsdp.entries.fsdp2_torch import change_torch
 from composable_fsdp.errors import PlanError
-from composable_fsdp.flat.handle import LEAVES, find_leaf
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.flat.handle import LEAVES
+from composable_fsdp.naming import quoted
 from composable_fsdp.state_dict.settings import set_unit_type
 from composable_fsdp.tree.state import _FSDPState
 
@@ -146,7 +147,7 @@ def fully_shard(
         set_reshard_after_forward(modules[0], reshards, recurse=False)
     # Last, so that a refused module keeps its class.
     change_class(modules)
-    _explain_full_tensor()
+    change_torch()
     return cast("FSDPModule | list[FSDPModule]", module)
 
 
@@ -276,31 +277,3 @@ def _new_parameters(
             # FSDP2, too, asks only for the parameters that this call shards.
             if id(parameter) not in LEAVES and parameter not in ignored:
                 yield name, parameter
-
-
-def _explain_full_tensor() -> None:
-    """Let ``parameter.full_tensor`` raise an AttributeError that says the way out.
-
-    ``hasattr`` stays False, so a script that asks first is not misled.
-    """
-    # The single change to a class of torch, and only to the text of an error. DTensor
-    # parameters are of another class, and keep their method.
-    if "full_tensor" not in vars(nn.Parameter):
-        setattr(nn.Parameter, "full_tensor", property(_no_full_tensor))  # noqa: B010  # for mypy
-
-
-def _no_full_tensor(parameter: nn.Parameter) -> None:
-    """Raise AttributeError."""
-    text = f"{type(parameter).__name__!r} object has no attribute 'full_tensor'"
-    # Parameters of other models get Python's own text.
-    found = find_leaf(parameter) if id(parameter) in LEAVES else None
-    if found is not None:
-        handle, index = found
-        name = join_name(handle.layout.plan.fqn, handle._fqns[index])
-        text += (
-            f". It holds this rank's rows of {quoted(name)} as a plain tensor. Call "
-            "composable_fsdp.get_full_param(model, name) on all ranks "
-            "(get_full_grad for its gradient), or full_tensor() of the value that "
-            "model.state_dict() gives"
-        )
-    raise AttributeError(text)

@@ -224,6 +224,14 @@ class ShardedValue(Tensor):
         start = min(max(low, 0), numel)
         return start, min(max(low + self.shard_numel, 0), numel)
 
+    @property
+    def placements(self) -> None:
+        """Raise AttributeError with the way out: the value is no DTensor."""
+        raise AttributeError(_NO_DTENSOR)
+
+    device_mesh = placements
+    """As ``placements``."""
+
     def is_part_like(self, other: ShardedValue) -> bool:
         """Return whether both values are cut alike, on every rank."""
         return _cut(self) == _cut(other) and self.rank == other.rank
@@ -275,6 +283,14 @@ class ShardedValue(Tensor):
                 self.world_size,
             ),
         )
+
+
+_NO_DTENSOR = (
+    "A ShardedValue has no device_mesh and no placements: it is no DTensor, because a "
+    "flat buffer may be cut at any row. Pass full tensors to model.load_state_dict on "
+    "all ranks, in place of distribute_tensor; each rank keeps its part."
+)
+"""The text for attributes of a DTensor that scripts read."""
 
 
 def describe(value: ShardedValue) -> str:

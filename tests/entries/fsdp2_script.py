@@ -18,6 +18,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 POLICIES = {
     "bf16": MixedPrecisionPolicy(torch.bfloat16),
@@ -140,6 +142,11 @@ def batch(step: int, part: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=generator)
 
 
+def whole(norm: torch.Tensor) -> float:
+    """The norm as a number; FSDP2's is a DTensor."""
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
 def main(case: str) -> dict[str, Any]:
     model = shard(case)
     settle(model, case)
@@ -171,6 +178,10 @@ def main(case: str) -> dict[str, Any]:
             losses.append(loss.item())
         if case == "recovered" and step == 1:
             model.reset_iter_state()
+        if case == "clipped":
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            losses.append(whole(norm))
+            losses.append(whole(clip_grad_norm_(model.parameters(), 0.04, 1.0)))
         optimizer.step()
         optimizer.zero_grad()
     full = {}

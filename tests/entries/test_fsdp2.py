@@ -186,6 +186,7 @@ CASES = [
     "accumulate",
     "keep and accumulate",
     "by hand",
+    "clipped",
     "recovered",
 ]
 
@@ -313,6 +314,56 @@ def test_state_dicts_have_full_tensors_and_parameters_say_the_way_out(
     assert "composable_fsdp.get_full_param(model, name)" in text
     with pytest.raises(AttributeError, match=r"no attribute 'full_tensor'$"):
         getattr(nn.Parameter(torch.ones(1)), "full_tensor")  # noqa: B009  # for mypy
+
+
+@on_ranks(2)
+@pytest.mark.req("N-05")
+def test_torchs_own_clipping_clips_sharded_parameters(world: World) -> None:
+    """Under every reference to the function; other parameters are clipped as before."""
+    clip = torch.nn.utils.clip_grad_norm_  # as a script imports it, before the door
+    model, reference = sharded_mlp(), tiny_mlp()
+    for rank in range(2):
+        backward(loss_of(reference, wide_input(8)(0, rank)) / 2)
+    backward(loss_of(model, wide_input(8)(0, world.rank)))
+
+    expected = clip(reference.parameters(), 0.1)
+    norm = clip(model.parameters(), max_norm=0.1, error_if_nonfinite=True)
+
+    assert torch.nn.utils.clip_grad_norm_ is clip
+    torch.testing.assert_close(norm, expected)
+    for name, parameter in reference.named_parameters():
+        full = composable_fsdp.get_full_grad(model, name)
+        torch.testing.assert_close(full, parameter.grad)
+    single = clip(model[0].weight, 1e-3, foreach=False)
+    assert 0 < single <= 0.1
+    with pytest.raises(ValueError, match="norm_type above 0"):
+        clip(model.parameters(), 1.0, -1.0)
+    # A unit of the package's own ``fully_shard`` keeps the norm of this rank's rows,
+    # which the optimizer's step refuses.
+    other = composable_fsdp.fully_shard(tiny_mlp())
+    backward(loss_of(other, wide_input(8)(0, world.rank)))
+    parts = [p.grad for p in other.parameters() if p.grad is not None]
+    torch.testing.assert_close(
+        clip(other.parameters(), 1e9), torch.nn.utils.get_total_norm(parts)
+    )
+    # A copy is of the door, too.
+    copied = copy.deepcopy(model)
+    backward(loss_of(copied, wide_input(8)(0, world.rank)))
+    norms = [torch.zeros(()) for _ in range(2)]
+    torch.distributed.all_gather(norms, clip(copied.parameters(), 1.0))
+    assert torch.equal(*norms)
+
+
+def test_values_of_state_dicts_say_what_stands_in_for_a_dtensor(
+    one_rank: World,
+) -> None:
+    """``distribute_tensor`` has no mesh to use; the message says what loads instead."""
+    value = sharded_mlp().state_dict()["0.weight"]
+
+    for name in ("device_mesh", "placements"):
+        text = message_of(partial(getattr, value, name))
+        assert "Pass full tensors to model.load_state_dict" in text
+        assert not hasattr(value, name)
 
 
 @pytest.mark.req("N-05")

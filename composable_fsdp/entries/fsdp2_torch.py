@@ -1,0 +1,114 @@
+"""The two places where the door of FSDP2 changes torch, so that scripts may stay.
+
+::
+
+    torch.nn.utils.clip_grad_norm_(parameters)   units of the door: clip_grad_norm_ of
+                                                 this package; all others: as before
+    parameter.full_tensor                        an AttributeError, with the way out
+
+Both are installed by the first ``fully_shard`` of the door and stay. Private:
+``torch.nn.utils.clip_grad_norm_`` is a wrapper that calls the variable ``func`` of its
+closure (checked on torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from types import CellType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.access.grads import clip_grad_norm_ as own_clip
+from composable_fsdp.entries.fsdp2_module import FSDPModule
+from composable_fsdp.flat.handle import LEAVES, find_leaf
+from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.tree.state import _get_module_fsdp_state
+
+_MARK = "_composable_fsdp"
+"""An attribute of the function that clips sharded parameters."""
+
+
+def change_torch() -> None:
+    """Install both changes; a second call does nothing."""
+    if "full_tensor" not in vars(nn.Parameter):
+        # A property that raises, so ``hasattr`` stays False. DTensor parameters are of
+        # another class, and keep their method.
+        setattr(nn.Parameter, "full_tensor", property(_no_full_tensor))  # noqa: B010  # for mypy
+    cell = _clip_cell()
+    if cell is not None and not hasattr(cell.cell_contents, _MARK):
+        cell.cell_contents = _clip_by_kind(cell.cell_contents)
+
+
+def _clip_cell() -> CellType | None:
+    """Return the cell that holds the body of torch's function; None if there is none.
+
+    A change of the cell reaches every reference to the function, also in a script that
+    has imported the function before. Without a cell nothing changes, and the
+    optimizer's step refuses gradients that torch has clipped (``optim.clip_check``).
+    """
+    function: Any = torch.nn.utils.clip_grad_norm_
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index("func")] if "func" in names else None
+
+
+def _clip_by_kind(plain: Any) -> Any:
+    """Return a function that clips sharded parameters by their norm over all ranks."""
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        # Equal on all ranks, also on a rank that has no row of a parameter.
+        if not any(map(_is_of_the_door, given)):
+            return plain(given, *args, **kwargs)
+        return own_clip(**_own_names(signature, given, args, kwargs))
+
+    setattr(clip, _MARK, True)
+    return clip
+
+
+def _is_of_the_door(parameter: Tensor) -> bool:
+    """Return whether a unit that the door has sharded holds ``parameter``.
+
+    Other units keep the check of ``optim.clip_check``: their scripts are not FSDP2's.
+    """
+    found = find_leaf(parameter) if id(parameter) in LEAVES else None
+    if found is None:
+        return False
+    # The class of the module tells, also of a copied module. Any owner will do: all
+    # modules of a unit share its state.
+    state = _get_module_fsdp_state(found[0].layout.owners[0])
+    return state is not None and isinstance(state.module, FSDPModule)
+
+
+def _own_names(
+    signature: inspect.Signature,
+    given: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of torch's function by the names of this package's."""
+    # By name, so that an argument that torch adds raises and is not mistaken.
+    bound = dict(signature.bind(given, *args, **kwargs).arguments)
+    return {"module_or_params": bound.pop("parameters"), **bound}
+
+
+def _no_full_tensor(parameter: nn.Parameter) -> None:
+    """Raise AttributeError, for a sharded parameter with the way out."""
+    text = f"{type(parameter).__name__!r} object has no attribute 'full_tensor'"
+    # Parameters of other models get Python's own text.
+    found = find_leaf(parameter) if id(parameter) in LEAVES else None
+    if found is not None:
+        handle, index = found
+        name = join_name(handle.layout.plan.fqn, handle._fqns[index])
+        text += (
+            f". It holds this rank's rows of {quoted(name)} as a plain tensor. Call "
+            "composable_fsdp.get_full_param(model, name) on all ranks "
+            "(get_full_grad for its gradient), or full_tensor() of the value that "
+            "model.state_dict() gives"
+        )
+    raise AttributeError(text)
