@@ -56,6 +56,7 @@ R = TypeVar("R")
 
 def _with_hints(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function``, which refuses names of torch's FSDP with a hint."""
+    # The signature is that of the function itself, for ``help`` and type checkers.
     known = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
@@ -271,6 +272,7 @@ def _plan_of_sharded(
             )
         return kept
     # Plan the rest of the module, as ``fully_shard(module)`` would shard it next.
+    # The walk takes sharded units for boundaries and leaves their parameters alone.
     rest = _plan_new(module, world_size, shard_world_size, given)
     # Names of units are unique: a module is in one of the two plans.
     by_name = {unit.fqn: unit for unit in (*rest.units, *kept.units)}

@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp``: verify, convert and export checkpoints; read a hang.
+"""``python -m composable_fsdp``: plan a model; verify and convert checkpoints.
 
 The commands need no process group and no device, and execute no code from a checkpoint.
 Results go to standard output, as text or as a JSON object; errors go to standard error.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from composable_fsdp.errors import CheckpointError, FSDPError
+from composable_fsdp.inspection import plan_command
 from composable_fsdp.inspection.hang_report import merge, text_of
+from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
+from composable_fsdp.inspection.sizes import byte_size
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
     check_readable,
@@ -38,6 +41,7 @@ from composable_fsdp.storage.verify import verify
 # Exit statuses: 0 success, 1 a bad checkpoint or nothing written, 2 wrong usage
 # (argparse), 130 interrupted (128 + SIGINT, the shells' convention).
 BAD = 1
+USAGE = 2
 INTERRUPTED = 130
 
 _FORMATS_HELP = """\
@@ -53,6 +57,7 @@ exit status: 0 good, 1 bad checkpoint or nothing written, 2 wrong usage
 _EXAMPLES = {
     "": """\
 examples:
+  python -m composable_fsdp plan --hf config.json --world-size 64 --gpu-memory 80GiB
   python -m composable_fsdp verify runs/step_100
   python -m composable_fsdp convert runs/step_100 step_100.pt --to torch
   python -m composable_fsdp export runs/step_100 my-model
@@ -75,6 +80,7 @@ examples:
   python -m composable_fsdp export runs/step_100 my-model.safetensors
   python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
 """,
+    "plan": plan_command.EXAMPLES,
     "hang-report": """\
 examples:
   python -m composable_fsdp hang-report composable_fsdp_hang_20261122_101530
@@ -94,26 +100,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         found = given.run(given)
+    except UsageError as error:
+        return _failed(error, given, USAGE)
     except (FSDPError, OSError) as error:
-        # Standard output is always a JSON object with ``--json``, so a script can parse
-        # failures, too.
-        if given.json:
-            print(json.dumps({"ok": False, "error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        return BAD
+        return _failed(error, given, BAD)
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
-    print(json.dumps({"ok": True, **found}) if given.json else _text(found))
-    return 0
+    if given.json:
+        print(json.dumps({"ok": True, **found}))
+    else:
+        try:
+            given.show(found)
+        # ``| head`` has read enough. Python would fail once more when it flushes.
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    status: int = given.status(found)
+    return status
+
+
+def _failed(error: Exception, given: argparse.Namespace, status: int) -> int:
+    """Print the error, and return the exit status."""
+    # Standard output is always a JSON object with ``--json``, so a script can parse
+    # failures, too.
+    if given.json:
+        print(json.dumps({"ok": False, "error": str(error)}))
+    print(f"error: {error}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="python -m composable_fsdp",
-        description="Check, convert and export checkpoints, and read hang reports, "
-        "offline.",
+        description="Plan the sharding of a model; check, convert and export "
+        "checkpoints; read hang reports. All of it offline.",
         epilog=f"{_EXAMPLES['']}\n{_FORMATS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -154,11 +175,16 @@ def _parser() -> argparse.ArgumentParser:
     for command in (change, export):
         command.add_argument(
             "--max-shard-size",
-            type=_size,
+            type=byte_size,
             metavar="SIZE",
             default=MAX_SHARD_BYTES,
             help="largest safetensors file, as 5GB or 500MB (default: 5GB)",
         )
+    planned = _command(
+        commands, "plan", plan_command.run, "tell whether a model fits on your GPUs"
+    )
+    plan_command.add_arguments(planned)
+    planned.set_defaults(show=plan_command.show, status=plan_command.status)
     return parser
 
 
@@ -167,33 +193,16 @@ def _command(commands: Any, name: str, run: Any, about: str) -> argparse.Argumen
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
-        description=about.capitalize() + ".",
-        epilog=f"{_EXAMPLES[name]}\n{_FORMATS_HELP}",
+        description=about[0].upper() + about[1:] + ".",
+        # ``plan`` reads no checkpoint.
+        epilog=_EXAMPLES[name] + (f"\n{_FORMATS_HELP}" if name != "plan" else ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, show=_show, status=lambda found: 0)
     return command
-
-
-def _size(text: str) -> int:
-    """Return a size such as "5GB" in bytes; units are powers of 1000.
-
-    Raises: argparse.ArgumentTypeError, if ``text`` is no size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)B?", text, re.IGNORECASE)
-    number = 0
-    if match:
-        # The position in the string is the power of 1000; a space stands for none.
-        power = " KMGT".index(match[2].upper() or " ")
-        number = int(float(match[1]) * 1000**power)
-    if number < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; expected a number with KB, MB, GB or TB, as 5GB"
-        )
-    return number
 
 
 def _verify(given: argparse.Namespace) -> dict[str, Any]:
@@ -310,6 +319,11 @@ def _summary(source: Source, *, weights_only: bool) -> dict[str, Any]:
     if not weights_only:
         found["extra"] = source.extra is not None
     return found
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Print a report as text."""
+    print(_text(found))
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -80,6 +80,7 @@ class Activations:
             return 0, 0
         if forward:
             return (unit.inputs if event.is_entry else 0), 0
+        # All that the unit and the units nested in it would have saved.
         again = sum(u.before + u.after for u in self.units.values() if u.outer == fqn)
         # The first computation of the unit's backward repeats the forward; the last
         # frees all. A unit without nested units has a single computation.
@@ -124,6 +125,7 @@ def measure_activations(
     count = _Count({unit.fqn for unit in plan.units})
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
+            # The module keeps its own parameters; the forward sees the stand-ins.
             tensors = _stand_ins(module, plan)
             count.ignored = {_key(tensor) for tensor in tensors.values()}
             given = pytree.tree_map_only(Tensor, _Inputs(plan), given)
@@ -240,6 +242,7 @@ class _Count:
         handles = []
         for fqn, each in walk.named(module):
             if fqn and fqn in self._fqns:
+                # Also after an exception, so that the stack of units stays right.
                 handles += [
                     each.register_forward_pre_hook(self._begin(fqn), with_kwargs=True),
                     each.register_forward_hook(self._end, always_call=True),

@@ -32,6 +32,7 @@ def chosen_units(root: nn.Module, units: Iterable[object]) -> Chosen:
         raise TypeError(
             f"units expects a list of modules or names, got {units!r:.80}. Pass [it]."
         )
+    # A module under two names has the first name.
     names = dict(walk.named(root))
     order = {module: position for position, module in enumerate(names.values())}
     found: dict[nn.Module, tuple[nn.Module, ...]] = {}
@@ -77,6 +78,7 @@ def _modules_of(
         )
     # A name without wildcards matches itself.
     matching = [names[name] for name in names if _matches(name, entry)]
+    # A typing error must not plan a model without units.
     if not matching:
         near = difflib.get_close_matches(entry, list(names), n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -89,5 +91,6 @@ def _modules_of(
 
 def _matches(name: str, pattern: str) -> bool:
     """Return whether ``name`` matches ``pattern``, component by component."""
+    # A star that matched dots would take the modules inside of a block, too.
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

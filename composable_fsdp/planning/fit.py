@@ -113,6 +113,7 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     With shard groups and replicas, only multiples of the group's size are tried.
     """
     groups = [u.shard_world_size for u in found.plan.units if u.replicas > 1]
+    # NO_SHARD has replicas and groups of one rank.
     step = max(groups, default=1)
 
     # The groups keep their size, so a number of ranks between two multiples is no plan.
@@ -122,6 +123,7 @@ def smallest_world_size(found: Forecast, capacity: int) -> int | None:
     # Memory falls with the world size but for padding: double until the forecast fits,
     # then halve the interval.
     high = 1
+    # A world size of one is tried first: many models need no sharding.
     while not fits(high):
         high *= 2
         if high * step > MOST_RANKS:
@@ -181,6 +183,7 @@ def _one_group(found: Forecast) -> Forecast:
 
 def _checkpoint(found: Forecast) -> Forecast:
     """Return the forecast with activation checkpointing of each unit."""
+    # ``_changes`` asks only where activations are known.
     if found.activations is None:
         return found
     return replace(found, activations=found.activations.with_checkpointing())

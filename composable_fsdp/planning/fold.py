@@ -77,6 +77,7 @@ def _common_name(fqns: Sequence[str]) -> str:
     # The ranges of several numbers name all combinations: write them only if all
     # combinations are there.
     exact = prod(several) == len(fqns)
+    # Components that are equal in all names stay as they are.
     return ".".join(
         column[0] if count == 1 else _ranges(map(int, column)) if exact else "*"
         for column, count in zip(columns, several, strict=True)

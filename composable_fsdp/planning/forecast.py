@@ -120,6 +120,7 @@ class Forecast:
     @cached_property
     def rows(self) -> tuple[UnitRow, ...]:
         """A row per group of equal units; the columns sum to the plan's totals."""
+        # Equal units may have unequal traffic: the first trainable unit ends backward.
         traffic = self.plan.unit_traffic()
         return tuple(
             self._row(fold, sum((traffic[i] for i in fold.indices), Traffic()))
@@ -143,6 +144,7 @@ class Forecast:
     @cached_property
     def moments(self) -> tuple[StepMoment, ...]:
         """The memory at each operation of a step, ending with the optimizer's step."""
+        # These are the same at every moment of a step.
         parameters, gradients, optimizer, temporaries = self._kept
         # Offloaded gradients have memory of their own from step to step. The walk
         # through the step counts the gradients of all other units.
@@ -211,6 +213,7 @@ class Forecast:
     @property
     def peak(self) -> StepMoment:
         """The moment of a step with most bytes on the device."""
+        # ``max`` takes the first of equal moments, as ``memory_of_step`` does.
         return max(self.moments, key=lambda moment: moment.memory.total)
 
     @property

@@ -48,6 +48,7 @@ def replan(
         _replan_unit(unit, replace(unit.options, **changes), ranks, shard_world_size)
         for unit in plan.units
     ]
+    # Padding depends on the ranks, and so do the sentences about it.
     notes = tuple(note for unit in units for note in padding_notes(unit))
     return ShardingPlan(tuple(units), ranks, notes)
 

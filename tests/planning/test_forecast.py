@@ -19,7 +19,9 @@ from composable_fsdp import (
     ModuleWrapPolicy,
     PlanError,
     ShardingStrategy,
+    checkpoint,
     forecast,
+    fully_shard,
     measure_activations,
     plan,
     replan,
@@ -28,13 +30,34 @@ from composable_fsdp.planning.fit import fit, smallest_world_size
 from composable_fsdp.planning.forecast import DeviceMemory
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import Traffic
+from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.planning.trees import linears, units
-from tests.support.memory import LiveBytes, fake_tensors
+from tests.support.memory import LiveBytes, cuda_order, fake_tensors
+from tests.support.reference import backward
 from tests.support.tiny import TinyBlock
+from tests.support.world import fake_world
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16)
 OFFLOAD = CPUOffload(offload_params=True)
 HYBRID = ShardingStrategy.HYBRID_SHARD
+
+
+class Gpt(nn.Module):
+    """An embedding, three blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5000, 1024)
+        self.layers = nn.ModuleList(TinyBlock(1024, 4) for _ in range(3))
+        self.head = nn.Linear(1024, 5000, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map token ids ``(batch, time)`` to logits."""
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 class Text(nn.Module):
@@ -280,6 +303,42 @@ def test_activations_are_what_forward_saves_for_backward() -> None:
     kept = [b.memory.activations for b in again]
     assert max(kept) == 5 * row + row - 2 * row + row - row
     assert all(m.memory.total == sum(m.memory.by_kind().values()) for m in with_)
+
+
+@pytest.mark.req("U-03", "U-08")
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("batch", [(2, 64), (4, 256)])
+def test_the_peak_with_activations_is_that_of_a_step(
+    batch: tuple[int, int], again: bool
+) -> None:
+    """Counted op by op, with activations that are up to half of the peak.
+
+    Gradients of activations, and memory inside of operations, are not predicted.
+    """
+    tokens = torch.zeros(*batch, dtype=torch.long)
+    with fake_world(8):
+        whole = Gpt()
+        planned = plan(whole, world_size=8, units=["layers.*"])
+        saved = measure_activations(whole, planned, [tokens])
+        if again:
+            saved = saved.with_checkpointing()
+        found = forecast(planned, optimizer="none", activations=saved)
+        with fake_tensors(), LiveBytes() as live:
+            model = Gpt()
+            for layer in model.layers:
+                fully_shard(layer)
+                if again:
+                    checkpoint(layer)
+            fully_shard(model)
+            tokens = torch.zeros(*batch, dtype=torch.long)
+            with cuda_order(_get_fsdp_handles(model)):
+                for _ in range(2):
+                    live.reset()
+                    backward(model(tokens).float().sum())
+                    model.zero_grad()
+
+    assert found.peak.memory.activations > 0.03 * live.peak
+    assert found.total == pytest.approx(live.peak, rel=0.055)
 
 
 def test_low_precision_and_kwargs_are_measured() -> None:

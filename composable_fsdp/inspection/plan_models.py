@@ -1,0 +1,339 @@
+"""Builds the model that a command names, on meta: no parameter takes memory.
+
+::
+
+    train:build_model     a function or class without arguments, or a module
+    train.py:build_model  the same, in a file
+    config.json           a configuration of transformers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp.errors import FSDPError
+from composable_fsdp.planning import walk
+
+CONFIG = "config.json"
+"""The name of a configuration in a directory of a Hugging Face model."""
+
+
+class UsageError(FSDPError, ValueError):
+    """A command that cannot run as it was written; the exit status is 2."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on meta, and how a forward is called.
+
+    Args:
+        module: the model.
+        source: the text that named the model.
+        inputs: arguments of a forward; None if none are known.
+        config: the configuration of transformers; None for other models.
+    """
+
+    module: nn.Module
+    source: str
+    inputs: Sequence[Any] | Mapping[str, Any] | None = None
+    config: Any = None
+    notes: list[str] = field(default_factory=list)
+
+
+def load_model(target: str) -> Model:
+    """Return the model that ``target`` names.
+
+    Raises: UsageError, with the way out.
+    """
+    if target.endswith(".json") or Path(target).is_dir():
+        return load_config(target)
+    # The last colon: a path of Windows has another.
+    path, colon, name = target.rpartition(":")
+    if not colon or not path or not name:
+        raise UsageError(
+            f"{target!r} names no model. Write MODULE:FUNCTION, such as "
+            "train:build_model or train.py:build_model, or the path of a config.json."
+        )
+    return _from_object(_object_of(path, name), target)
+
+
+def _object_of(path: str, name: str) -> Any:
+    """Return the attribute ``name`` of a module or a file."""
+    module = _import(path)
+    found: Any = module
+    # A method or a nested class has several components.
+    for part in name.split("."):
+        if not hasattr(found, part):
+            given = [each for each in vars(found) if not each.startswith("_")]
+            near = difflib.get_close_matches(part, given, n=3, cutoff=0.4)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UsageError(f"{path} has no {part!r}.{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _import(path: str) -> ModuleType:
+    """Import a module by its dotted name, or a file that ends in .py."""
+    # As ``python -m`` does, so that scripts in the current directory are found.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        if not path.endswith(".py"):
+            return importlib.import_module(path)
+        if not Path(path).is_file():
+            raise UsageError(f"There is no file {path!r}.")
+        # The script may import its neighbours.
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        # Dataclasses and pickles look their module up.
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    except ModuleNotFoundError as error:
+        # The module itself is missing, or a module that it imports.
+        first = path.partition(".")[0]
+        if error.name not in (path, first):
+            raise UsageError(f"Importing {path} fails: {error}.") from error
+        raise UsageError(
+            f"There is no module {path!r} here or among the installed packages. Run "
+            f"the command in the directory of {first}.py, or pass the path of the file."
+        ) from error
+    except UsageError:
+        raise
+    # The module is the user's code and may raise anything, also SystemExit.
+    except (Exception, SystemExit) as error:
+        raise UsageError(
+            f"Importing {path} fails: {type(error).__name__}: {error}. A script that "
+            'trains when it is imported needs: if __name__ == "__main__".'
+        ) from error
+
+
+def _from_object(found: Any, source: str) -> Model:
+    """Return the model that ``found`` is or makes."""
+    # A class of modules is callable and no module.
+    if isinstance(found, nn.Module):
+        return Model(found, source)
+    if not callable(found):
+        raise UsageError(
+            f"{source} expects to be a module, or a function or class without "
+            f"arguments that makes one; got {found!r:.80}."
+        )
+    # The call would fail with the same, but from inside of the user's code.
+    needed = _needed_arguments(found)
+    if needed:
+        raise UsageError(
+            f"{source} needs arguments: {', '.join(needed)}. Write a function without "
+            "arguments that calls it, and pass that function."
+        )
+    try:
+        with torch.device("meta"):
+            made = found()
+    # The function is the user's code and may raise anything.
+    except Exception as error:
+        raise UsageError(
+            f"{source}() fails on the meta device, where tensors have shapes and no "
+            f"values: {type(error).__name__}: {error}. Build the model alone, and load "
+            "or read no values."
+        ) from error
+    inputs = None
+    # A function may return the model with arguments for its forward.
+    if isinstance(made, tuple) and len(made) == 2:
+        made, inputs = made
+        if isinstance(inputs, torch.Tensor):
+            inputs = [inputs]
+    if not isinstance(made, nn.Module):
+        raise UsageError(
+            f"{source}() expects to return a module, or a pair of a module and the "
+            f"arguments of its forward; got {made!r:.80}."
+        )
+    return Model(made, source, inputs)
+
+
+def _needed_arguments(function: Any) -> list[str]:
+    """Return the names of arguments without defaults."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    # Some classes of C have no signature; the call tells.
+    except (TypeError, ValueError):
+        return []
+    # ``*args`` and ``**kwargs`` may be empty.
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        p.name
+        for p in parameters
+        if p.default is inspect.Parameter.empty and p.kind not in optional
+    ]
+
+
+def load_config(path: str) -> Model:
+    """Return the model of a configuration of transformers, with random weights on meta.
+
+    ``path`` is a file, or a directory with a config.json.
+
+    Raises: UsageError, if transformers is missing or does not know the model.
+    """
+    file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise UsageError(
+            f"There is no file {str(file)!r}. Nothing is downloaded: get the file "
+            f"with `hf download MODEL {CONFIG}`, or from the model's page."
+        )
+    # Checked before transformers is imported, which takes seconds.
+    given = _read_json(file)
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(
+            f"{path} is a configuration of transformers, which is not installed. Run "
+            "pip install transformers, or pass MODULE:FUNCTION."
+        ) from error
+    # Advice of transformers on weights and kernels is for a model that runs.
+    transformers.logging.set_verbosity_error()
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file))
+        name = (given.get("architectures") or [""])[0]
+        # The class that the configuration names has the head; AutoModel has none.
+        kind = getattr(transformers, name, None) if name else None
+        with torch.device("meta"), _quiet():
+            module = (
+                transformers.AutoModel.from_config(config)
+                if kind is None
+                else kind(config)
+            )
+    # transformers raises many kinds of errors for a configuration.
+    except Exception as error:
+        raise UsageError(
+            f"transformers {transformers.__version__} makes no model of {path}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    model = Model(module, path, config=config)
+    if kind is None:
+        model.notes.append(
+            "the configuration names no class of transformers under architectures, so "
+            f"the model is a {type(module).__name__} without a head"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Turn warnings of the construction off; they are about weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in ``file``.
+
+    Raises: UsageError, if there is none, or if the object is no configuration.
+    """
+    try:
+        given = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} holds no JSON: {error}.") from error
+    if not isinstance(given, dict) or "model_type" not in given:
+        raise UsageError(
+            f"{file} is no configuration of transformers: it has no model_type."
+        )
+    return given
+
+
+def guess_units(module: nn.Module) -> tuple[list[str], str]:
+    """Return the names of modules that are good units, and a reason for a reader.
+
+    Models of transformers name the classes that must stay whole. In other models, the
+    entries of lists of modules repeat, and are units if they have parameters.
+    """
+    named = list(walk.named(module))
+    # Some classes of transformers have None there.
+    classes = set(getattr(module, "_no_split_modules", None) or ())
+    chosen = [(name, m) for name, m in named if type(m).__name__ in classes]
+    reason = "_no_split_modules of the model"
+    if not chosen:
+        chosen, reason = _entries_of_lists(named), "entries of its nn.ModuleList"
+    counts = Counter(type(each).__name__ for _, each in chosen)
+    text = ", ".join(f"{times} {name}" for name, times in counts.items())
+    # The root is a unit anyway.
+    names = [name for name, _ in chosen if name]
+    return names, f"{text} ({reason})" if names else "the whole model is one unit"
+
+
+def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
+    """Return the entries of outermost lists of two and more modules, with names."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, each in named:
+        # A list inside of a unit, as of experts, stays whole.
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(each, nn.ModuleList) and len(each) > 1 and not inside:
+            found += [
+                (f"{name}.{key}" if name else key, child)
+                for key, child in each.named_children()
+                # A container has no forward and cannot be a unit.
+                if not walk.is_container(child)
+                and any(True for _ in child.parameters())
+            ]
+    return found
+
+
+def inputs_for(model: Model, shape: Sequence[int]) -> Any:
+    """Return arguments of a forward for a batch of ``shape``.
+
+    Models of transformers get ``input_ids`` (batch, time), with labels if they have a
+    loss, or ``pixel_values`` of ``shape[0]`` images. Other models get one tensor of
+    ``shape``: token ids if the model begins with an embedding, else floats.
+
+    Raises: UsageError, if the model takes something else.
+    """
+    if model.config is None:
+        first = next((m for m in walk.modules(model.module) if m._parameters), None)
+        dtype = torch.long if isinstance(first, nn.Embedding) else torch.float32
+        return [torch.zeros(*shape, dtype=dtype)]
+    name = getattr(model.module, "main_input_name", "input_ids")
+    if name == "input_ids":
+        ids = torch.zeros(*shape, dtype=torch.long)
+        takes = inspect.signature(type(model.module).forward).parameters
+        extra: dict[str, Any] = {
+            "labels": ids if type(model.module).__name__.endswith("LM") else None,
+            # A cache of keys and values is for generation.
+            "use_cache": False,
+        }
+        # An encoder-decoder model makes the decoder's inputs of the labels.
+        if getattr(model.config, "is_encoder_decoder", False):
+            extra["labels"] = ids if "labels" in takes else None
+            extra["decoder_input_ids"] = None if "labels" in takes else ids
+        return {
+            "input_ids": ids,
+            **{k: v for k, v in extra.items() if k in takes and v is not None},
+        }
+    # The shape's first number is the batch; the configuration has the rest.
+    if name == "pixel_values":
+        size = getattr(model.config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(model.config, "num_channels", 3)
+        return {name: torch.zeros(shape[0], channels, height, width)}
+    raise UsageError(
+        f"--batch makes no {name}, which {type(model.module).__name__} takes. Write a "
+        "function that returns (model, {...arguments of forward...}) and pass "
+        "MODULE:FUNCTION."
+    )
