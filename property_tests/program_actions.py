@@ -548,6 +548,10 @@ def raise_in_backward(side: Side, index: int, batch: int, cleared: str) -> Seen:
         if output.requires_grad:
             on_grad(output, fail)
 
+    # What a backward adds before it raises is not defined: a sharded model adds a
+    # unit's gradients at once. So no ``.grad`` that is still in place is looked at.
+    shown = {id(p.grad) for p in side.model.parameters()}
+    side.kept = {n: kept for n, kept in side.kept.items() if id(kept) not in shown}
     handle = piece(side, index).core.register_forward_hook(hook)
     torch.manual_seed(batch)
     y = output_of(side.model, side.inputs(batch))

@@ -315,7 +315,11 @@ EXAMPLES: dict[str, list[Program]] = {
     "gradients of chosen parameters": [
         below(Part(), actions=(("forward", 0), ("backward", 0, "inputs"), ("step",))),
         *(
-            below(Part(), actions=(("forward", 0), ("parameter_gradients", 0, how)))
+            below(
+                Part(call=call),
+                actions=(("forward", 0), ("parameter_gradients", 0, how)),
+            )
+            for call in ("plain", "recomputed")
             for how in ("strict", "unused", "zeros")
         ),
         Program(
@@ -357,6 +361,20 @@ EXAMPLES: dict[str, list[Program]] = {
             ),
         )
         for cleared in ("none", "odd", "even", "all")
+    ],
+    "values of another dtype that take the place of parameters": [
+        below(
+            Part(),
+            actions=(
+                ("train", 0),
+                ("save",),
+                ("cast", "bfloat16", False),
+                ("load", True),
+                *STEPS,
+            ),
+            strategy=strategy,
+        )
+        for strategy in ("FULL_SHARD", "NO_SHARD")
     ],
     "a part of a unit called apart": [
         below(Part(call="core")),

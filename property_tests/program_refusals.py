@@ -61,11 +61,18 @@ REFUSALS: list[tuple[set[str], str]] = [
         {"action:sync", "argument:no_sync"},
         "through a forward that ran before .* now gradients of no_sync wait",
     ),
+    # A backward inside a backward that was asked for gradients of parameters.
+    (
+        {"call:recomputed", "core:recomputed"},
+        "which a backward inside this backward computes",
+    ),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),
     ({"action:inside_summon", "action:unshard_unit"}, "holds the full parameters of"),
     ({"action:clip_as_plain"}, "scaled after they were averaged"),
+    # Sharded values of before or after a change of the layout.
+    ({"action:freeze", "action:freeze_piece"}, "back into the layout from which they"),
     # What a format cannot hold.
     ({"core:complex"}, "has dtype torch.complex128, which a checkpoint cannot hold"),
     # An optimizer that made state of the plain model's shapes.

@@ -23,6 +23,7 @@ from torch import Tensor
 # torch.distributed exports the options of the other collectives, not these.
 from torch._C._distributed_c10d import AllgatherOptions
 
+from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import begin
 from composable_fsdp.comm.reduced_slices import ReducedSlices
 from composable_fsdp.comm.sequence import Operation
@@ -348,6 +349,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
     )
 
 
+@outside_transforms
 def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) -> Any:
     """Return the value of a single rank on every rank. Not for the steady state.
 
@@ -373,6 +375,7 @@ def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) 
     return values[0]
 
 
+@outside_transforms
 def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
     """Return every rank's ``tag``, an integer of 64 bits, in group rank order.
 
@@ -385,6 +388,7 @@ def all_gather_tag(tag: int, group: dist.ProcessGroup) -> list[int]:
     return _all_gather_numbers(own, group, "all_gather_tag", "comparison of the order")
 
 
+@outside_transforms
 def all_gather_digests(digest: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Return the integers ``digest`` of all ranks, one rank after the other.
 
@@ -429,6 +433,7 @@ def is_capturing() -> bool:
     return used and torch.cuda.is_current_stream_capturing()
 
 
+@outside_transforms
 def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's picklable ``value``, in group rank order.
 
@@ -447,6 +452,7 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
+@outside_transforms
 def gather_object(
     value: object, group: dist.ProcessGroup, *, rank: int = 0
 ) -> list[Any] | None:

@@ -97,12 +97,13 @@ def _for_parameters(
     with (
         _Finishing(_units(inputs)),
         _SetAside(inputs) as aside,
-        _Reached(in_graph) as reached,
+        _Reached(in_graph, outputs) as reached,
     ):
         # Accumulate instead of capture, so that the hooks of the full parameters
         # reduce.
         engine(accumulate_grad=True)
         found = aside.gradients()
+    _require_no_backward_inside(inputs, reached)
     if not allow_unused:
         _require_all(inputs, [i in reached.indices for i in range(len(inputs))])
     # A parameter without elements on this rank has no gradient here. Return zeros if
@@ -164,6 +165,23 @@ def _require_all(inputs: Sequence[Any], reached: Sequence[bool]) -> None:
                 "torch.autograd.grad found no path from the output to "
                 f"{_name(each)}. Pass allow_unused=True, if that is intended."
             )
+
+
+def _require_no_backward_inside(inputs: Sequence[Any], reached: _Reached) -> None:
+    """Raise if a backward inside the requested backward reached an input.
+
+    Raises: PhaseError, on all ranks alike.
+    """
+    # Autograd would add the gradients of the inner backward to ``.grad``, and return
+    # those of the outer backward; one reduction has summed both.
+    if reached.inside:
+        raise PhaseError(
+            "torch.autograd.grad was asked for the gradient of sharded parameter "
+            f"{_name(inputs[min(reached.inside)])}, which a backward inside this "
+            "backward computes (a forward that is recomputed, most likely). Call "
+            "backward() and read .grad, or recompute by "
+            "checkpoint(use_reentrant=False)."
+        )
 
 
 def _in_graph(given: Any) -> tuple[Any, ...]:
@@ -377,8 +395,16 @@ class _Reached:
     parameter.
     """
 
-    def __init__(self, groups: Sequence[tuple[Any, ...]]) -> None:
-        self.groups, self.indices = groups, set[int]()
+    def __init__(
+        self, groups: Sequence[tuple[Any, ...]], outputs: Sequence[Any]
+    ) -> None:
+        self.groups, self.outputs = groups, outputs
+        self.indices = set[int]()
+        """Indices of the groups that a gradient of this backward reached."""
+        self.inside = set[int]()
+        """Indices of the groups that a backward inside this backward reached."""
+        self.task = NO_TASK
+        """The graph task of this backward."""
 
     def __enter__(self) -> _Reached:
         self.hooks = [
@@ -386,11 +412,24 @@ class _Reached:
             for index, group in enumerate(self.groups)
             for tensor in group
         ]
+        # An output gets its gradient before any backward inside can begin.
+        for each in self.outputs:
+            if not isinstance(each, Tensor):
+                self.hooks.append(each.node.register_prehook(self._begin))
+            elif each.requires_grad:
+                self.hooks.append(each.register_hook(self._begin))
         return self
+
+    def _begin(self, _: object) -> None:
+        """Hook of the outputs: record the graph task of this backward."""
+        if self.task == NO_TASK:
+            self.task = current_task()
 
     def _note(self, index: int, _: Tensor) -> None:
         """Tensor hook: record that a gradient reached the group."""
-        self.indices.add(index)
+        # A parameter may itself be the output.
+        self._begin(_)
+        (self.indices if current_task() == self.task else self.inside).add(index)
 
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:

@@ -99,6 +99,7 @@ def take_values(
     Collective: none.
     """
     local = is_local(state)
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
     places = {ref.slot.index: ref for ref in param_refs(state.handle)}
     for key, index in slots.items():
         value = state_dict.get(key)
@@ -108,9 +109,9 @@ def take_values(
         if isinstance(value, LocalValue):
             value = value.plain()
         ref = places[index]
-        leaf, problem = ref.leaf, _take(ref, value, local=local)
+        leaf, problem = ref.leaf, _take(ref, value, local=local, assign=assign)
         if leaf.is_meta and not problem:
-            if local_metadata.get("assign_to_params_buffers", False):
+            if assign:
                 part = value
                 if isinstance(value, ShardedValue):
                     part = value.local
@@ -119,7 +120,7 @@ def take_values(
                 # torch makes a parameter of the part and assigns this parameter, which
                 # the unit adopts later. Note the value, because a hook of a part of the
                 # unit must not cut the value again.
-                part = part.to(leaf.dtype, copy=True)
+                part = part.clone()
                 state_dict[key] = _PARTS[id(part)] = part
                 continue
             # torch ignores a copy into a tensor on meta with a mere warning, so report
@@ -133,7 +134,7 @@ def take_values(
 
 
 @torch.no_grad()
-def _take(ref: ParamRef, value: Tensor, *, local: bool) -> str:
+def _take(ref: ParamRef, value: Tensor, *, local: bool, assign: bool) -> str:
     """Copy this rank's part of ``value`` into the shard, or return the problem.
 
     The result is empty if ``value`` fits.
@@ -142,7 +143,7 @@ def _take(ref: ParamRef, value: Tensor, *, local: bool) -> str:
     if isinstance(value, ShardedValue):
         problem = mismatch(ref, value)
         if not problem:
-            leaf.copy_(value.local)
+            _write(leaf, value.local, assign=assign)
         return problem
     # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before torch
     # 0.4).
@@ -150,7 +151,7 @@ def _take(ref: ParamRef, value: Tensor, *, local: bool) -> str:
         value = value[0]
     expected = tuple(leaf.shape) if local else slot.shape
     if tuple(value.shape) == expected:
-        leaf.copy_(value if local else ref.part_of(value))
+        _write(leaf, value if local else ref.part_of(value), assign=assign)
         return ""
     got = f"{expected}, got {tuple(value.shape)}"
     if local:
@@ -159,3 +160,12 @@ def _take(ref: ParamRef, value: Tensor, *, local: bool) -> str:
         f"expected the full parameter of shape {got}. Load a state dict of the plain "
         "model's shapes, on every rank."
     )
+
+
+def _write(leaf: Tensor, part: Tensor, *, assign: bool) -> None:
+    """Copy ``part`` into ``leaf``; with ``assign`` the parameter takes the dtype."""
+    # Every rank has the value's dtype, also for an empty part, so all ranks adopt the
+    # change in the next forward (``flat.external_changes``).
+    if assign and part.dtype != leaf.dtype and not leaf.is_meta:
+        leaf.data = torch.empty_like(leaf, dtype=part.dtype)
+    leaf.copy_(part)

@@ -446,13 +446,15 @@ def mismatch(ref: ParamRef, value: ShardedValue) -> str:
         return ""
     region, slot = ref.region, ref.slot
     start, stop = ref.interval
+    cut = f" in shards of {region.layout.shard_numel} elements from {slot.offset} on"
     return (
         f"expected elements [{start}, {stop}) of shape {slot.shape} on rank "
-        f"{region.rank} of {region.layout.world_size}, got {describe(value)} of shape "
-        f"{tuple(value.shape)}, cut at multiples of {value.shard_numel} in a buffer "
-        f"where it begins at {value.offset}. Sharded values go back as they came: "
-        "save them with torch.distributed.checkpoint and load that into this model's "
-        "own state_dict(), or save under FULL_STATE_DICT."
+        f"{region.rank} of {region.layout.world_size},{cut}, got {describe(value)} of "
+        f"shape {tuple(value.shape)}, in shards of {value.shard_numel} elements from "
+        f"{value.offset} on. Sharded values go back into the layout from which they "
+        "came, and another world size, other units, or frozen parameters change the "
+        "layout. Save them with torch.distributed.checkpoint and load that into this "
+        "model's own state_dict(), or save under FULL_STATE_DICT."
     )
 
 
