@@ -376,6 +376,23 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ],
+    "a first forward inside a transform": [
+        Program(
+            Part(children=(Part(call="vjp"),)),
+            options=Options(apart=True),
+            actions=(("train", 0), ("copy_aside", 2)),
+        )
+    ],
+    "sharded values of another layout": [
+        Program(
+            actions=(
+                ("freeze", 0),
+                ("torch_get", "sharded"),
+                ("forward", 2),
+                ("torch_set",),
+            )
+        )
+    ],
     "a part of a unit called apart": [
         below(Part(call="core")),
         below(Part(call="method")),

@@ -349,6 +349,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> Non
     )
 
 
+# A first forward may run inside ``torch.func.vjp``, whose tensors gloo cannot read.
 @outside_transforms
 def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) -> Any:
     """Return the value of a single rank on every rank. Not for the steady state.
@@ -362,8 +363,7 @@ def broadcast_object(value: object, group: dist.ProcessGroup, *, rank: int = 0) 
     Collective: a broadcast of the size and a broadcast of the bytes over ``group``;
     every rank must call.
     """
-    if _recorder is not None:
-        _recorder.append(CallRecord("broadcast_object", (), (), group.size()))
+    _note("broadcast_object", (), group)
     # Every rank must pass a list of the same length; the contents of the other ranks
     # are overwritten.
     values = [value]
@@ -442,8 +442,7 @@ def all_gather_object(value: object, group: dist.ProcessGroup) -> list[Any]:
     Collective: an all-gather of the sizes and an all-gather of the bytes over
     ``group``; every rank must call.
     """
-    if _recorder is not None:
-        _recorder.append(CallRecord("all_gather_object", (), (), group.size()))
+    _note("all_gather_object", (), group)
     values: list[Any] = [None] * group.size()
     _send(
         begin("all_gather_object", group),
@@ -467,8 +466,7 @@ def gather_object(
     Collective: an all-gather of the sizes and a gather of the bytes over ``group``;
     every rank must call.
     """
-    if _recorder is not None:
-        _recorder.append(CallRecord("gather_object", (), (), group.size()))
+    _note("gather_object", (), group)
     # Only the receiver may pass an output list.
     values: list[Any] | None = [None] * group.size() if group.rank() == rank else None
     first = dist.get_global_rank(group, rank)

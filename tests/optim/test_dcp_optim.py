@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import types
 from collections.abc import Callable
 from functools import partial
@@ -299,7 +300,7 @@ def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(
     for plan, raw, on_first, odd in ranks(2).run(misfits, path):
         for text in (plan, raw):
             assert text.startswith("CheckpointError: Optimizer state 'exp_avg' of '")
-            assert "cut at multiples of" in text
+            assert re.search(r"got .* in shards of \d+ elements", text)
             assert "load that into this model's own state_dict()" in text
         assert "expected a whole tensor on the first rank, which gives it" in on_first
         assert "optim.state_dict() was called with state 'odd' of '" in odd
