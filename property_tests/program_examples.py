@@ -378,9 +378,17 @@ EXAMPLES: dict[str, list[Program]] = {
     ],
     "a first forward inside a transform": [
         Program(
-            Part(children=(Part(call="vjp"),)),
+            Part(core="plain", children=(Part(call="vjp"),)),
+            width=2,
+            seed=1,
             options=Options(apart=True),
-            actions=(("train", 0), ("copy_aside", 2)),
+            actions=(
+                ("forward", 0),
+                ("backward",),
+                ("zero",),
+                ("step_half", True),
+                ("copy_aside", 2),
+            ),
         )
     ],
     "sharded values of another layout": [

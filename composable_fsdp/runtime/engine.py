@@ -414,7 +414,7 @@ class _Reached:
         ]
         # An output gets its gradient before any backward inside can begin.
         for each in self.outputs:
-            if not isinstance(each, Tensor):
+            if isinstance(each, _GRAPH.GradientEdge):
                 self.hooks.append(each.node.register_prehook(self._begin))
             elif each.requires_grad:
                 self.hooks.append(each.register_hook(self._begin))
