@@ -263,7 +263,8 @@ def guess_units(module: nn.Module) -> tuple[list[str], str]:
     """Return the names of modules that are good units, and a reason for a reader.
 
     Models of transformers name the classes that must stay whole. In other models, the
-    entries of lists of modules repeat, and are units if they have parameters.
+    entries of lists of modules repeat, and are units if they have parameters. Modules
+    with a parameter that is tied to a module elsewhere stay in the root.
     """
     named = list(walk.named(module))
     # Some classes of transformers have None there.
@@ -272,11 +273,37 @@ def guess_units(module: nn.Module) -> tuple[list[str], str]:
     reason = "_no_split_modules of the model"
     if not chosen:
         chosen, reason = _entries_of_lists(named), "entries of its nn.ModuleList"
+    # A parameter that is tied across units would be refused; the root holds it then.
+    tied = _tied_outside(module, [each for _, each in chosen])
+    chosen = [(name, each) for name, each in chosen if each not in tied]
     counts = Counter(type(each).__name__ for _, each in chosen)
     text = ", ".join(f"{times} {name}" for name, times in counts.items())
     # The root is a unit anyway.
     names = [name for name, _ in chosen if name]
     return names, f"{text} ({reason})" if names else "the whole model is one unit"
+
+
+def _tied_outside(root: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """Return those of ``modules`` that share a parameter with a module outside."""
+
+    def places(module: nn.Module) -> Counter[nn.Parameter]:
+        """Count the places of each parameter below ``module``."""
+        return Counter(
+            parameter
+            for each in walk.modules(module)
+            for parameter in walk.own_parameters(each)
+        )
+
+    # Most models tie one parameter or none, and no unit is searched then.
+    everywhere = {p: times for p, times in places(root).items() if times > 1}
+    if not everywhere:
+        return set()
+    return {
+        module
+        for module in modules
+        for parameter, times in places(module).items()
+        if times < everywhere.get(parameter, times)
+    }
 
 
 def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
@@ -318,10 +345,8 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
             # A cache of keys and values is for generation.
             "use_cache": False,
         }
-        # An encoder-decoder model makes the decoder's inputs of the labels.
         if getattr(model.config, "is_encoder_decoder", False):
-            extra["labels"] = ids if "labels" in takes else None
-            extra["decoder_input_ids"] = None if "labels" in takes else ids
+            extra["labels"] = extra["decoder_input_ids"] = ids
         return {
             "input_ids": ids,
             **{k: v for k, v in extra.items() if k in takes and v is not None},

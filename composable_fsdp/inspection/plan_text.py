@@ -200,7 +200,9 @@ def _peak(report: Report) -> Table:
             if batch is None:
                 rows.append(["activations", "left out"])
             else:
-                rows.append([f"activations of {batch}", size_text(nbytes)])
+                # The end of backward may be the peak, with the gradients of the root.
+                freed = "" if nbytes else " (freed)"
+                rows.append([f"activations of {batch}{freed}", size_text(nbytes)])
         # The optimizer's temporaries are seldom the peak, and a line of 0 B asks why.
         elif name != "temporaries" or nbytes:
             rows.append([words, size_text(nbytes)])

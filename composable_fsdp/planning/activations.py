@@ -7,9 +7,11 @@ The forward computes shapes and no values, so a batch of any size takes no memor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,9 @@ from composable_fsdp.naming import join_name
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.memory import Event
 from composable_fsdp.planning.plan import ShardingPlan
+
+_FAKE_LOG = "torch._subclasses.fake_tensor"
+"""The logger of torch's fake tensors."""
 
 
 class UnitActivations(NamedTuple):
@@ -52,15 +57,26 @@ class Activations:
         checkpointed: whether each unit directly below the root runs under activation
             checkpointing, which keeps the unit's inputs and repeats its forward in
             backward. Default False.
+        measure: measures the same forward for a plan with other dtypes. Default None:
+            the bytes are taken for those of every dtype.
     """
 
     units: Mapping[str, UnitActivations]
     batch: str
     checkpointed: bool = False
+    measure: Callable[[ShardingPlan], Activations] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def with_checkpointing(self) -> Activations:
         """Return the activations with checkpointing of each unit below the root."""
         return replace(self, checkpointed=True)
+
+    def measured_for(self, plan: ShardingPlan) -> Activations:
+        """Return the activations of the same forward in the dtypes of ``plan``."""
+        if self.measure is None:
+            return self
+        return replace(self.measure(plan), checkpointed=self.checkpointed)
 
     def change(self, event: Event, fqn: str) -> tuple[int, int]:
         """Return the bytes that the computation ``event`` of unit ``fqn`` allocates.
@@ -124,7 +140,8 @@ def measure_activations(
     given = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
     count = _Count({unit.fqn for unit in plan.units})
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        # torch logs a traceback of each operation that fails; the error below has it.
+        with _muted(_FAKE_LOG), FakeTensorMode(allow_non_fake_inputs=True):
             # The module keeps its own parameters; the forward sees the stand-ins.
             tensors = _stand_ins(module, plan)
             count.ignored = {_key(tensor) for tensor in tensors.values()}
@@ -139,10 +156,23 @@ def measure_activations(
         raise PlanError(
             "The activations could not be measured, because the forward of this "
             f"{type(module).__name__} fails on fake tensors: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}. Check the inputs; "
-            "leave the batch out to plan without activations."
+            f"{next(iter(str(error).splitlines()), '').rstrip('.')}. Check the inputs "
+            "and the dtypes; leave the batch out to plan without activations."
         ) from error
-    return Activations(count.found(), batch or _shapes(inputs))
+    words = batch or _shapes(inputs)
+    again = partial(measure_activations, module, inputs=inputs, batch=words)
+    return Activations(count.found(), words, measure=lambda other: again(plan=other))
+
+
+@contextmanager
+def _muted(name: str) -> Iterator[None]:
+    """Turn the logger ``name`` off in this block."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _shapes(inputs: Sequence[Any] | Mapping[str, Any]) -> str:

@@ -150,9 +150,8 @@ def _changes(found: Forecast) -> Iterator[tuple[str, _Apply]]:
     if any(u.replicas > 1 for u in found.plan.units):
         yield "one shard group of all ranks, without replicas", _one_group
     if any(options.mixed_precision is None for options in units):
-        low = MixedPrecision(param_dtype=torch.bfloat16)
         text = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
-        yield text, _option(mixed_precision=low)
+        yield text, _low_precision(found)
     if any(options.backward_prefetch is not None for options in units):
         yield "backward_prefetch=None", _option(backward_prefetch=None)
     # Padding of less than 1 % is not worth sharded parameters of one dimension.
@@ -168,6 +167,24 @@ def _changes(found: Forecast) -> Iterator[tuple[str, _Apply]]:
 def _option(**changes: Any) -> _Apply:
     """Return a function that replaces options of every unit."""
     return lambda found: replace(found, plan=replan(found.plan, **changes))
+
+
+def _low_precision(found: Forecast) -> _Apply:
+    """Return a function that makes every unit compute in bfloat16."""
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    saved = found.activations
+    # Measured once: a forward takes seconds, and many sets of changes are tried.
+    if saved is not None:
+        saved = saved.measured_for(replan(found.plan, mixed_precision=low))
+
+    def apply(changed: Forecast) -> Forecast:
+        plan = replan(changed.plan, mixed_precision=low)
+        activations = changed.activations
+        if saved is not None and activations is not None:
+            activations = replace(saved, checkpointed=activations.checkpointed)
+        return replace(changed, plan=plan, activations=activations)
+
+    return apply
 
 
 def _one_group(found: Forecast) -> Forecast:

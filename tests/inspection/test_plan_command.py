@@ -216,6 +216,39 @@ def test_a_config_of_transformers_is_planned(
     assert bool(found["warnings"]) is not named
 
 
+def test_modules_with_tied_parameters_stay_in_the_root(
+    run: Run, tmp_path: Path
+) -> None:
+    """BERT names its embeddings as a unit, and ties them to its head."""
+    pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", **small}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    found = report_of(run, tmp_path, "--batch", "2x8")
+
+    assert found["model"]["units_from"].startswith("2 BertLayer (_no_split_modules")
+    assert found["model"]["units"] == 1 + 2
+
+
+def test_a_mixture_of_experts_is_measured_in_its_dtype(
+    run: Run, tmp_path: Path
+) -> None:
+    """In float32 its kernel fails on fake tensors: one message, and a way out."""
+    pytest.importorskip("transformers")
+    small = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = {**LLAMA, **small, "architectures": ["MixtralForCausalLM"]}
+    config["model_type"] = "mixtral"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    low = report_of(run, tmp_path, "--batch", "2x8", "--param-dtype", "bfloat16")
+    status, out, err = run(tmp_path, "--batch", "2x8")
+
+    assert low["peak"]["activations_of"] == "2x8"
+    # Other releases of torch and transformers may run it in float32, too.
+    assert status == 0 or (out == "" and err.count("\n") == 1 and "dtypes" in err)
+
+
 @pytest.mark.req("N-03")
 def test_the_page_is_one_file_with_three_pictures(
     run: Run, script: str, tmp_path: Path
