@@ -17,6 +17,9 @@ OPTIONS = {
     ),
     "backward_prefetch=None": "--backward-prefetch none",
     "block=Block.ELEMENT": "--block element",
+    "one shard group of all ranks, without replicas": (
+        "--strategy full-shard, without --shard-world-size"
+    ),
     "cpu_offload=CPUOffload(offload_params=True)": "--cpu-offload",
     "activation checkpointing of each unit": "--checkpointing",
 }

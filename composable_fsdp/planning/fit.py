@@ -147,7 +147,8 @@ def _changes(found: Forecast) -> Iterator[tuple[str, _Apply]]:
         hybrid = any(o.strategy in HYBRID for o in units)
         strategy = ShardingStrategy.HYBRID_SHARD if hybrid else full
         yield f"strategy={strategy.name}", _option(strategy=strategy)
-    if any(u.replicas > 1 for u in found.plan.units):
+    # NO_SHARD has replicas without groups, and FULL_SHARD above is the change for it.
+    if any(u.shard_world_size > 1 and u.replicas > 1 for u in found.plan.units):
         yield "one shard group of all ranks, without replicas", _one_group
     if any(options.mixed_precision is None for options in units):
         text = "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"

@@ -8,6 +8,7 @@ from itertools import accumulate
 from operator import or_
 
 from composable_fsdp.naming import ROOT_NAME
+from composable_fsdp.planning.fold import fold_units
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.memory import PeakMemory, StepMemory, memory_of_step
 from composable_fsdp.planning.unit_plan import Traffic, UnitPlan
@@ -167,24 +168,27 @@ def _is_inside(fqn: str, outer: str) -> bool:
 
 
 def _table(units: tuple[UnitPlan, ...]) -> str:
-    """Return the table of the report: a line per unit, numbers right-aligned."""
-    rows = [("unit", "class", "parameters", "per rank", "padding", "regions")]
-    for unit in units:
+    """Return the table of the report: a line for equal units, numbers right-aligned."""
+    rows = [("unit", "", "class", "elements", "per rank", "padding", "regions")]
+    for fold in fold_units(units):
+        unit = fold.unit
         numel = sum(r.numel for r in unit.regions)
         padded = sum(r.padded_numel for r in unit.regions)
         rows.append(
             (
-                unit.fqn or ROOT_NAME,
+                fold.name,
+                f"{fold.times} x",
                 unit.class_name,
-                f"{numel:,}",
-                size_text(unit.parameter_bytes),
+                # A line has the sums of its units, so that the column adds up.
+                f"{fold.times * numel:,}",
+                size_text(fold.times * unit.parameter_bytes),
                 f"{(padded - numel) / numel:.2%}" if numel else "-",
                 ", ".join(map(_region_text, unit.regions)) or "no parameters",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     # Columns of numbers.
-    right = (2, 3, 4)
+    right = (1, 3, 4, 5)
     return "\n".join(
         "  ".join(
             cell.rjust(width) if i in right else cell.ljust(width)
@@ -213,7 +217,8 @@ def _totals(plan: ShardingPlan) -> list[str]:
         if calls
     ]
     return [
-        f"{len(plan.units)} units, {plan.numel:,} parameters, world size "
+        f"{len(plan.units)} unit{'s' if len(plan.units) > 1 else ''}, "
+        f"{plan.numel:,} parameters, world size "
         f"{plan.world_size}, {', '.join(strategies)}",
         f"per rank: parameters {size_text(plan.parameter_bytes)}, gradients "
         f"{size_text(plan.gradient_bytes)}; the largest unit is "
@@ -259,4 +264,5 @@ def _region_text(region: RegionLayout) -> str:
     kind = str(region.dtype).removeprefix("torch.")
     frozen = "" if region.trainable else " frozen"
     group = "" if region.group is None else f" group {region.group!r}"
-    return f"{kind}{frozen}{group} x{len(region.parameters)}"
+    count = len(region.parameters)
+    return f"{count} parameter{'s' if count > 1 else ''} in {kind}{frozen}{group}"

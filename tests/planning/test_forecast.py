@@ -261,6 +261,22 @@ def test_what_would_make_it_fit_does() -> None:
     assert re.search(r"mixed_precision=.* and cpu_offload", sets[0].text)
 
 
+def test_replicas_may_become_one_group() -> None:
+    """More ranks share, and less is held; NO_SHARD becomes FULL_SHARD, said once."""
+    by_layer = ModuleWrapPolicy({nn.Linear})
+    hybrid, whole = (
+        forecast(plan(linears(6, 256), world_size=8, policy=by_layer, **options))
+        for options in (VARIANTS["hybrid"], VARIANTS["none"])
+    )
+    full = forecast(plan(linears(6, 256), world_size=8, policy=by_layer))
+
+    changes = {c.text: c.total for c in fit(hybrid, full.total).changes}
+    assert changes["one shard group of all ranks, without replicas"] == full.total
+    changes = {c.text: c.total for c in fit(whole, full.total).changes}
+    assert changes["strategy=FULL_SHARD"] == full.total
+    assert not any("replicas" in text for text in changes)
+
+
 class Work(nn.Module):
     """Two layers with a nonlinearity, in the middle of which a unit runs."""
 

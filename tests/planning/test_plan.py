@@ -245,21 +245,34 @@ def test_the_report_names_every_unit_and_the_totals() -> None:
     text = str(plan(model, world_size=4, policy=units({"1": {}, "2": {}})))
     lines = text.splitlines()
 
-    assert [line.split()[:2] for line in lines[1:4]] == [
-        ["(root)", "Sequential"],
-        ["1", "Linear"],
-        ["2", "Linear"],
+    assert [line.split()[:4] for line in lines[1:4]] == [
+        ["(root)", "1", "x", "Sequential"],
+        ["1", "1", "x", "Linear"],
+        ["2", "1", "x", "Linear"],
     ]
     assert [line.split("%")[1].strip() for line in lines[1:4]] == [
-        "float32 frozen x1",
-        "float32 x1",
-        "bfloat16 x1",
+        "1 parameter in float32 frozen",
+        "1 parameter in float32",
+        "1 parameter in bfloat16",
     ]
     assert "3 units, 12,288 parameters, world size 4" in text
     assert "5 all-gathers" in text
     assert "2 reduce-scatters" in text
     assert "at the peak" in text
     assert "without activations and optimizer" in text
+
+
+def test_the_report_folds_equal_units_and_adds_up() -> None:
+    """Twelve equal layers are a line with their sum; a single unit is no plural."""
+    text = str(plan(linears(13), world_size=2, units=[str(i) for i in range(1, 13)]))
+    lines = text.splitlines()
+
+    assert [line.split()[:5] for line in lines[1:3]] == [
+        ["(root)", "1", "x", "Sequential", "16"],
+        ["1-12", "12", "x", "Linear", "192"],
+    ]
+    assert lines[3].startswith("13 units, 208 parameters")
+    assert "\n1 unit, 16 parameters" in str(plan(linears(1), world_size=2))
 
 
 def test_a_marked_subtree_is_not_in_the_totals() -> None:
