@@ -35,6 +35,7 @@ from torch import nn
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat import residency
 from composable_fsdp.phases import Residency
+from composable_fsdp.runtime.recover import require_between_steps
 from composable_fsdp.tree.traversal import _get_fsdp_states
 
 _PACKAGE = "torch.distributed.checkpoint"
@@ -106,14 +107,15 @@ def _with_sharded_leaves(run: Call, given: dict[str, Any]) -> Any:
     which are others while a unit is unsharded by hand.
     """
     model = given.get("model")
-    shown = [
-        state.handle
-        for state in (_get_fsdp_states(model) if isinstance(model, nn.Module) else ())
-        if state.handle.residency is Residency.UNSHARDED
-    ]
+    states = _get_fsdp_states(model) if isinstance(model, nn.Module) else []
+    shown = [s.handle for s in states if s.handle.residency is Residency.UNSHARDED]
     for handle in shown:
         residency.use_sharded(handle)
     try:
+        # After a load with ``assign`` the modules hold other parameters, and an
+        # optimizer made since holds those: they must be leaves before hooks look.
+        for state in states:
+            require_between_steps(state, "state of an optimizer")
         return _with_request(run, given)
     finally:
         for handle in shown:

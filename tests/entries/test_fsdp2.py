@@ -502,7 +502,7 @@ def test_modules_inside_others_of_a_list_and_torchs_own_policies_are_taken(
     block = model.blocks[0]
     policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     given: list[nn.Module] = [block, block.qkv]
-    made = fsdp2.fully_shard(
+    made: list[fsdp2.FSDPModule] = fsdp2.fully_shard(
         given,
         mp_policy=policy,
         offload_policy=theirs.OffloadPolicy(),
@@ -510,7 +510,7 @@ def test_modules_inside_others_of_a_list_and_torchs_own_policies_are_taken(
     )
     fsdp2.fully_shard(model, mp_policy=policy)
 
-    assert made is given
+    assert list(map(id, made)) == list(map(id, given))
     assert type(block).__name__ == "FSDPTinyBlock"
     assert not isinstance(block.qkv, fsdp2.FSDPModule)
     state = fsdp2.fully_shard.state(block)

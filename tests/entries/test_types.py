@@ -33,6 +33,7 @@ from typing_extensions import reveal_type
 
 import composable_fsdp
 from composable_fsdp import CPUOffload, ShardingStrategy, fully_shard, replicate
+from composable_fsdp import fsdp2
 
 
 class Net(nn.Module):
@@ -52,6 +53,11 @@ fully_shard(net, cpu_offload=True)  # E: Argument "cpu_offload"
 fully_shard(net, None)  # E: Too many positional arguments
 fully_shard()  # E: Missing positional argument "module"
 fully_shard(net, reshard_after_forward=True)  # E: Unexpected keyword argument
+reveal_type(fsdp2.fully_shard(net, reshard_after_forward=2))  # R: FSDPModule
+fsdp2.fully_shard(net).set_requires_gradient_sync(False)
+fsdp2.fully_shard(net, msh=None)  # E: No overload variant
+fsdp2.fully_shard(net, mp_policy=3)  # E: No overload variant
+fsdp2.fully_shard(net).unshard(asynchronous=True)  # E: Unexpected keyword argument
 replicate(net, strategy=3)  # E: Unexpected keyword argument "strategy"
 replicate(net, init_sync=[])  # E: Argument "init_sync"
 
@@ -103,7 +109,7 @@ def test_mypy_knows_the_arguments_and_the_type_of_the_result(tmp_path: Path) -> 
     assert found.keys() == wanted.keys()
     for line, message in found.items():
         if message.startswith("Revealed"):
-            message = re.sub(r"\bcalls\.|\bbuiltins\.", "", message)
+            message = re.sub(r"(?:\b\w+\.)+(?=\w+\b)", "", message)
             assert message == f'Revealed type is "{wanted[line]}"'
         else:
             assert message.startswith(wanted[line])

@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 import types
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from composable_fsdp.state_dict.sharded import ShardedValue
 from tests.support.models import TinyGPT, tiny_mlp
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
-from tests.support.reference import STRATEGIES, adamw, apply_units
+from tests.support.reference import STRATEGIES, adamw, apply_units, gpt_units
 from tests.support.sharded import (
     RankCount,
     both_paths,
@@ -190,6 +191,38 @@ def test_torchs_functions_set_full_state_from_all_ranks_or_the_first(
         assert _same(dict(fresh.state_dict()), whole[0])
         # The options are torch's business; it gives lists back for tuples.
         assert _same(optim_state_dict(fresh, new)["state"], whole[1]["state"])
+
+
+@pytest.mark.req("D-19", "N-05")
+@on_ranks(2)
+@pytest.mark.parametrize("from_first", [False, True])
+def test_torchs_functions_fill_a_model_on_meta_and_its_optimizer(
+    world: World, from_first: bool
+) -> None:
+    """The optimizer is made of the parameters that the load has assigned."""
+    model, optimizer = trained(world, "composable")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+    weights, state = get_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    fresh = TinyGPT().to("meta")
+    apply_units(fresh, gpt_units(fresh))
+    if from_first and world.rank:
+        weights, state = {}, {}
+    with warnings.catch_warnings():
+        # torch warns of what it asks the process group itself.
+        warnings.filterwarnings("ignore", message=".*(pg_default|Multiple backends)")
+        set_model_state_dict(fresh, weights, options=options)
+        new = adamw(fresh.parameters())
+        set_optimizer_state_dict(fresh, new, state, options=options)
+
+    for each, own in ((model, optimizer), (fresh, new)):
+        step(each, own, world.rank, 2)
+    assert _same(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert _same(
+        optim_state_dict(fresh, new)["state"],
+        optim_state_dict(model, optimizer)["state"],
+    )
 
 
 @pytest.mark.req("D-19")
