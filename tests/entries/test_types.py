@@ -55,7 +55,7 @@ fully_shard()  # E: Missing positional argument "module"
 fully_shard(net, reshard_after_forward=True)  # E: Unexpected keyword argument
 reveal_type(fsdp2.fully_shard(net, reshard_after_forward=2))  # R: FSDPModule
 fsdp2.fully_shard(net).set_requires_gradient_sync(False)
-fsdp2.fully_shard(net, msh=None)  # E: No overload variant
+fsdp2.fully_shard(net, msh=None)  # E: Unexpected keyword argument "msh"
 fsdp2.fully_shard(net, mp_policy=3)  # E: No overload variant
 fsdp2.fully_shard(net).unshard(asynchronous=True)  # E: Unexpected keyword argument
 replicate(net, strategy=3)  # E: Unexpected keyword argument "strategy"
