@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from composable_fsdp.inspection.plan_report import KINDS, Report
 from composable_fsdp.planning.plan import size_text
@@ -36,6 +37,8 @@ class Table:
         rows: the cells.
         left: number of columns that are left-aligned; all others are numbers.
         has_total: whether the last row is the sum of the others. Default False.
+        optional: columns that a narrow terminal leaves out, the first one first.
+            Default: none.
     """
 
     title: str
@@ -43,6 +46,28 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: int
     has_total: bool = False
+    optional: tuple[int, ...] = ()
+
+    @property
+    def widths(self) -> list[int]:
+        """Characters of the widest cell of each column."""
+        columns = zip(self.header, *self.rows, strict=True)
+        return [max(map(len, column)) for column in columns]
+
+    def narrowed(self, width: int) -> Table:
+        """Return the table without the optional columns that exceed ``width``."""
+        kept = list(range(len(self.header)))
+        for index in self.optional:
+            # Two characters between columns.
+            if sum(self.widths[each] + 2 for each in kept) <= width:
+                break
+            kept.remove(index)
+        return replace(
+            self,
+            header=[self.header[each] for each in kept],
+            rows=[[row[each] for each in kept] for row in self.rows],
+            left=sum(each < self.left for each in kept),
+        )
 
 
 def plain_text(parts: Sequence[str | Table]) -> str:
@@ -58,6 +83,7 @@ def print_parts(parts: Sequence[str | Table]) -> None:
         return
     # rich is optional.
     try:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table as RichTable
     except ImportError:
@@ -71,9 +97,13 @@ def print_parts(parts: Sequence[str | Table]) -> None:
             style = {"fits": "bold green", "does": "bold red"}.get(part[:4], "")
             console.print(part, style=style, markup=False)
             continue
-        table = RichTable(title=part.title, title_justify="left", title_style="bold")
+        # The title apart: rich would wrap a title to the width of the table.
+        console.print(f"\n{part.title}", style="bold", markup=False)
+        part = part.narrowed(console.width)
+        table = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
         for index, name in enumerate(part.header):
-            table.add_column(name, justify="left" if index < part.left else "right")
+            justify: Literal["left", "right"] = "left" if index < part.left else "right"
+            table.add_column(name, justify=justify, no_wrap=True)
         for index, row in enumerate(part.rows):
             if part.has_total and index == len(part.rows) - 1:
                 table.add_section()
@@ -85,9 +115,7 @@ def _plain(part: str | Table) -> str:
     """Return a part as lines of plain text."""
     if isinstance(part, str):
         return part
-    rows = [part.header, *part.rows]
-    # Every column is as wide as its widest cell.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows, widths = [part.header, *part.rows], part.widths
     lines = [
         "  ".join(
             cell.ljust(width) if index < part.left else cell.rjust(width)
@@ -181,7 +209,9 @@ def _units(report: Report) -> Table:
         "padding",
         "one unit full",
     ]
-    return Table("Bytes per rank between steps", header, rows, 3, has_total=True)
+    title = "Bytes per rank between steps"
+    # A reader misses the sums and the names last.
+    return Table(title, header, rows, 3, has_total=True, optional=(8, 2, 3, 9))
 
 
 def padding_text(row: Report) -> str:

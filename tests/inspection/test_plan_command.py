@@ -20,6 +20,7 @@ from composable_fsdp.inspection.command_line import main
 from composable_fsdp.inspection.plan_models import guess_units, load_model
 from composable_fsdp.inspection.plan_report import KINDS
 from composable_fsdp.inspection.sizes import byte_size
+from composable_fsdp.planning.plan import size_text
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -162,6 +163,34 @@ def test_the_text_says_the_same_numbers(run: Run, script: str) -> None:
     assert "activations" in out
     assert "left out" in out
     assert all(KINDS[kind] in out for kind in ("parameters", "gradients", "optimizer"))
+
+
+@pytest.mark.parametrize(("width", "dropped"), [(80, True), (140, False)])
+def test_a_terminal_gets_tables_that_are_never_cut(
+    run: Run, script: str, monkeypatch: pytest.MonkeyPatch, width: int, dropped: bool
+) -> None:
+    """A narrow terminal leaves columns out, and shows every sum in full."""
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    # rich takes a dumb terminal for one of 80 columns; colors are left out by name.
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    status, out, _ = run(f"{script}:Net", "--gpu-memory", "1GiB")
+    out = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    plain = run(f"{script}:Net", "--json")[1]
+
+    assert status == 0
+    assert "…" not in out
+    assert ("padding" not in out) is dropped
+    assert max(map(len, out.splitlines())) <= width
+    (total,) = (
+        line for line in out.splitlines() if re.match(r" *\S*total +\d+ x", line)
+    )
+    sums = json.loads(plain)["total"]
+    for column in ("parameters", "gradients", "optimizer", "sharded"):
+        assert size_text(sums[column]) in total
 
 
 @pytest.mark.req("N-01", "U-08")
