@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from composable_fsdp.access.grads import clip_grad_norm_ as own_clip
 from composable_fsdp.entries.fsdp2_module import FSDPModule
 from composable_fsdp.flat.handle import LEAVES, find_leaf
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.flat.param_ref import param_ref
+from composable_fsdp.naming import quoted
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
 _MARK = "_composable_fsdp"
@@ -103,8 +104,7 @@ def _no_full_tensor(parameter: nn.Parameter) -> None:
     # Parameters of other models get Python's own text.
     found = find_leaf(parameter) if id(parameter) in LEAVES else None
     if found is not None:
-        handle, index = found
-        name = join_name(handle.layout.plan.fqn, handle._fqns[index])
+        name = param_ref(*found).name
         text += (
             f". It holds this rank's rows of {quoted(name)} as a plain tensor. Call "
             "composable_fsdp.get_full_param(model, name) on all ranks "

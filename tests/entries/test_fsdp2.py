@@ -306,11 +306,12 @@ def test_state_dicts_have_full_tensors_and_parameters_say_the_way_out(
     model.load_state_dict({k: v + 1 for k, v in reference.state_dict().items()})
     full = model.state_dict()["blocks.0.out.weight"].full_tensor()
     assert torch.equal(full, reference.blocks[0].out.weight + 1)
+    model(gpt_input(0, 0))
     parameter: Any = model.blocks[0].out.weight
     assert type(parameter) is nn.Parameter
     assert not hasattr(parameter, "full_tensor")
     text = message_of(partial(getattr, parameter, "full_tensor"))
-    assert "out.weight" in text
+    assert "'blocks.0.out.weight'" in text
     assert "composable_fsdp.get_full_param(model, name)" in text
     with pytest.raises(AttributeError, match=r"no attribute 'full_tensor'$"):
         getattr(nn.Parameter(torch.ones(1)), "full_tensor")  # noqa: B009  # for mypy
