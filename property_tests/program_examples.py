@@ -391,6 +391,19 @@ EXAMPLES: dict[str, list[Program]] = {
             ),
         )
     ],
+    "loaded state of another layout": [
+        Program(
+            seed=2,
+            options=Options(optimizer="adamw_single"),
+            actions=(
+                ("freeze", 7),
+                ("torch_get", "sharded"),
+                ("raw_round_trip",),
+                ("forward", 1),
+                ("step",),
+            ),
+        )
+    ],
     "sharded values of another layout": [
         Program(
             actions=(
@@ -681,5 +694,6 @@ ON_THREE = {
     "state that torch's functions make where ranks hold nothing",
     "a scaler and complex parameters",
     "state of other shapes where a rank holds all",
+    "loaded state of another layout",
 }
 """On two ranks some were right: a parameter has to cover the whole part of one."""

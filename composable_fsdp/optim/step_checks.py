@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm.agreement import Peers, can_compare
-from composable_fsdp.errors import CompositionError
+from composable_fsdp.errors import CompositionError, FSDPError
 from composable_fsdp.flat.flat_parameter import (
     FlatParamRecord,
     find_flat,
@@ -153,8 +153,15 @@ def require_no_flat_originals(optim: torch.optim.Optimizer) -> None:
             )
 
 
-def require_own_state(optim: torch.optim.Optimizer) -> None:
+def require_own_state(
+    optim: torch.optim.Optimizer, refused: FSDPError | None = None
+) -> None:
     """Refuse state whose shapes do not fit the shards.
+
+    Args:
+        optim: the optimizer.
+        refused: why this rank has refused state that was loaded earlier, which other
+            ranks may hold nothing of. Default None: this rank has not.
 
     Collective: none. If a rank may not see by shapes what other ranks refuse, because
     the rank holds each parameter whole or not at all, or because another rank's state
@@ -163,10 +170,14 @@ def require_own_state(optim: torch.optim.Optimizer) -> None:
     Raises: CompositionError, on all ranks.
     """
     own: CompositionError | None = None
-    try:
-        _require_own_shapes(optim)
-    except CompositionError as error:
-        own = error
+    if refused is not None:
+        # Of the class that the other ranks raise.
+        own = CompositionError(str(refused.args[0]))
+    else:
+        try:
+            _require_own_shapes(optim)
+        except CompositionError as error:
+            own = error
     told = None
     for group, handle in _groups_to_ask(optim).items():
         log = handle.logs.reduce

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from composable_fsdp.errors import CheckpointError, FSDPError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import times_replaced
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
@@ -148,6 +149,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # in every step.
     lists = [group["params"] for group in optim.param_groups]
     at = (_applications, times_replaced(), [(id(each), len(each)) for each in lists])
+    refused: FSDPError | None = None
     met = _known.get(optim)
     if met is None or met.at != at:
         if STAND_IN in vars(optim):
@@ -158,7 +160,12 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             return
         # Install the hooks before the checks below: the hooks cut state that was loaded
         # earlier into this rank's parts, and the checks expect parts.
-        install_optimizer_hooks(optim)
+        try:
+            install_optimizer_hooks(optim)
+        except CheckpointError as error:
+            # All ranks raise below: a rank that holds nothing of the parameter has seen
+            # nothing.
+            refused = error
         uncounted = _writes_uncounted(optim)
         _any_uncounted = _any_uncounted or uncounted
         met = _KnownOptimizer(
@@ -168,7 +175,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     require_elementwise(optim)
     require_no_flat_originals(optim)
-    require_own_state(optim)
+    require_own_state(optim, refused)
     require_common_decision(optim)
     # Run the expensive checks, a trial step and an exchange through the store, only in
     # the first step.
