@@ -8,6 +8,7 @@ tree passes over the components in ``TRANSPARENT``.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute of ``FullyShardedDataParallel`` that holds the wrapped module."""
@@ -17,6 +18,9 @@ CHECKPOINTED_MODULE = "_checkpoint_wrapped_module"
 
 TRANSPARENT = (WRAPPED_MODULE, CHECKPOINTED_MODULE)
 """The path components that no name shows."""
+
+LISTED = 5
+"""The largest number of items that a message shows of a list."""
 
 ROOT_NAME = "(root)"
 """The name of the root in messages, instead of the empty string."""
@@ -55,3 +59,16 @@ def strip_wrapper_in_text(text: str) -> str:
 def quoted(name: str) -> str:
     """Return ``name`` quoted for a message; ``ROOT_NAME`` for the root."""
     return repr(name) if name else ROOT_NAME
+
+
+def listed(items: Iterable[object], separator: str = ", ") -> str:
+    """Return at most ``LISTED`` items as text, and the number of the others.
+
+    >>> listed(range(8))
+    '0, 1, 2, 3, 4 and 3 more'
+    """
+    # All items are read: the number of those left out belongs to the message.
+    texts = [str(item) for item in items]
+    rest = len(texts) - LISTED
+    more = f" and {rest} more" if rest > 0 else ""
+    return separator.join(texts[:LISTED]) + more

@@ -31,6 +31,7 @@ from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, sample_again
 from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.naming import listed
 
 
 @contextmanager
@@ -289,8 +290,7 @@ def _offenders(
         return (
             "No gradient of a unit is NaN or inf: the norm overflows, or a plain one."
         )
-    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-    return f"{'; '.join(map(str, found[:4]))}{more}."
+    return f"{listed(found, '; ')}."
 
 
 def _norm_parts(

@@ -20,7 +20,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain, return_to
 from composable_fsdp.errors import DesyncError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 
 REDUCE = "reduce"
 """Action of a fact: the unit reduces its gradients."""
@@ -419,4 +419,4 @@ def waiting(note: Note, fact: Fact) -> str:
     """
     if fact.action != REDUCE or fact.unit not in note:
         return ""
-    return f" and has no gradient yet for {', '.join(map(quoted, note[fact.unit]))}"
+    return f" and has no gradient yet for {listed(map(quoted, note[fact.unit]))}"

@@ -276,26 +276,38 @@ class RankLayout:
             )
 
 
+def require_process_group(api: str) -> None:
+    """Raise CompositionError, naming ``api``, without an initialised process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise CompositionError(
+            f"{api} needs a process group and torch.distributed is not initialised. "
+            "Start the script with torchrun and call "
+            "torch.distributed.init_process_group() first; "
+            "composable_fsdp.plan(module, world_size=...) needs neither."
+        )
+
+
 def resolve_ranks(
     process_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
     device_mesh: DeviceMesh | None,
+    api: str,
 ) -> RankLayout:
     """Turn the caller's ``process_group`` and ``device_mesh`` into a ``RankLayout``.
 
     A 1-D mesh shards. A 2-D mesh replicates over dim 0 and shards over dim 1; a mesh
     whose dims are named in the other order is refused.
 
+    Args:
+        process_group: the group or the pair of groups that the caller passed, or None.
+        device_mesh: the mesh that the caller passed, or None.
+        api: the public function that the user called, for messages.
+
+    Returns: the layout.
     Collective: none; creates no group.
     Raises: PlanError, for any other mesh, for both a mesh and a group, or if this rank
     is not in the group; CompositionError, if torch.distributed is not initialised.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise CompositionError(
-            "fully_shard needs a process group and torch.distributed is not "
-            "initialised. Start the script with torchrun and call "
-            "torch.distributed.init_process_group() first; "
-            "composable_fsdp.plan(module, world_size=...) needs neither."
-        )
+    require_process_group(api)
     if process_group is not None and device_mesh is not None:
         raise PlanError(
             "Pass process_group or device_mesh, not both: each names the ranks."
@@ -418,7 +430,14 @@ def resolve_device(
     if device_id is not None:
         if isinstance(device_id, int):
             return torch.device("cuda", device_id)
-        return _indexed(torch.device(device_id))
+        try:
+            return _indexed(torch.device(device_id))
+        # torch's text lists device types, and does not name the argument.
+        except (RuntimeError, TypeError) as error:
+            raise PlanError(
+                "device_id expects a torch.device, such as torch.device('cuda', 0), or "
+                f"the index of a CUDA device; got {device_id!r}."
+            ) from error
     known = chain((p.device for p in parameters if not p.is_meta), below)
     kind = "cuda" if ranks.is_nccl else None
     if ranks.device_type is not None:

@@ -131,11 +131,23 @@ def make_contract(
     Collective: none.
     """
     rules = _Rules(api, state_cls, check_names=check_names)
+    kinds = [each.kind for each in inspect.signature(api).parameters.values()]
+    # Without the module.
+    most = sum(kind in _POSITIONAL for kind in kinds) - 1
+    is_open = inspect.Parameter.VAR_POSITIONAL in kinds
 
     # A function and not an object with ``__call__``: ``help``, ``pickle`` and ``copy``
     # treat functions by their name and signature.
     @functools.wraps(api)
     def composable(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # Python's own TypeError tells the number alone, and not the way out.
+        if len(args) > most and not is_open:
+            raise TypeError(
+                f"{api.__name__} expects {most + 1} positional argument(s), the "
+                f"module first, and got {len(args) + 1}. Pass each option by keyword, "
+                f"as help({api.__name__}) names it: {api.__name__}(model, "
+                "name=value)."
+            )
         # Before the registry is asked: an API may accept a second application.
         if first is not None and first(module, kwargs):
             return module
@@ -148,6 +160,12 @@ def make_contract(
     module = next(iter(signature.parameters.values()))
     made.__signature__ = signature.replace(return_annotation=module.annotation)
     return cast("Contract[P, S]", made)
+
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 class _Rules:

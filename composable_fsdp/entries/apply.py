@@ -103,7 +103,7 @@ def prepare(
     # Lists, because iterators would be exhausted by the first reader.
     ignored_modules = as_list(ignored_modules, "ignored_modules")
     ignored_states = as_list(ignored_states, "ignored_states")
-    ranks = resolve_ranks(process_group, device_mesh)
+    ranks = resolve_ranks(process_group, device_mesh, api)
     request = PlanRequest(
         options=options,
         world_size=ranks.world_size,

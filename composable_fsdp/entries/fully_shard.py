@@ -32,7 +32,10 @@ T = TypeVar("T", bound="nn.Module | Sequence[nn.Module]")
 FSDP2_NAMES = {
     "mesh": "device_mesh",
     "dp_mesh_dims": "device_mesh, 1-D or (replicate, shard)",
-    "reshard_after_forward": "strategy (ShardingStrategy.FULL_SHARD or SHARD_GRAD_OP)",
+    "reshard_after_forward": (
+        "strategy, ShardingStrategy.FULL_SHARD for True and SHARD_GRAD_OP for False; "
+        "a number of ranks has no equal"
+    ),
     "shard_placement_fn": "block (Block.ROW or Block.ELEMENT)",
     "mp_policy": "mixed_precision",
     "offload_policy": "cpu_offload",
@@ -41,6 +44,11 @@ FSDP2_NAMES = {
     "auto_wrap_policy": "policy",
 }
 """Argument names of torch's FSDP, mapped to the names that error messages suggest."""
+
+_ORIGIN = (
+    "these are torch FSDP names: {}; fully_shard of composable_fsdp.fsdp2 takes the "
+    "names of FSDP2"
+)
 
 
 def _shard(
@@ -193,6 +201,7 @@ def unknown_text(
     own: Collection[str],
     api: str = "fully_shard",
     translated: Mapping[str, str] = FSDP2_NAMES,
+    origin: str = _ORIGIN,
 ) -> str:
     """Return the error text for unknown arguments; translate names of torch's FSDP.
 
@@ -202,6 +211,8 @@ def unknown_text(
         api: the name of the function. Default "fully_shard".
         translated: torch's names with the names of this package. Default: those of
             ``fully_shard``.
+        origin: where the translated names come from; ``{}`` stands for the names with
+            their translations. Default: torch's FSDP.
 
     Returns: the text.
     Collective: none.
@@ -210,10 +221,7 @@ def unknown_text(
     rest = [n for n in names if n not in translated]
     parts = []
     if hints:
-        parts.append(
-            f"these are torch FSDP names: {', '.join(hints)}; fully_shard of "
-            "composable_fsdp.fsdp2 takes the names of FSDP2"
-        )
+        parts.append(origin.format(", ".join(hints)))
     if rest:
         near = ", ".join(_with_nearest(name, own) for name in rest)
         parts.append(f"unknown: {near}")

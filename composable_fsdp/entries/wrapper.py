@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
 from composable_fsdp.access.settings import register_comm_hook
 from composable_fsdp.access.unshard_params import unshard_own, unshard_params
+from composable_fsdp.comm.groups import require_process_group
 from composable_fsdp.compose.registry import get_state
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -32,7 +33,7 @@ from composable_fsdp.config import (
     MixedPrecision,
     ShardingStrategy,
 )
-from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.fully_shard import fully_shard, unknown_text
 from composable_fsdp.entries.wrapper_attributes import Attributes, attribute_of
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import WRAPPED_MODULE, strip_wrapper, strip_wrapper_in_text
@@ -97,6 +98,9 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         cls, module: object = None, *args: object, **kwargs: object
     ) -> FullyShardedDataParallel:
         """Return a wrapper unchanged; ``__init__`` then compares the settings."""
+        # A subclass may have arguments of its own.
+        if cls is FullyShardedDataParallel:
+            _refuse_unknown(kwargs)
         return module if isinstance(module, cls) else super().__new__(cls)
 
     def __init__(
@@ -130,6 +134,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
                 f"FullyShardedDataParallel expects a module, got a "
                 f"{type(module).__name__}. One unit of several modules: fully_shard."
             )
+        require_process_group("FullyShardedDataParallel")
         # Only a subclass gets here: __new__ has returned a wrapper of the same class.
         if isinstance(module, FullyShardedDataParallel) and not again:
             raise CompositionError(
@@ -449,3 +454,20 @@ def _wrap(module: nn.Module, _: dict[str, Any]) -> nn.Module:
     nn.Module.__init__(wrapper)
     wrapper._take(module)
     return wrapper
+
+
+def _refuse_unknown(given: Iterable[str]) -> None:
+    """Raise TypeError for arguments that the wrapper does not have."""
+    # Python's own TypeError would not translate names of ``fully_shard``.
+    own = [*inspect.signature(FullyShardedDataParallel).parameters]
+    unknown = sorted(set(given) - set(own))
+    if unknown:
+        raise TypeError(
+            unknown_text(
+                unknown,
+                own,
+                "FullyShardedDataParallel",
+                {"policy": "auto_wrap_policy", "strategy": "sharding_strategy"},
+                "these are names of fully_shard: {}",
+            )
+        )

@@ -47,7 +47,7 @@ from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.precision import take_form
 from composable_fsdp.flat.region import FullBuffer
 from composable_fsdp.flat.residency import shards_are_unchanged
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
 
@@ -157,9 +157,8 @@ def _require_fit(
     """Raise PlanError if a parameter in ``current`` cannot be a leaf of its region."""
     meta = [quoted(names[i]) for i, parameter in current.items() if parameter.is_meta]
     if meta:
-        more = f" and {len(meta) - 3} more" if len(meta) > 3 else ""
         raise PlanError(
-            f"Parameters {', '.join(meta[:3])}{more} are still on the meta device, so "
+            f"Parameters {listed(meta)} are still on the meta device, so "
             "they have no values. Pass param_init_fn to fully_shard; or call "
             "model.to_empty(device=...) after it and initialise the shards, or load a "
             "state dict."
@@ -231,10 +230,11 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
     """Return the error for a parameter that does not fit its place in the shard."""
     return PlanError(
         f"Parameter {quoted(fqn)} was changed after fully_shard: its shard on this "
-        "rank "
-        f"is {tuple(expected.shape)} {expected.dtype} ({expected.numel()} elements), "
-        f"found {tuple(got.shape)} {got.dtype}. Cast or replace parameters before "
-        "fully_shard; inside unshard_params they can be written in place."
+        f"rank is {tuple(expected.shape)} {expected.dtype} ({expected.numel()} "
+        f"elements), found {tuple(got.shape)} {got.dtype}. To change "
+        "values, write in place inside unshard_params, or call set_full_param; to "
+        "change shapes, change the plain model before fully_shard. A cast of the "
+        "whole model is taken up."
     )
 
 

@@ -24,7 +24,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, FlatParamRecord, find_flat
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.state_dict.sharded import ShardedValue
 
@@ -352,9 +352,8 @@ def require_flattenable(parts: list[Part], each: list[dict[str, Any]]) -> None:
             has = next(p for p, v in zip(parts, each, strict=True) if name in v)
             raise CheckpointError(
                 f"Optimizer state {name!r} is there for {quoted(has.name)} and not for "
-                f"{', '.join(map(quoted, lacking[:3]))}"
-                f"{f' and {len(lacking) - 3} more' if lacking[3:] else ''}, which are "
-                f"in one flat parameter. {_WAY_OUT}"
+                f"{listed(map(quoted, lacking))}, which are in one flat parameter. "
+                f"{_WAY_OUT}"
             )
 
 

@@ -15,10 +15,9 @@ from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.naming import listed
 from composable_fsdp.optim.step_checks import flat_name, leaf_name
 from composable_fsdp.phases import Phase
-
-_NAMED = 3
 
 
 def parameters_of(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -81,10 +80,9 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
         p.grad is not None for p, *_ in found
     ):
         return True
-    names = ", ".join(leaf_name(handle, i) for _, handle, i in found[:_NAMED])
-    more = f" and {len(found) - _NAMED} more" if found[_NAMED:] else ""
+    names = listed(leaf_name(handle, i) for _, handle, i in found)
     raise CompositionError(
-        f"{type(optim).__name__} holds the full parameters of {names}{more}, which "
+        f"{type(optim).__name__} holds the full parameters of {names}, which "
         "modules showed when it was given them (inside unshard_params, after unshard, "
         "or inside a forward); expected the sharded ones, which get the gradients: "
         "its steps would change nothing. Make the optimizer of module.parameters() "

@@ -27,7 +27,7 @@ from composable_fsdp.flat.flat_parameter import (
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef, param_ref
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import Group
 
 _PATIENCE = 5.0
@@ -108,9 +108,8 @@ def leaf_name(handle: FlatParamHandle, index: int) -> str:
 def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
     """Return the name of a flat parameter of ``handle`` for messages."""
     slots = flat.layout.parameters
-    names = ", ".join(quoted(join_name(handle.full_fqn, s.fqn)) for s in slots[:3])
-    more = f" and {len(slots) - 3} more" if len(slots) > 3 else ""
-    return f"the flat parameter of {names}{more}"
+    names = (quoted(join_name(handle.full_fqn, slot.fqn)) for slot in slots)
+    return f"the flat parameter of {listed(names)}"
 
 
 def prepare_flats(optim: torch.optim.Optimizer) -> None:

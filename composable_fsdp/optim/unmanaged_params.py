@@ -20,10 +20,9 @@ from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.external_changes import successor
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.naming import listed
 from composable_fsdp.optim.step_checks import leaf_name
 from composable_fsdp.tree.late_registration import IGNORED, PENDING, warn_of_added
-
-_SHOWN = 3
 
 
 def check_unmanaged_params(optim: torch.optim.Optimizer) -> None:
@@ -61,9 +60,8 @@ def _require_current(
         assert known is not None
         gone.append(leaf_name(*known))
     if gone:
-        more = f" and {len(gone) - _SHOWN} more" if gone[_SHOWN:] else ""
         raise CompositionError(
-            f"{type(optim).__name__} holds what {', '.join(gone[:_SHOWN])}{more} were "
+            f"{type(optim).__name__} holds what {listed(gone)} were "
             "before others took their places (to_empty, load_state_dict(assign=True), "
             "an assignment): it would step on parameters that the model does not use. "
             "Make the optimizer after that, or of flat_parameters(module), which go "
@@ -95,11 +93,10 @@ def _compare_unmanaged(
     peers.leave("left", ["step"])
     if said is None:
         return
-    shapes = ", ".join(str(tuple(p.shape)) for p in plain[:_SHOWN])
-    more = f" and {len(plain) - _SHOWN} more" if plain[_SHOWN:] else ""
+    shapes = listed(tuple(p.shape) for p in plain)
     warnings.warn(
         f"{type(optim).__name__} steps {len(plain)} parameters that no unit holds, of "
-        f"shapes {shapes}{more}; expected equal gradients on all ranks, and those of "
+        f"shapes {shapes}; expected equal gradients on all ranks, and those of "
         f"ranks {dist.get_rank()} and {said.rank} differ: nothing reduces them, and "
         "the ranks drift apart. Call fully_shard on the whole model after its parts, "
         "or replicate on what is left, or name them in ignored_states.",

@@ -371,7 +371,7 @@ def _note_parameters(
         # A parameter that a unit of an earlier call holds is tied across calls.
         owner = request.owner_of(parameter)
         if owner is not None:
-            raise PlanError(_owned_text(where, owner))
+            raise PlanError(_owned_text(where, owner, module))
         refuse_parameter(parameter, where)
         place = Occurrence(chain, where, module, name)
         known = found.get(id(parameter))
@@ -382,13 +382,15 @@ def _note_parameters(
             known[1].append(place)
 
 
-def _owned_text(where: str, owner: str) -> str:
+def _owned_text(where: str, owner: str, module: nn.Module) -> str:
     """Return the message for a parameter that a unit of an earlier call manages."""
     return (
-        f"Parameter {quoted(where)} is tied to {owner}, which another fully_shard "
-        "call already manages: one unit would gather it and both would use it. "
-        "Apply fully_shard to the lowest module that holds both places, instead of "
-        "to the inner one."
+        f"In this {type(module).__name__}, parameter {quoted(where)} is tied to "
+        f"{owner}, which another fully_shard call already manages: one unit would "
+        "gather it and both would use it. Make one unit of both places: "
+        "fully_shard([embedding, head]) with the two modules, or fully_shard of the "
+        "lowest module that holds both alone; with policy=..., tied_params='promote' "
+        "does the latter."
     )
 
 

@@ -18,7 +18,7 @@ from composable_fsdp.config import (
     ShardingStrategy,
 )
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 
 GroupBy: TypeAlias = Callable[[str, nn.Parameter], Hashable]
 """A function of a parameter's name and the parameter; equal answers share a region."""
@@ -224,7 +224,7 @@ def override(
     unknown = [key for key in named if key not in PER_MODULE]
     if unknown:
         raise PlanError(
-            f"The policy gave {', '.join(map(repr, unknown))} for module "
+            f"The policy gave {listed(map(repr, unknown))} for module "
             f"{quoted(fqn)}, "
             f"which cannot be set per module. Per module: {', '.join(PER_MODULE)}; "
             "pass the rest to fully_shard itself."

@@ -266,8 +266,8 @@ def _answer(
         return {}
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, Policy)):
         raise TypeError(
-            f"A policy expects one of the forms {_FORMS}, got {policy!r}. For units by "
-            "class, pass ModuleWrapPolicy({TheClass})."
+            f"A policy expects one of the forms {_FORMS}, got {_named(policy)}. "
+            "For units by class, pass ModuleWrapPolicy({TheClass})."
         )
     # Pass copies, since a policy may change the arguments. A SizePolicy takes the
     # branch below: ``choose_units`` leaves the ignored parameters out of the numel.
@@ -282,18 +282,24 @@ def _answer(
         return {module: {} for module in units}
     elif not _takes(policy, root, left_out, root_kwargs):
         raise TypeError(
-            f"A policy expects one of the forms {_FORMS}, got {policy!r} with the "
-            f"arguments {inspect.signature(policy)}. Bind the others with "
-            "functools.partial; a function of one module goes into CustomPolicy."
+            f"A policy expects one of the forms {_FORMS}, got {_named(policy)}, "
+            f"which takes {inspect.signature(policy)}. For a function of one module, "
+            "pass CustomPolicy(function); if it takes more arguments than a form, bind "
+            "them with functools.partial(function, name=value)."
         )
     else:
         answer = policy(root, set(left_out), dict(root_kwargs))
     if not isinstance(answer, Mapping):
         raise TypeError(
             f"A policy expects to return a dict {{module: options}}, got {answer!r} "
-            f"from {policy!r}. A policy has one of the forms {_FORMS}."
+            f"from {_named(policy)}. A policy has one of the forms {_FORMS}."
         )
     return answer
+
+
+def _named(policy: object) -> str:
+    """Return the name of a function, which has no address in it; else the repr."""
+    return getattr(policy, "__qualname__", None) or repr(policy)
 
 
 _FORMS = (

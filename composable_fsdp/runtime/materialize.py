@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.planning.walk import name_of
 from composable_fsdp.runtime.meta_buffers import as_unfilled
@@ -123,7 +123,7 @@ def require_reset_parameters(waiting: Sequence[MetaModule]) -> None:
         if not callable(getattr(each.module, "reset_parameters", None)):
             raise PlanError(
                 f"{type(each.module).__name__} {quoted(each.fqn)} holds "
-                f"{', '.join(repr(key) for _, key, _ in each.held)} on meta and has no "
+                f"{listed(repr(key) for _, key, _ in each.held)} on meta and has no "
                 "reset_parameters() to initialise it. Give it one, or pass "
                 "param_init_fn."
             )

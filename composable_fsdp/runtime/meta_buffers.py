@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -113,8 +113,7 @@ def require_filled(states: Sequence[_FSDPState]) -> None:
     names = list(_unfilled((state.fqn, state) for state in states))
     if names:
         raise PlanError(
-            f"Buffers {', '.join(map(quoted, names[:8]))}"
-            f"{f' and {len(names) - 8} more' if len(names) > 8 else ''} were on meta "
+            f"Buffers {listed(map(quoted, names))} were on meta "
             "and nothing has filled them since they got memory (to_empty); a forward "
             "would compute with garbage. A checkpoint has persistent buffers only: "
             "set the others, or pass a param_init_fn that does, on every rank."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from composable_fsdp.config import StateDictType
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
-from composable_fsdp.naming import quoted, strip_wrapper
+from composable_fsdp.naming import listed, quoted, strip_wrapper
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.state_dict.local import LocalValue
 from composable_fsdp.state_dict.sharded import ShardedValue, mismatch
@@ -70,10 +70,9 @@ def require_values(
     names = [strip_wrapper(prefix + name) for name, own in named if not own.is_meta]
     found = [quoted(name) for name in names if name in empty]
     if found:
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise CheckpointError(
             "load_state_dict expects values, and got tensors on meta for "
-            f"{', '.join(found[:8])}{more}; nothing was loaded. Pass the state dict "
+            f"{listed(found)}; nothing was loaded. Pass the state dict "
             "of a model that has values (a model on meta gets them by to_empty or "
             "param_init_fn)."
         )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.contents import Contents
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
+
+NO_OPTIMIZER = "the checkpoint was saved without an optimizer"
+"""The difference if ``load`` gets an optimizer and the checkpoint has no state."""
 
 
 @dataclass(slots=True)
@@ -43,35 +47,53 @@ class LoadReport:
 
     def _lines(self) -> list[str]:
         """Return a line per kind of difference, without empty kinds."""
-        parts = {
-            "missing in the checkpoint": map(quoted, self.missing),
-            "not in the model": map(quoted, self.unexpected),
-            "of another shape": self.misshaped,
-            "of another dtype": self.dtypes,
-            "tied in the model and different in the checkpoint": self.untied,
-            "of the optimizer": self.optimizer,
+        parts: dict[str, Iterable[str]] = {
+            "Missing in the checkpoint": map(quoted, self.missing),
+            "Not in the model": map(quoted, self.unexpected),
+            "Of another shape": self.misshaped,
+            "Of another dtype": self.dtypes,
+            "Tied in the model and different in the checkpoint": self.untied,
+            "Of the optimizer": self.optimizer,
         }
-        lines = [(what, ", ".join(names)) for what, names in parts.items()]
-        return [f"{what}: {names}" for what, names in lines if names]
+        lines = [(what, listed(names)) for what, names in parts.items()]
+        return [f"{what}: {names}." for what, names in lines if names]
+
+    def _ways_out(self) -> list[str]:
+        """Return a sentence per kind of difference that ends it."""
+        ways = []
+        if self.misshaped or self.missing or self.unexpected or self.untied:
+            ways.append(
+                "Build the model with the arguments (layers, widths, ties) of the one "
+                "that was saved."
+            )
+        if self.dtypes:
+            ways.append("load(..., cast=True) converts dtypes.")
+        if NO_OPTIMIZER in self.optimizer:
+            ways.append("load(path, model) without the optimizer reads the model.")
+        elif self.optimizer and not (self.missing or self.unexpected):
+            ways.append(
+                "Make the optimizer as the saved one was made (its class, its "
+                "parameters); load(path, model) without it reads the model alone."
+            )
+        # Without one of the two a lenient load would load nothing.
+        if self.optimizer != [NO_OPTIMIZER] or self.missing or self.unexpected:
+            ways.append("load(..., strict=False) loads what fits.")
+        return ways
 
     def require_empty(self, source: Source) -> None:
         """Raise CheckpointError with a list of the differences, if there are any."""
         if self.is_empty():
             return
-        way_out = "load(..., strict=False) loads what fits"
-        if self.dtypes:
-            way_out = f"load(..., cast=True) converts dtypes, {way_out}"
         raise CheckpointError(
-            f"The checkpoint{_path(source)} does not fit the model; nothing was "
-            f"loaded. {'; '.join(self._lines())}. Load it into the model that was "
-            f"saved; {way_out}."
+            f"load: the checkpoint{_path(source)} does not fit; nothing was loaded. "
+            f"{' '.join(self._lines())} {' '.join(self._ways_out())}"
         )
 
     def warn(self) -> None:
         """Warn with a list of the differences, if there are any."""
         if not self.is_empty():
             warnings.warn(
-                f"load left out what does not fit. {'; '.join(self._lines())}.",
+                f"load left out what does not fit. {' '.join(self._lines())}",
                 stacklevel=4,  # warn, load, inference_mode, the caller
             )
 

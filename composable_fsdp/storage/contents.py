@@ -20,7 +20,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
@@ -316,9 +316,9 @@ def _require_values(
     meta += [held.names[0] for held in tensors if held.tensor.is_meta]
     if meta:
         raise CheckpointError(
-            f"{what} expects values, and {', '.join(map(quoted, meta[:8]))}"
-            f"{' ..' if meta[8:] else ''} are on meta. Call model.to_empty(device=...) "
-            "first, and set the buffers that are not persistent; load fills the rest."
+            f"{what} expects values, and {listed(map(quoted, meta))} are on "
+            "meta. Call model.to_empty(device=...) first, and set the "
+            "buffers that are not persistent; load fills the rest."
         )
 
 

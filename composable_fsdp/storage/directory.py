@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import listed
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -88,8 +89,36 @@ def require_free(path: str) -> None:
     if os.path.lexists(path):
         raise CheckpointError(
             f"{path} exists already, and nothing is overwritten. Choose another name, "
-            "or remove it first; save(..., keep=N) removes older checkpoints."
+            "or remove it first."
         )
+
+
+def no_checkpoint_text(path: str, where: str = "") -> str:
+    """Return a sentence for a path without a checkpoint: what is there instead.
+
+    Args:
+        path: the path, absolute.
+        where: words that follow the path, such as the file that names the path.
+            Default "".
+
+    Returns: the sentence. For a missing path, the sentence lists what the nearest
+    directory holds.
+    Collective: none.
+    """
+    if os.path.isdir(path):
+        inside = sorted(os.listdir(path))
+        found = f"holds {listed(inside)}" if inside else "is an empty directory"
+        return f"{path}{where} {found}, and no checkpoint."
+    if os.path.lexists(path):
+        return f"{path}{where} is no checkpoint."
+    # A path is usually wrong in its last part: list what could have been meant.
+    parent = os.path.dirname(path)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+    beside = sorted(n for n in os.listdir(parent) if not n.startswith("."))
+    return (
+        f"{path}{where} does not exist; {parent} holds {listed(beside) or 'nothing'}."
+    )
 
 
 def commit(made: str, path: str) -> None:

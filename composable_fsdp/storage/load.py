@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_buffers import unfilled_buffers
 from composable_fsdp.storage.compare import ComparedModel, LoadReport, compare_model
@@ -144,7 +144,7 @@ def _tell_unfilled(module: nn.Module) -> None:
     if names:
         warnings.warn(
             f"load filled what the checkpoint has; buffers "
-            f"{', '.join(map(quoted, names[:8]))}{' ..' if names[8:] else ''} are not "
+            f"{listed(map(quoted, names))} are not "
             "persistent, were on meta and have memory without values (to_empty). Set "
             "them before the first forward, which raises otherwise.",
             stacklevel=3,

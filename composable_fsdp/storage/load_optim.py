@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.keys import require_same_options
 from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.original_view import OverOriginals, over_originals
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.optim.scalars import SCALARS, is_scalar_shape
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
-from composable_fsdp.storage.compare import LoadReport, find
+from composable_fsdp.storage.compare import NO_OPTIMIZER, LoadReport, find
 from composable_fsdp.storage.contents import (
     Contents,
     HeldParam,
@@ -64,7 +64,7 @@ def optimizer_loads(
     Collective: none.
     """
     if optims and source.param_groups is None:
-        report.optimizer.append("the checkpoint was saved without an optimizer")
+        report.optimizer.append(NO_OPTIMIZER)
     loads = [OptimizerLoad(source, contents, each, report) for each in optims]
     # A saved parameter may be in any of the optimizers, so the names that are left over
     # are known only after all optimizers have been compared.
@@ -139,9 +139,10 @@ class OptimizerLoad:
                 others = sorted(saved.keys() - self.optim.param_groups[g].keys())
                 if lacks and others:
                     self.report.optimizer.append(
-                        f"group {g} expects {', '.join(map(repr, lacks))} and the "
-                        f"checkpoint has {', '.join(map(repr, others))} instead, as "
-                        "of another kind of optimizer"
+                        f"group {g} of this {type(self.optim).__name__} expects "
+                        f"{listed(map(repr, lacks))} and the checkpoint has "
+                        f"{listed(map(repr, others))} instead, as of another class "
+                        "of optimizer"
                     )
 
     def _compare(self, member: Member) -> None:

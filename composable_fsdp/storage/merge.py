@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
@@ -24,6 +25,18 @@ from composable_fsdp.storage.manifest import (
     Stored,
 )
 from composable_fsdp.storage.part import FilePart, RegionPart, StateKey
+
+_LOST = (
+    "The process group was destroyed (torch.distributed.destroy_process_group) before "
+    "this save, so this rank cannot reach the others: call save before it."
+)
+
+
+def _way_out() -> str:
+    """Return what brings the shards of the other ranks into the checkpoint."""
+    alone = dist.is_available() and not dist.is_initialized()
+    return _LOST if alone else "Call save on every rank that the model is sharded over."
+
 
 RankPart = tuple[FilePart, File, dict[str, int]]
 """A rank's part, the rank's file, and the first payload byte of each entry, by key."""
@@ -145,8 +158,7 @@ def _region(
         raise CheckpointError(
             f"Shards {missing} of unit {quoted(any_part.unit)} "
             f"({quoted(any_part.first)} "
-            "..) were written by no rank. Call save on every rank that the model is "
-            "sharded over."
+            f"..) were written by no rank. {_way_out()}"
         )
     first = describer[1]
     assert first.slots is not None

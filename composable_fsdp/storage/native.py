@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.directory import MANIFEST, open_plain
@@ -64,10 +64,6 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no JSON ({error}).") from error
     return parse(document, file), data[:size].decode()
-
-
-_NAMED_IN_MESSAGES = 20
-"""The number of tensors that a message lists at most."""
 
 
 class Run(NamedTuple):
@@ -155,9 +151,7 @@ class BytesDescription:
             low, high = max(begin, entry.begin), min(end, entry.end)
             if low < high:
                 found += list(_inside(entry, low, high)) or [f"padding of {entry.what}"]
-        more = f" and {len(found) - _NAMED_IN_MESSAGES} more"
-        text = ", ".join(found[:_NAMED_IN_MESSAGES]) or "nothing"
-        return text + (more if len(found) > _NAMED_IN_MESSAGES else "")
+        return listed(found) or "nothing"
 
 
 def _inside(entry: Entry, low: int, high: int) -> Iterator[str]:

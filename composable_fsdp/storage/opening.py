@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.directory import LATEST, MANIFEST, follow_latest
+from composable_fsdp.storage.directory import (
+    LATEST,
+    MANIFEST,
+    follow_latest,
+    no_checkpoint_text,
+)
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import open_dcp
 from composable_fsdp.storage.formats.safetensors_read import (
@@ -94,13 +99,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     if name is not None:
         return path, name
     # The message names the file ``latest``, if ``latest`` has led to this path.
-    there = "nothing" if not os.path.lexists(path) else "something else"
-    if path != asked:
-        path = f"{path}, which {os.path.join(asked, LATEST)} names,"
+    where = "" if path == asked else f", which {os.path.join(asked, LATEST)} names,"
+    text = no_checkpoint_text(path, where)
     words = [each.words for each in _FORMATS.values()]
     raise CheckpointError(
-        f"{path} holds {there}; expected {', '.join(words[:-1])} or {words[-1]}, or a "
-        f"directory with a file {LATEST!r} that names one beside it."
+        f"{text} Expected {', '.join(words[:-1])} or {words[-1]}, or a directory with "
+        f"a file {LATEST!r} that names one beside it."
     )
 
 

@@ -146,6 +146,14 @@ class _Exchange:
         kinds = (RuntimeError, ValueError)
         is_ours = isinstance(error, FSDPError) and type(error) is not CollectiveError
         if isinstance(error, kinds) and not is_ours:
+            if not dist.is_initialized():
+                raise self._own or CheckpointError(
+                    "The process group was destroyed "
+                    "(torch.distributed.destroy_process_group) before the ranks had "
+                    "agreed on a checkpoint; nothing was committed unless the path is "
+                    "there now. Call result() of what async_save returned, on "
+                    "every rank, before destroy_process_group."
+                ) from error
             raise self._own or CheckpointError(
                 "Another rank was lost, or the process group destroyed, while the "
                 f"ranks agreed on a checkpoint ({error}), and this rank waited for "

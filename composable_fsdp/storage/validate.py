@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.manifest import (
     BLOCK,
     EntryPlace,
@@ -125,7 +125,7 @@ def _check_names(manifest: Manifest, file: str) -> None:
     names += [name for single in manifest.singles for name in single.fqns]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise _refuse(file, f"{', '.join(map(quoted, repeated[:8]))} stand there twice")
+        raise _refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
 
 
 def _check_region(region: Region, file: str) -> None:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.blocks import ReadRequest
-from composable_fsdp.storage.directory import LATEST, MANIFEST, follow_latest
+from composable_fsdp.storage.directory import (
+    LATEST,
+    MANIFEST,
+    follow_latest,
+    no_checkpoint_text,
+)
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource
 
@@ -40,7 +45,9 @@ class Verification:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.path}: good ({self.files} files, {self.nbytes} bytes)"
-        return "\n".join([f"{self.path}: damaged", *self.problems])
+        # Without a manifest no file was opened.
+        found = "damaged" if self.files else "not verified"
+        return "\n".join([f"{self.path}: {found}", *self.problems])
 
 
 def verify(
@@ -67,6 +74,11 @@ def verify(
             path = follow_latest(path)
         # Without the loose tensors: reading them would raise at the first damaged
         # block, before the other blocks are verified.
+        if not os.path.lexists(os.path.join(path, MANIFEST)):
+            text = no_checkpoint_text(path)
+            raise CheckpointError(
+                f"{text} verify expects a checkpoint that save wrote ({MANIFEST})."
+            )
         with NativeSource(path, values=False) as source:
             # For ``progress``: the payload bytes of all files.
             total = sum(file.payload_nbytes for file in source.manifest.files)

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
 from composable_fsdp.planning.walk import modules, named
@@ -200,7 +200,7 @@ def _names(states: Sequence[_FSDPState], names: Mapping[int, str]) -> str:
     """Return the names of units in words."""
     if not states:
         return ""
-    return ", ".join(quoted(names.get(id(each), each.fqn)) for each in states)
+    return listed(quoted(names.get(id(each), each.fqn)) for each in states)
 
 
 def _text(value: object) -> str:

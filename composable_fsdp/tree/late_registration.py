@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from composable_fsdp.compose.registry import other_apis
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 
@@ -31,8 +31,6 @@ from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 # have weak references.
 IGNORED = "_composable_fsdp_left_alone"
 """Attribute that marks parameters as ignored."""
-_SHOWN = 3
-"""Largest number of parameter names in a warning."""
 
 
 class _Place(NamedTuple):
@@ -153,8 +151,7 @@ def _warn(
         if each is module
     )
     path = next(paths, "")
-    names = ", ".join(quoted(join_name(path, each)) for each in parameters[:_SHOWN])
-    more = f" and {len(parameters) - _SHOWN} more" if parameters[_SHOWN:] else ""
+    names = listed(quoted(join_name(path, each)) for each in parameters)
     added = module._modules.get(name)
     kind = "Parameter" if added is None else type(added).__name__
     way = (
@@ -164,9 +161,8 @@ def _warn(
     )
     warnings.warn(
         f"{kind} {quoted(join_name(path, name))} was registered after fully_shard, in "
-        "the "
-        f"fully sharded module {state.name}, and no unit holds {names}{more}: nothing "
-        "reduces their gradients, and the ranks drift apart. Register it before "
+        f"the fully sharded module {state.name}, and no unit holds {names}: nothing "
+        "reduces gradients there, and the ranks drift apart. Register it before "
         f"fully_shard, or {way} to replicate or fully_shard before its first forward.",
         stacklevel=2,
     )

@@ -36,7 +36,7 @@ from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.comm.watch import watch
 from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
-from composable_fsdp.naming import quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
 
@@ -220,7 +220,7 @@ def _words(fact: Fact) -> str:
         return _WORDS[AFTER_RAISE].format(fact.details)
     text = _WORDS[fact.action].format(*fact.details, unit=fact.unit)
     if fact.missing:
-        text += f", with none for {', '.join(map(quoted, fact.missing))}"
+        text += f", with none for {listed(map(quoted, fact.missing))}"
     if fact.action in ("begin backward", "begin backward alone"):
         *_, off, rebuilt, digest = fact.details
         text += _REDUCTIONS_OFF[str(off)]

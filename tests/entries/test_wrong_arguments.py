@@ -113,11 +113,11 @@ REFUSED: dict[str, tuple[Call, str]] = {
     ),
     "a policy of one argument": (
         lambda m: fully_shard(m, policy=one_argument),
-        "a function of one module goes into CustomPolicy.",
+        "For a function of one module, pass CustomPolicy(function)",
     ),
     "a policy with an argument left open": (
         lambda m: fully_shard(m, policy=transformer_auto_wrap_policy),
-        "Bind the others with functools.partial",
+        "bind them with functools.partial",
     ),
     "no function": (
         lambda m: CustomPolicy(3),  # type: ignore[arg-type]  # the mistake

@@ -101,7 +101,7 @@ def test_a_path_with_nothing_is_one_message(tmp_path: Path, run: Run) -> None:
     status, out, err = run("verify", tmp_path / "none")
 
     assert (status, out) == (1, "")
-    assert err.startswith(f"error: {tmp_path / 'none'} holds nothing; expected")
+    assert err.startswith(f"error: {tmp_path / 'none'} does not exist; ")
     assert err.count("\n") == 1
 
 

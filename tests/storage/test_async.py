@@ -154,7 +154,7 @@ def test_a_failure_outlives_a_call_that_fails_for_another_reason(
     assert first == second
     assert first[0].startswith("TypeError: On rank 1: extra is a builtins.object")
     assert "step-0 failed. On rank 1: " in first[1]
-    assert "nothing-here holds nothing" in first[2]
+    assert "nothing-here does not exist" in first[2]
     assert "step-1 failed. On rank 1: " in first[3]
 
 

@@ -417,7 +417,7 @@ def check_own_state(world: World, folder: Path) -> Any:
     load(folder / "run", other)
     plain = nn.Linear(2, 2)
     text = message_of(lambda: load(folder / "run", plain))
-    assert "not in the model: 'linear.weight', 'linear.bias', '_extra_state'" in text
+    assert "Not in the model: 'linear.weight', 'linear.bias', '_extra_state'" in text
     return other.history
 
 

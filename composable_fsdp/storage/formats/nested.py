@@ -38,6 +38,7 @@ from typing import Any
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import listed
 from composable_fsdp.optim.scalars import is_scalar_shape
 from composable_fsdp.storage.source import OWN_STATE, LazyTensor, Source, TensorInfo
 
@@ -291,8 +292,7 @@ def read_all(value: Any) -> Any:
 
 def _short(keys: Sequence[str]) -> str:
     """Return the first keys, for messages."""
-    text = ", ".join(map(repr, keys[:8]))
-    return f"{text}, ... ({len(keys)} in all)" if len(keys) > 8 else text or "(none)"
+    return listed(map(repr, keys)) or "(none)"
 
 
 Group = dict[str, Any]
