@@ -41,7 +41,7 @@ from composable_fsdp import (
     unshard,
     unshard_params,
 )
-from composable_fsdp.comm import agreement, order_records, sequence
+from composable_fsdp.comm import agreement, call_order, order_records, sequence
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.comm.operations import operation_logs
 from tests.support.models import TinyGPT
@@ -244,7 +244,7 @@ def _tables(each: object) -> list[dict[Any, Any]]:
     """The tables of ``each`` that steps fill, none beyond its bound."""
     tables: list[tuple[dict[Any, Any], int]] = []
     most = order_records.MOST_MODES
-    if isinstance(each, sequence.CallOrder):
+    if isinstance(each, call_order.CallOrder):
         tables = [(each.following, most)]
     elif isinstance(each, sequence.RoundOrder):
         tables = [(each._followers, sequence._MOST_CONTEXTS)]

@@ -14,7 +14,7 @@ Training repeats its calls, so a call that follows the same calls as before can 
 *expected*: with ``always=False`` an expected call visits no store. The argument is that
 of ``sequence``: all ranks have equal histories, so all ranks expect the same call; a
 rank that makes another call announces it, and waits for ranks that do not come. The
-forwards of the trees are part of the history (``sequence.CallOrder``), so a rank that
+forwards of the trees are part of the history (``call_order.CallOrder``), so a rank that
 leaves an expected call out is noticed at its next forward.
 
 A meeting has two keys::

@@ -43,8 +43,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from composable_fsdp.comm.call_order import CallOrder
 from composable_fsdp.comm.order_protocol import Comparison
 from composable_fsdp.comm.order_records import Record, keep
+from composable_fsdp.comm.ranges import collective_range, profiler
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.phases import Phase
 
@@ -58,9 +60,6 @@ _NO_LIMIT = timedelta(0)  # as ``Work.wait`` takes it
 
 NOTHING: Sequence[object] = (None,)
 """The record of a round without a record: ``None`` is no use, so no use matches."""
-
-START = (None, 0, None)
-"""The place in a ``CallOrder`` before the first event."""
 
 _CONTEXTS = (24, 6, 2)
 """Numbers of rounds from which ``RoundOrder`` predicts the next, the longest first."""
@@ -170,7 +169,12 @@ class Operation:
         if self.log.guarded:
             self.log.watcher.before(self)
         try:
-            self.work = start(*args)
+            # ``with`` costs two calls and the range four, so not without a profiler.
+            if profiler._is_profiler_enabled:
+                with collective_range(self.op, self.unit):
+                    self.work = start(*args)
+            else:
+                self.work = start(*args)
         except RuntimeError as error:
             raise self.log.watcher.failed(self, error) from error
         if async_op:
@@ -189,7 +193,11 @@ class Operation:
         work, self.work = self.work, None
         if work is not None:
             try:
-                work.wait(self.patience)
+                if profiler._is_profiler_enabled:
+                    with collective_range(f"{self.op}_wait", self.unit):
+                        work.wait(self.patience)
+                else:
+                    work.wait(self.patience)
             except RuntimeError as error:
                 self._wait_on(work, error)
         self.done = time_ns()
@@ -256,60 +264,6 @@ class RoundOrder:
             for length in _CONTEXTS:
                 keep(followers, history[-length:], number, most=_MOST_CONTEXTS)
         self._history = (*history[1 - _CONTEXTS[0] :], hash((number, mode)))
-
-
-class CallOrder:
-    """The calls over a group, and the calls that followed equal events before.
-
-    The events are the forward rounds of the order logs, by number of the log, and the
-    calls that meet (``comm.meeting``).
-    """
-
-    __slots__ = ("following", "left_out", "place")
-
-    def __init__(self) -> None:
-        self.following: dict[Hashable, Hashable] = {}
-        """By ``place``: the event that followed last time."""
-        self.place: tuple[Hashable, int, Hashable] = START
-        """The last event, how often it came in a row, and the other event before."""
-        self.left_out: Callable[[Any], None] | None = None
-        """Meets all ranks in the store. None until a call meets (``comm.meeting``)."""
-
-    def expected(self) -> Hashable:
-        """Return the call that is expected next; None if no call is."""
-        event = self.following.get(self.place)
-        return None if type(event) is int else event
-
-    def begin_forward(self, number: int, call: Hashable) -> None:
-        """Note that log ``number`` begins a round, which is the forward ``call``.
-
-        Collective: none. Meets all ranks if this rank has left an expected call out.
-        Raises: DesyncError, if other ranks have not.
-        """
-        # The order logs compare rounds. Only a call that other ranks are inside, and
-        # wait in for this rank, is compared here.
-        if type(self.following.get(self.place, number)) is not int:
-            assert self.left_out is not None
-            self.left_out(call)
-        self.note(number)
-
-    def note(self, event: Hashable) -> None:
-        """Append ``event``, which all ranks share, to the history."""
-        # The number of equal events in a row is a part of the place, so a loop that
-        # clips after every fourth forward is expected to do so. The other event before
-        # tells loops apart that share an event.
-        place = last, count, before = self.place
-        following = self.following
-        # Only a changed entry is written again, and becomes the newest: a steady step
-        # changes no table.
-        if following.get(place) != event:
-            keep(following, place, event)
-        self.place = (event, count + 1, before) if event == last else (event, 1, last)
-
-    def forget(self) -> None:
-        """Forget all events."""
-        self.following.clear()
-        self.place = START
 
 
 class OrderLog:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -38,7 +37,7 @@ from composable_fsdp.planning.planner import (
 )
 from composable_fsdp.planning.replan import replan
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.tree.state import _FSDPState
+from composable_fsdp.tree.plan_in_force import unit_plan
 from composable_fsdp.tree.traversal import walk_states
 
 _NAMES = {
@@ -289,27 +288,8 @@ def _sharded_units(module: nn.Module) -> dict[nn.Module, UnitPlan]:
     Regions are today's: parameters that were frozen later count as frozen.
     """
     return {
-        each: replace(
-            state.handle.layout.plan, fqn=fqn, options=_options_in_force(state)
-        )
+        each: unit_plan(fqn, state)
         for fqn, each, state in walk_states(module)
         # The units of ``replicate`` are not planned.
         if get_state(each, API) is state
     }
-
-
-def _options_in_force(state: _FSDPState) -> UnitOptions:
-    """Return the unit's options, with ``set_reshard_after_forward`` as a strategy."""
-    options = state.options
-    reshards = state.settings.reshard_after_forward
-    # The first forward sets the flag of a root, which every plan keeps full anyway.
-    if state._is_root or reshards is None or reshards == options.reshard_after_forward:
-        return options
-    other = {
-        ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
-        ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }
-    # Each of the two strategies of a pair is the other with another flag.
-    other |= {after: before for before, after in other.items()}
-    # NO_SHARD has nothing to reshard.
-    return replace(options, strategy=other.get(options.strategy, options.strategy))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.comm.device import NO_EVENTS
+from composable_fsdp.comm.ranges import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK, RETAINED, FlatParamHandle, FullForm
@@ -459,6 +460,8 @@ def reshard_after_backward(state: _FSDPState, handle: FlatParamHandle) -> None:
     if BACKWARD_POST not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, BACKWARD_POST)
     handle.phase = BACKWARD_POST
+    if OPEN:
+        end_range("backward", context, handle.full_fqn)
     if state.settings.reshard_after_backward:
         reshard(context, handle)
         if context.retiring:

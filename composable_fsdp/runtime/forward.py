@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.comm.ranges import OPEN, begin_range, end_range, profiler
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.forward_writes import (
@@ -66,6 +67,7 @@ from composable_fsdp.runtime.recover import (
     is_live,
     mode_of,
     recover,
+    reshard_late_modules,
 )
 from composable_fsdp.runtime.returned_weights import copy_weights, is_weight
 from composable_fsdp.runtime.threads import runs_elsewhere
@@ -115,15 +117,13 @@ def pre_forward(
     """
     context = state.context or ensure_root(state)
     if context.summoned is not None:
-        raise PhaseError(
-            f"Forward of fully sharded module {state.name} was called inside "
-            f"unshard_params of {context.summoned.name}, where the parameters are "
-            "yours to change. Call it after the block: a forward gathers by itself, "
-            "and register_forward_method(module, name) has another method do so."
-        )
+        raise _inside_block(state, context.summoned.name)
     recomputing = current_task() != NO_TASK
     handle, replaced = state.handle, None
     calls, searches = handle.running.calls, state.searches
+    # Before the all-gather, whose range lies inside.
+    if profiler._is_profiler_enabled:
+        begin_range("forward", context, handle.full_fqn)
     copies: Copies = []
     if not recomputing and (
         context.outermost is None
@@ -263,13 +263,12 @@ def post_forward(
     # The pre-forward hook has raised in these two cases; keep that error.
     if context is None or context.summoned is not None:
         return None
-    recomputing = current_task() != NO_TASK
+    if OPEN:
+        end_range("forward", context, handle.full_fqn)
+    recomputing, precision, replaced = current_task() != NO_TASK, state.precision, None
     if output is None and sys.exc_info()[0] is not None and not recomputing:
-        # The error of the forward goes first, before one of a prefetched all-gather.
-        with suppress(RuntimeError):
-            _after_raise(state)
+        _after_error(state)
         return None
-    precision, replaced = state.precision, None
     if precision is not None and precision.output_dtype is not None:
         output = replaced = cast_floating(output, precision.output_dtype)
     if type(output) is Tensor:
@@ -342,25 +341,7 @@ def _end_outermost(context: RuntimeContext, *, awaited: bool) -> None:
         synchronize_copy_stream(context)
     for unit in context.marked.lists:
         if unit.remaining:
-            _reshard_late_modules(context, unit)
-
-
-def _reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
-    """Reshard a multi-module unit after a forward that did not run each module once.
-
-    Some modules did not run, or ran again after the reshard. Collective: none.
-    """
-    state.remaining = frozenset()
-    handle = state.handle
-    awaited = handle in context.tape.open_calls
-    phase = BACKWARD_PRE if awaited else IDLE
-    if phase not in handle.phase.followers:
-        raise illegal_move(handle.name, handle.phase, phase)
-    handle.phase = phase
-    if awaited and not state.settings.reshard_after_forward:
-        hold_for_backward(handle)
-    else:
-        reshard(context, handle)
+            reshard_late_modules(context, unit)
 
 
 def _refuse_lazy_output(state: _FSDPState, output: Any) -> None:
@@ -468,6 +449,23 @@ def _copy_writes(state: _FSDPState) -> None:
     # The gather stream may gather this unit again in the same forward, and must read
     # the shard after the copy.
     context.streams.wait_for_caller()
+
+
+def _inside_block(state: _FSDPState, block: str) -> PhaseError:
+    """Return the error of a forward inside ``unshard_params`` of the unit ``block``."""
+    return PhaseError(
+        f"Forward of fully sharded module {state.name} was called inside "
+        f"unshard_params of {block}, where the parameters are yours to change. Call it "
+        "after the block: a forward gathers by itself, and "
+        "register_forward_method(module, name) has another method do so."
+    )
+
+
+def _after_error(state: _FSDPState) -> None:
+    """Reset as ``_after_raise``; the error of the forward is the error to raise."""
+    # Not that of a prefetched all-gather.
+    with suppress(RuntimeError):
+        _after_raise(state)
 
 
 def _after_raise(state: _FSDPState) -> None:

@@ -18,6 +18,13 @@ from typing import Any
 
 import torch
 
+from composable_fsdp.comm.ranges import (
+    OPEN,
+    begin_range,
+    end_all_ranges,
+    end_range,
+    profiler,
+)
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.flat_parameter import FLAT_PARAMS, move_gradients_in
@@ -155,9 +162,19 @@ def register_task_end(context: RuntimeContext, state: _FSDPState, task: int) -> 
 
 
 def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Add the unit to the graph task, and count the gradients that the task brings."""
+    """Add the unit to the graph task, and count the gradients that the task brings.
+
+    Args:
+        context: the context of the unit's tree.
+        state: the unit.
+        task: id of the graph task that is running.
+
+    Collective: none.
+    """
     register_task_end(context, state, task)
     handle = state.handle
+    if profiler._is_profiler_enabled:
+        begin_range("backward", context, handle.full_fqn)
     if BACKWARD_PRE not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, BACKWARD_PRE)
     handle.phase = BACKWARD_PRE
@@ -172,7 +189,15 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
 
 
 def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:
-    """Add a unit to the graph task whose gradient came without a pre-backward."""
+    """Add a unit to the graph task whose gradient came without a pre-backward.
+
+    Args:
+        context: the context of the unit's tree.
+        state: the unit.
+        task: id of the graph task that is running.
+
+    Collective: none.
+    """
     register_task_end(context, state, task)
     # -1 never counts down to 0, so the final callback of the graph task reduces.
     state.handle.backward = BackwardProgress(task, pending=-1)
@@ -228,6 +253,8 @@ def reset_failed_graph_tasks(context: RuntimeContext) -> None:
 
     Waits for collectives that this rank has issued. Collective: none.
     """
+    # The hooks that close the ranges of these graph tasks will not run.
+    end_all_ranges(context)
     dead, context.dead = context.dead, set()
     context.filling.clear()
     for log in context.backward_logs:
@@ -270,6 +297,9 @@ def finish_task(context: RuntimeContext, task: int) -> None:
         context.filling.clear()
     for state in context.tasks.pop(task, ()):
         handle = state.handle
+        # A unit whose inputs need no gradient ends with the graph task.
+        if OPEN:
+            end_range("backward", context, handle.full_fqn)
         if handle.backward.task != task:
             continue
         # ``reset_backward`` and a part of ``has_arrived``, inlined: two calls per unit.

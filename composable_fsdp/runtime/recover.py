@@ -16,6 +16,7 @@ from types import FrameType
 import torch
 from torch import nn
 
+from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import (
@@ -36,6 +37,7 @@ from composable_fsdp.flat.residency import (
     UNSHARDED,
     shards_are_unchanged,
 )
+from composable_fsdp.phases import BACKWARD_PRE, IDLE, illegal_move
 from composable_fsdp.runtime.backward import GradientOrder
 from composable_fsdp.runtime.equal_init import warn_of_equal_init
 from composable_fsdp.runtime.external_changes import (
@@ -43,6 +45,7 @@ from composable_fsdp.runtime.external_changes import (
     adopt_external_changes_unless_meta,
     follow_requires_grad,
 )
+from composable_fsdp.runtime.first_step import log_units
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
 from composable_fsdp.runtime.meta_buffers import require_filled
 from composable_fsdp.runtime.offload import (
@@ -63,6 +66,7 @@ from composable_fsdp.runtime.unshard import (
     discard_full,
     end_use,
     free_oldest,
+    hold_for_backward,
     reshard,
     shard_versions,
 )
@@ -173,12 +177,31 @@ def _check_ranks(context: RuntimeContext, root: _RootFSDPState) -> None:
     if not context.is_checked:
         require_filled(root._root_states)
         warn_of_equal_init(context.handles)
+        log_units(root)
         context.is_checked = True
 
 
 def end_iteration(context: RuntimeContext) -> None:
     """Record that the forward that began the iteration has ended or raised."""
     context.outermost = context.frame = None
+
+
+def reshard_late_modules(context: RuntimeContext, state: _FSDPState) -> None:
+    """Reshard a multi-module unit after a forward that did not run each module once.
+
+    Some modules did not run, or ran again after the reshard. Collective: none.
+    """
+    state.remaining = frozenset()
+    handle = state.handle
+    awaited = handle in context.tape.open_calls
+    phase = BACKWARD_PRE if awaited else IDLE
+    if phase not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, phase)
+    handle.phase = phase
+    if awaited and not state.settings.reshard_after_forward:
+        hold_for_backward(handle)
+    else:
+        reshard(context, handle)
 
 
 def require_current_full_params(handle: FlatParamHandle) -> bool:
@@ -255,6 +278,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     """
     failed: RuntimeError | None = None
     end_iteration(context)
+    end_all_ranges(context)
     context.tasks.clear()
     context.dead.clear()
     context.filling.clear()

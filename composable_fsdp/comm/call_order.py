@@ -1,0 +1,65 @@
+"""``CallOrder``: which calls over a process group follow which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from composable_fsdp.comm.order_records import keep
+
+START = (None, 0, None)
+"""The place in a ``CallOrder`` before the first event."""
+
+
+class CallOrder:
+    """The calls over a group, and the calls that followed equal events before.
+
+    The events are the forward rounds of the order logs, by number of the log, and the
+    calls that meet (``comm.meeting``).
+    """
+
+    __slots__ = ("following", "left_out", "place")
+
+    def __init__(self) -> None:
+        self.following: dict[Hashable, Hashable] = {}
+        """By ``place``: the event that followed last time."""
+        self.place: tuple[Hashable, int, Hashable] = START
+        """The last event, how often it came in a row, and the other event before."""
+        self.left_out: Callable[[Any], None] | None = None
+        """Meets all ranks in the store. None until a call meets (``comm.meeting``)."""
+
+    def expected(self) -> Hashable:
+        """Return the call that is expected next; None if no call is."""
+        event = self.following.get(self.place)
+        return None if type(event) is int else event
+
+    def begin_forward(self, number: int, call: Hashable) -> None:
+        """Note that log ``number`` begins a round, which is the forward ``call``.
+
+        Collective: none. Meets all ranks if this rank has left an expected call out.
+        Raises: DesyncError, if other ranks have not.
+        """
+        # The order logs compare rounds. Only a call that other ranks are inside, and
+        # wait in for this rank, is compared here.
+        if type(self.following.get(self.place, number)) is not int:
+            assert self.left_out is not None
+            self.left_out(call)
+        self.note(number)
+
+    def note(self, event: Hashable) -> None:
+        """Append ``event``, which all ranks share, to the history."""
+        # The number of equal events in a row is a part of the place, so a loop that
+        # clips after every fourth forward is expected to do so. The other event before
+        # tells loops apart that share an event.
+        place = last, count, before = self.place
+        following = self.following
+        # Only a changed entry is written again, and becomes the newest: a steady step
+        # changes no table.
+        if following.get(place) != event:
+            keep(following, place, event)
+        self.place = (event, count + 1, before) if event == last else (event, 1, last)
+
+    def forget(self) -> None:
+        """Forget all events."""
+        self.following.clear()
+        self.place = START

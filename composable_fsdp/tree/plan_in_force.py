@@ -1,0 +1,47 @@
+"""The plan of units that are sharded, as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from composable_fsdp.config import ShardingStrategy
+from composable_fsdp.planning.options import UnitOptions
+from composable_fsdp.planning.plan import ShardingPlan
+from composable_fsdp.planning.unit_plan import UnitPlan
+from composable_fsdp.tree.state import _FSDPState
+
+
+def plan_of_units(units: Iterable[tuple[str, _FSDPState]]) -> ShardingPlan:
+    """Return the plan of sharded units, of which at least one must be given.
+
+    ``units`` are pairs of a name and a state, outermost first. Collective: none.
+    """
+    plans = tuple([unit_plan(fqn, state) for fqn, state in units])
+    # All units of a model are over the same ranks, in shards or replicas.
+    return ShardingPlan(plans, plans[0].shard_world_size * plans[0].replicas)
+
+
+def unit_plan(fqn: str, state: _FSDPState) -> UnitPlan:
+    """Return the plan of a sharded unit under the name ``fqn``.
+
+    Regions are today's: parameters that were frozen later count as frozen.
+    """
+    return replace(state.handle.layout.plan, fqn=fqn, options=_options_in_force(state))
+
+
+def _options_in_force(state: _FSDPState) -> UnitOptions:
+    """Return the unit's options, with ``set_reshard_after_forward`` as a strategy."""
+    options = state.options
+    reshards = state.settings.reshard_after_forward
+    # The first forward sets the flag of a root, which every plan keeps full anyway.
+    if state._is_root or reshards is None or reshards == options.reshard_after_forward:
+        return options
+    other = {
+        ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+    }
+    # Each of the two strategies of a pair is the other with another flag.
+    other |= {after: before for before, after in other.items()}
+    # NO_SHARD has nothing to reshard.
+    return replace(options, strategy=other.get(options.strategy, options.strategy))

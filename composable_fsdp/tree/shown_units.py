@@ -1,0 +1,70 @@
+"""``print(model)`` shows which modules are sharded.
+
+``nn.Module.__repr__`` prints the result of ``extra_repr``, and each unit's module gets
+an ``extra_repr`` as an attribute of the instance. The class of a module never changes,
+and a module without a unit prints as before. The attribute refers to the unit's state,
+as the hooks of the module do: so ``copy.deepcopy`` gives the copy an attribute that
+refers to the copied state, and pickling a module is refused with the message that the
+hooks give. No state dict has the attribute.
+
+*Rejected:* a class of its own per sharded module, as FSDP2, because users compare
+classes; a wrapper of ``nn.Module.__repr__``, because it would run for every module of
+the process.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from composable_fsdp.planning.plan import size_text
+from composable_fsdp.tree.state import _FSDPState
+
+
+def show_units(state: _FSDPState) -> None:
+    """Have ``print`` show the unit at each of its modules. Collective: none."""
+    for index, module in enumerate(state.modules):
+        # Not ``setattr``, which a class may override.
+        own = vars(module).get("extra_repr")
+        vars(module)["extra_repr"] = partial(_extra_repr, state, index, own)
+
+
+def _extra_repr(state: _FSDPState, index: int, own: Any) -> str:
+    """Return the module's own line, and the line of the unit.
+
+    Args:
+        state: the unit.
+        index: the number of the module in the unit.
+        own: an ``extra_repr`` that the instance had before; None for that of the class.
+
+    Returns: the text.
+    Collective: none.
+    """
+    module = state.modules[index]
+    before = own() if own is not None else type(module).extra_repr(module)
+    # A module without children is printed on a single line.
+    between = "\n" if any(module._modules.values()) or "\n" in before else ", "
+    return between.join(filter(None, (before, _line(state, index))))
+
+
+def _line(state: _FSDPState, index: int) -> str:
+    """Return the line of the unit, for example "fully sharded over 8 ranks: ..."."""
+    plan = state.handle.layout.plan
+    ranks = plan.shard_world_size
+    replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+    # NO_SHARD and ``replicate`` keep whole parameters on each rank.
+    over = f"sharded over {ranks} ranks{replicas}"
+    if ranks == 1:
+        over = f"replicated over {plan.replicas} ranks" if replicas else "of 1 rank"
+    # The first module of a list stands for the unit, so that sums are printed once.
+    if index:
+        return f"unit {over}, with the {type(state.module).__name__} named {state.name}"
+    numel = sum(region.numel for region in plan.regions)
+    trained = sum(region.numel for region in plan.regions if region.trainable)
+    frozen = f", {numel - trained:,} frozen" if trained < numel else ""
+    # The shown module may also be full at the moment, inside ``unshard_params``.
+    full = ", full now" if state.handle.is_full and ranks > 1 else ""
+    return (
+        f"unit {over}: {numel:,} parameters{frozen}, "
+        f"{size_text(plan.parameter_bytes)} per rank{full}"
+    )
