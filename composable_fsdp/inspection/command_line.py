@@ -1,6 +1,7 @@
 """``python -m composable_fsdp``: plan a model; verify and convert checkpoints.
 
-The commands need no process group and no device, and execute no code from a checkpoint.
+Commands on checkpoints need no process group and no device, and execute no code from a
+checkpoint.
 Results go to standard output, as text or as a JSON object; errors go to standard error.
 """
 
@@ -15,12 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from composable_fsdp.errors import CheckpointError, FSDPError
-from composable_fsdp.inspection import plan_command
+from composable_fsdp.inspection import checkpoint_diff, environment, plan_command
 from composable_fsdp.inspection.hang_report import merge, text_of
 from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
 from composable_fsdp.inspection.sizes import byte_size
+from composable_fsdp.storage.cast import CastWeights
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
     check_readable,
@@ -78,15 +82,26 @@ examples:
 examples:
   python -m composable_fsdp export runs/step_100 my-model
   python -m composable_fsdp export runs/step_100 my-model.safetensors
+  python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
   python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
 """,
-    "plan": plan_command.EXAMPLES,
     "hang-report": """\
 examples:
   python -m composable_fsdp hang-report composable_fsdp_hang_20261122_101530
   python -m composable_fsdp hang-report DIR --json
 """,
 }
+
+_MODULES: dict[str, Any] = {
+    "plan": plan_command,
+    "diff": checkpoint_diff,
+    "env": environment,
+}
+"""Commands with a module of their own, which has ``ABOUT``, ``EXAMPLES``,
+``add_arguments``, ``run``, ``show`` and ``status``."""
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Values of ``--dtype``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,13 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises: SystemExit, for ``--help`` (status 0) and wrong usage (status 2).
     """
+    # argparse ends the program by itself after ``--help`` and for wrong usage.
     given = _parser().parse_args(arguments)
     try:
         found = given.run(given)
     except UsageError as error:
         return _failed(error, given, USAGE)
     except (FSDPError, OSError) as error:
-        return _failed(error, given, BAD)
+        return _failed(error, given, given.bad)
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
@@ -132,14 +148,33 @@ def _failed(error: Exception, given: argparse.Namespace, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="python -m composable_fsdp",
-        description="Plan the sharding of a model; check, convert and export "
-        "checkpoints; read hang reports. All of it offline.",
+        prog=_program(),
+        description="Plan the sharding of a model; check, compare, convert and export "
+        "checkpoints; read hang reports. COMMAND --help shows how.",
         epilog=f"{_EXAMPLES['']}\n{_FORMATS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"composable_fsdp {environment.version()}",
+        help="print the version",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_checkpoint_commands(commands)
+    for name, module in _MODULES.items():
+        # A further command is a module in the table, and no line here.
+        command = _command(commands, name, module.run, module.ABOUT)
+        module.add_arguments(command)
+        command.set_defaults(show=module.show, status=module.status)
+        # The status 1 of ``diff`` says that two checkpoints differ.
+        if module is checkpoint_diff:
+            command.set_defaults(bad=USAGE)
+    return parser
 
+
+def _add_checkpoint_commands(commands: Any) -> None:
+    """Add the commands of this module."""
     verify = _command(commands, "verify", _verify, "read all of a checkpoint, check it")
     verify.add_argument("path", type=Path, metavar="PATH", help="the checkpoint")
 
@@ -159,6 +194,11 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DST",
         help="directory to make, or one file if it ends in .safetensors",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of the floating-point weights (default: as in SRC)",
     )
     hang = _command(
         commands, "hang-report", _hang_report, "merge the ranks' files of a hang"
@@ -180,12 +220,13 @@ def _parser() -> argparse.ArgumentParser:
             default=MAX_SHARD_BYTES,
             help="largest safetensors file, as 5GB or 500MB (default: 5GB)",
         )
-    planned = _command(
-        commands, "plan", plan_command.run, "tell whether a model fits on your GPUs"
-    )
-    plan_command.add_arguments(planned)
-    planned.set_defaults(show=plan_command.show, status=plan_command.status)
-    return parser
+
+
+def _program() -> str:
+    """Return the name of the program as the user called it."""
+    # ``sys.argv`` is that of the test runner in a test, and of ``__main__`` with -m.
+    name = Path(sys.argv[0]).name
+    return name if name == "composable-fsdp" else "python -m composable_fsdp"
 
 
 def _command(commands: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
@@ -194,14 +235,15 @@ def _command(commands: Any, name: str, run: Any, about: str) -> argparse.Argumen
         name,
         help=about,
         description=about[0].upper() + about[1:] + ".",
-        # ``plan`` reads no checkpoint.
-        epilog=_EXAMPLES[name] + (f"\n{_FORMATS_HELP}" if name != "plan" else ""),
+        epilog=_MODULES[name].EXAMPLES
+        if name in _MODULES
+        else f"{_EXAMPLES[name]}\n{_FORMATS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"
     )
-    command.set_defaults(run=run, show=_show, status=lambda found: 0)
+    command.set_defaults(run=run, show=_show, status=lambda found: 0, bad=BAD)
     return command
 
 
@@ -256,7 +298,8 @@ def _convert(given: argparse.Namespace) -> dict[str, Any]:
 
 def _export(given: argparse.Namespace) -> dict[str, Any]:
     """Write the weights as safetensors, and return the report."""
-    return _write(given, SAFETENSORS, weights_only=True)
+    dtype = None if given.dtype is None else getattr(torch, given.dtype)
+    return _write(given, SAFETENSORS, weights_only=True, dtype=dtype)
 
 
 def _hang_report(given: argparse.Namespace) -> dict[str, Any]:
@@ -264,9 +307,16 @@ def _hang_report(given: argparse.Namespace) -> dict[str, Any]:
     return merge(given.path)
 
 
-def _write(given: argparse.Namespace, to: str, *, weights_only: bool) -> dict[str, Any]:
+def _write(
+    given: argparse.Namespace,
+    to: str,
+    *,
+    weights_only: bool,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
     """Convert the checkpoint, and return the report."""
-    with open_whole(given.source) as source:
+    with open_whole(given.source) as whole:
+        source = whole if dtype is None else CastWeights(whole, dtype)
         # A safetensors file holds weights only.
         weights = weights_only or to == SAFETENSORS
         total = _nbytes(source, weights_only=weights)

@@ -43,6 +43,8 @@ from composable_fsdp.planning.policies import SizePolicy
 DOES_NOT_FIT = 1
 """Exit status if ``--gpu-memory`` is given and the plan needs more."""
 
+ABOUT = "tell whether a model fits on your GPUs"
+
 EXAMPLES = """\
 examples:
   python -m composable_fsdp plan train:build_model --world-size 64 --gpu-memory 80GiB

@@ -77,19 +77,19 @@ def convert(
     """
     if to not in FORMATS:
         raise ValueError(f"convert expects to= one of {FORMATS}, got {to!r}.")
-    with _opened(source) as opened:
+    with opened(source) as found:
         # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
-        left_out = [] if opened.rng(0, 1) is None else ["random states"]
+        left_out = [] if found.rng(0, 1) is None else ["random states"]
         # safetensors holds weights only, so the other parts are hidden and never read.
         # A file with unreadable optimizer state can still be converted.
         given = _Watched(
-            opened, progress, weights_only=weights_only or to == SAFETENSORS
+            found, progress, weights_only=weights_only or to == SAFETENSORS
         )
         where = Path(destination)
         if to == SAFETENSORS:
             write_safetensors(where, given, max_shard_bytes=max_shard_bytes)
             # Of the source itself, because ``given`` hides the other parts.
-            left_out += _beside_weights(opened)
+            left_out += _beside_weights(found)
         else:
             with appear(where) as out:
                 _WRITERS[to](out, given)
@@ -131,14 +131,14 @@ _WRITERS: Mapping[str, Callable[[Path, Source], None]] = {
 
 
 @contextmanager
-def _opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
+def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
     """Yield the source itself, or open the path and close the source at the end."""
     # The caller closes a source that the caller has opened.
     if isinstance(source, Source):
         yield source
     else:
-        with open_whole(source) as opened:
-            yield opened
+        with open_whole(source) as found:
+            yield found
 
 
 def open_whole(path: str | PathLike[str]) -> Source:

@@ -14,12 +14,14 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.state_dict.full import gather_unit
+from composable_fsdp.storage.cast import CastWeights, cast_dtype, cast_weight
 from composable_fsdp.storage.contents import Contents, contents_of, units_in
-from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert
+from composable_fsdp.storage.convert import MAX_SHARD_BYTES, convert, opened
 from composable_fsdp.storage.directory import (
     OUT,
     begin_output,
@@ -39,6 +41,7 @@ def export_safetensors(
     source: nn.Module | Source | str | PathLike[str],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the weights of ``source`` as safetensors, completely or not at all.
 
@@ -55,6 +58,8 @@ def export_safetensors(
             path.
         max_shard_bytes: the largest size of a file in bytes; a single tensor may be
             larger. Default ``MAX_SHARD_BYTES`` (5 GB).
+        dtype: the dtype of floating-point weights in the files, such as
+            ``torch.bfloat16``. Default None: as in ``source``.
 
     Collective: for a module, one gather per region to the first rank, which alone
     writes and holds a full unit in host memory, and two exchanges of outcomes over the
@@ -66,21 +71,30 @@ def export_safetensors(
     >>> export_safetensors("exported", model)
     """
     if isinstance(source, nn.Module):
-        _export_module(path, source, max_shard_bytes)
+        _export_module(path, source, max_shard_bytes, dtype)
         return
-    convert(
-        source, path, SAFETENSORS, weights_only=True, max_shard_bytes=max_shard_bytes
-    )
+    # A cast changes the table of tensors, so the checkpoint is opened before.
+    with opened(source) as found:
+        convert(
+            found if dtype is None else CastWeights(found, dtype),
+            path,
+            SAFETENSORS,
+            weights_only=True,
+            max_shard_bytes=max_shard_bytes,
+        )
 
 
 def _export_module(
-    path: str | PathLike[str], module: nn.Module, max_shard_bytes: int
+    path: str | PathLike[str],
+    module: nn.Module,
+    max_shard_bytes: int,
+    dtype: torch.dtype | None,
 ) -> None:
     """Gather the units of ``module`` in turn, and write them on the first rank."""
     states = units_in(module)
     meet_team(module, "export_safetensors")
     team = team_of(module)
-    writing = _Writing(wanted=_is_first(states, team))
+    writing = _Writing(wanted=_is_first(states, team), dtype=dtype)
     try:
         writing.attempt(partial(writing.start, path, module, states, max_shard_bytes))
         team.agree(writing.error)
@@ -105,7 +119,8 @@ def _is_first(states: list[_FSDPState], team: Team) -> bool:
 class _Writing:
     """An export on this rank: the files, if this rank writes, and the first error."""
 
-    def __init__(self, *, wanted: bool) -> None:
+    def __init__(self, *, wanted: bool, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
         self.error: Exception | None = None
         self._path = Path()
         self._wanted = wanted
@@ -160,7 +175,7 @@ class _Writing:
             return
         # A temporary directory: readers of ``path`` never see a partial export.
         self._work = begin_output(self._path)
-        tensors, aliases = _tensors(contents)
+        tensors, aliases = _tensors(contents, self._dtype)
         self._writer = SafetensorsWriter(
             self._work / OUT,
             tensors,
@@ -170,13 +185,17 @@ class _Writing:
         )
         # In the original dtype: mixed precision may have cast a buffer.
         for each in contents.tensors:
-            self._writer.write(each.names[0], 0, each.tensor.detach().to(each.dtype))
+            dtype = cast_dtype(each.dtype, self._dtype)
+            value = cast_weight(each.names[0], each.tensor.detach(), dtype)
+            self._writer.write(each.names[0], 0, value)
 
     def write_unit(self, handle: int, values: dict[int, Tensor]) -> None:
         """Write the full parameters of a unit; ``values`` is by slot index."""
         if self._writer is not None:
             for slot, value in values.items():
-                self._writer.write(self._names[handle, slot], 0, value)
+                name = self._names[handle, slot]
+                dtype = cast_dtype(value.dtype, self._dtype)
+                self._writer.write(name, 0, cast_weight(name, value, dtype))
 
     def finish(self) -> None:
         """Complete the files, and rename them to their final path."""
@@ -193,10 +212,15 @@ class _Writing:
             shutil.rmtree(self._work, ignore_errors=True)
 
 
-def _tensors(contents: Contents) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def _tensors(
+    contents: Contents, dtype: torch.dtype | None
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return the tensors to write by first name, and other names of tied tensors."""
     # A tied parameter is stored under the first name only.
     held = list(contents.each())
-    tensors = {each.names[0]: TensorInfo(each.dtype, each.shape) for each in held}
+    tensors = {
+        each.names[0]: TensorInfo(cast_dtype(each.dtype, dtype), each.shape)
+        for each in held
+    }
     aliases = {other: each.names[0] for each in held for other in each.names[1:]}
     return tensors, aliases

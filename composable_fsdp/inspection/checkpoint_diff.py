@@ -1,0 +1,315 @@
+"""``python -m composable_fsdp diff``: how two checkpoints differ, of any formats."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable_fsdp.inspection.progress import Advance, progress
+from composable_fsdp.storage.convert import open_whole
+from composable_fsdp.storage.source import Source, TensorInfo
+
+ABOUT = "compare two checkpoints: names, shapes, dtypes and values"
+
+EXAMPLES = """\
+examples:
+  python -m composable_fsdp diff runs/step_100 runs/step_200
+  python -m composable_fsdp diff runs/step_100 step_100.pt --weights-only
+  python -m composable_fsdp diff before after --tolerance 1e-6 --json
+
+exit status: 0 equal, 1 different, 2 wrong usage, or a checkpoint cannot be read
+"""
+
+DIFFERENT = 1
+"""Exit status if the checkpoints differ; ``--json`` has ``"equal": false``, too."""
+
+_SHOWN = 5
+"""Most names in a line of the text; ``--json`` has all."""
+
+_Read = Callable[[int, int], Tensor]
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``diff`` to its parser."""
+    command.add_argument("first", type=Path, metavar="A", help="a checkpoint")
+    command.add_argument("second", type=Path, metavar="B", help="the other checkpoint")
+    command.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="leave optimizer and extra state alone, unread",
+    )
+    command.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="values that differ by X or less count as equal (default: 0)",
+    )
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Compare the two checkpoints, and return the differences.
+
+    Raises: CheckpointError, if a checkpoint cannot be read.
+    """
+    with open_whole(given.first) as first, open_whole(given.second) as second:
+        total = sum(info.nbytes for info in first.model.values())
+        if not given.weights_only:
+            total += sum(i.nbytes for s in first.optim.values() for i in s.values())
+        with progress("comparing", total, wanted=not given.json) as advance:
+            found = compare(
+                first,
+                second,
+                weights_only=given.weights_only,
+                tolerance=given.tolerance,
+                advance=advance,
+            )
+    return {"paths": [str(given.first), str(given.second)], **found}
+
+
+def compare(
+    first: Source,
+    second: Source,
+    *,
+    weights_only: bool = False,
+    tolerance: float = 0.0,
+    advance: Advance = lambda done: None,
+) -> dict[str, Any]:
+    """Return the differences of two checkpoints. Memory holds two slices at a time.
+
+    A tied parameter is found under each of its names, so formats that store ties in
+    different ways compare as equal.
+
+    Args:
+        first: a checkpoint.
+        second: the other checkpoint.
+        weights_only: leave optimizer and extra state alone, unread. Default False.
+        tolerance: values that differ by this much or less are equal. Default 0.
+        advance: called with the bytes of ``first`` that were compared since the last
+            call. Default: nothing.
+
+    Returns: for JSON: ``equal``, and ``model`` and ``optimizer`` with ``tensors`` (the
+        number compared), ``only_first``, ``only_second``, and ``different`` by name;
+        ``others`` names further parts that differ.
+    Raises: CheckpointError, for damaged or missing data.
+    Collective: none.
+    """
+    found: dict[str, Any] = {
+        "model": _differences(
+            _tensors(first, optim=False),
+            _tensors(second, optim=False),
+            tolerance,
+            advance,
+        )
+    }
+    others = []
+    # Not even touched with ``weights_only``: the other parts may be unreadable.
+    if not weights_only:
+        found["optimizer"] = _differences(
+            _tensors(first, optim=True),
+            _tensors(second, optim=True),
+            tolerance,
+            advance,
+        )
+        others = [
+            words
+            for words, read in (
+                ("optimizer's values that are not tensors", _optim_values),
+                ("parameter groups", lambda source: source.param_groups),
+                ("extra state", lambda source: source.extra),
+                ("modules' own states", lambda source: dict(source.own_states)),
+            )
+            if not _same(read(first), read(second))
+        ]
+    # Without an optimizer, the model stands for both.
+    parts = [found["model"], found.get("optimizer", found["model"])]
+    keys = ("only_first", "only_second", "different")
+    equal = not others and not any(part[key] for part in parts for key in keys)
+    return {"equal": equal, **found, "others": others}
+
+
+def _optim_values(source: Source) -> dict[str, Any]:
+    """Return the optimizer's values that are not tensors, by name and state."""
+    return {name: dict(values) for name, values in source.optim_values.items()}
+
+
+def _tensors(
+    source: Source, *, optim: bool
+) -> dict[str, tuple[TensorInfo, _Read, object]]:
+    """Return info, reader and identity of each tensor by name, tied names included."""
+    if optim:
+        return {
+            f"{name}, {key}": (info, partial(source.read_optim, name, key), (name, key))
+            for name, states in source.optim.items()
+            for key, info in states.items()
+        }
+    # The other names of a tie lead to the tensor under the kept name.
+    kept = {**{name: name for name in source.model}, **source.aliases}
+    return {
+        name: (source.model[own], partial(source.read_model, own), own)
+        for name, own in kept.items()
+    }
+
+
+def _differences(
+    first: Mapping[str, tuple[TensorInfo, _Read, object]],
+    second: Mapping[str, tuple[TensorInfo, _Read, object]],
+    tolerance: float,
+    advance: Advance,
+) -> dict[str, Any]:
+    """Return how two sets of tensors differ; see ``compare``."""
+    different: dict[str, dict[str, Any]] = {}
+    # The names of a tie lead to the same pair of tensors, which is read once.
+    known: dict[tuple[object, object], dict[str, Any]] = {}
+    # In the order of the first checkpoint, which is usually that of the model.
+    both = [name for name in first if name in second]
+    for name in both:
+        (info, read, own), (other, read_other, theirs) = first[name], second[name]
+        if (own, theirs) not in known:
+            known[own, theirs] = _difference(
+                info, read, other, read_other, tolerance, advance
+            )
+        if known[own, theirs]:
+            different[name] = known[own, theirs]
+    return {
+        "tensors": len(both),
+        "only_first": [name for name in first if name not in second],
+        "only_second": [name for name in second if name not in first],
+        "different": different,
+    }
+
+
+def _difference(
+    first: TensorInfo,
+    read_first: _Read,
+    second: TensorInfo,
+    read_second: _Read,
+    tolerance: float,
+    advance: Advance,
+) -> dict[str, Any]:
+    """Return how two tensors differ; empty if they are equal."""
+    if first.shape != second.shape:
+        return {"shapes": [list(first.shape), list(second.shape)]}
+    found: dict[str, Any] = {}
+    if first.dtype != second.dtype:
+        found["dtypes"] = [_name(first.dtype), _name(second.dtype)]
+    # Tensors of different dtypes may still hold equal values, so go on.
+    count, most = 0, 0.0
+    for start, stop in first.slices():
+        a, b = read_first(start, stop), read_second(start, stop)
+        # Slices, so that a tensor larger than the memory can be compared.
+        more, largest = _distance(a, b, tolerance)
+        # NaN is larger than any number: a value became NaN, or ceased to be.
+        most = largest if math.isnan(largest) else max(most, largest)
+        count += more
+        advance((stop - start) * first.dtype.itemsize)
+    if count:
+        # JSON has no NaN and no infinity.
+        told = most if math.isfinite(most) else str(most)
+        found |= {"elements": count, "of": first.numel, "max_difference": told}
+    return found
+
+
+def _distance(a: Tensor, b: Tensor, tolerance: float) -> tuple[int, float]:
+    """Return how many elements differ, and the largest distance."""
+    # Most tensors of equal checkpoints are equal bit by bit, NaN included.
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return 0, 0.0
+    complex_ = a.is_complex() or b.is_complex()
+    wide = torch.complex128 if complex_ else torch.float64
+    # Both dtypes may be small, and a difference in a small dtype would be rounded.
+    x, y = a.to(wide), b.to(wide)
+    # Equal infinities have no distance, and two NaN are equal here.
+    same = (x == y) | (x.isnan() & y.isnan())
+    # int64 has more digits than float64.
+    if a.dtype == b.dtype and not (a.is_floating_point() or complex_):
+        same = a == b
+    # The distance of NaN to a number is NaN, which no tolerance accepts.
+    far = torch.where(same, 0.0, (x - y).abs())
+    differs = ~same & ~(far <= tolerance)
+    # ``max`` of no element is an error.
+    if not differs.any():
+        return 0, 0.0
+    return int(differs.sum()), float(far[differs].max())
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Return whether two nested values are equal; NaN equals NaN."""
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return (
+            isinstance(first, Tensor)
+            and isinstance(second, Tensor)
+            and first.shape == second.shape
+            and first.dtype == second.dtype
+            and _distance(first.reshape(-1), second.reshape(-1), 0.0)[0] == 0
+        )
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(
+            _same(value, second[key]) for key, value in first.items()
+        )
+    # Formats keep tuples or make them lists.
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    # Only NaN differs from itself.
+    return bool(first == second) or (first != first and second != second)
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the differences as text."""
+    first, second = found["paths"]
+    print(f"{first} and {second} {'are equal' if found['equal'] else 'differ'}")
+    for part in ("model", "optimizer"):
+        if part not in found:
+            continue
+        entries = found[part]
+        count = len(entries["different"])
+        print(f"  {part:10} {entries['tensors']} tensors in both, {count} differ")
+        for path, key in ((first, "only_first"), (second, "only_second")):
+            if entries[key]:
+                print(f"    only in {path}: {_listed(entries[key])}")
+        # After a step of training every tensor differs.
+        for name in list(entries["different"])[:_SHOWN]:
+            print(f"    {name}: {_words(entries['different'][name])}")
+        if count > _SHOWN:
+            print(f"    and {count - _SHOWN} more; --json lists all")
+    if found["others"]:
+        print(f"  also differ: {', '.join(found['others'])}")
+
+
+def _listed(names: list[str]) -> str:
+    """Return names in a line."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _words(difference: dict[str, Any]) -> str:
+    """Return the difference of two tensors in words."""
+    words = []
+    if "shapes" in difference:
+        a, b = (tuple(shape) for shape in difference["shapes"])
+        words.append(f"shape {a} and {b}")
+    if "dtypes" in difference:
+        words.append("{} and {}".format(*difference["dtypes"]))
+    if "elements" in difference:
+        words.append(
+            f"{difference['elements']:,} of {difference['of']:,} elements differ, by "
+            f"at most {float(difference['max_difference']):.3g}"
+        )
+    return "; ".join(words)
+
+
+def status(found: dict[str, Any]) -> int:
+    """Return the exit status of the comparison."""
+    return 0 if found["equal"] else DIFFERENT
