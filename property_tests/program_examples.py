@@ -391,6 +391,19 @@ EXAMPLES: dict[str, list[Program]] = {
             ),
         )
     ],
+    "a checkpoint of loaded state before a step": [
+        Program(
+            seed=1,
+            options=Options(optimizer=optimizer),
+            actions=(
+                *STEPS[:1],
+                ("raw_round_trip",),
+                ("save_directory", True, True),
+                *STEPS,
+            ),
+        )
+        for optimizer in ("adamw_fused", "adamw_single")
+    ],
     "loaded state of another layout": [
         Program(
             seed=2,

@@ -265,6 +265,10 @@ def possible(program: Program) -> Program:
         CALLED_WITH & program.words() or program.words() >= UNLIKE_WRAPPER
     ):
         options = replace(options, door="composable")
+    # A ``forward`` that is called as a method is refused, unless it only calls methods
+    # that gather: then the weights that it reads itself are this rank's part.
+    if "call:forward" in program.words():
+        options = replace(options, methods=False)
     if options.low and UNLIKE_LOW & program.words():
         options = replace(options, low=False)
     return replace(program, options=options)

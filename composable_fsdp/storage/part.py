@@ -28,6 +28,7 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.original_view import over_originals
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.storage.contents import (
@@ -175,6 +176,9 @@ class PartMaker:
         CheckpointError, for tensors that cannot be stored.
         Collective: none.
         """
+        for each in optims:
+            # State that was loaded before the optimizer's first step is taken up.
+            install_optimizer_hooks(each)
         groups = [
             (each, group)
             for each in map(over_originals, optims)
