@@ -28,9 +28,9 @@ from torch import Tensor
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.original_view import over_originals
-from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import is_scalar
+from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.storage.contents import (
     Contents,
     HeldRegion,
