@@ -73,6 +73,8 @@ from composable_fsdp.errors import (
     PlanError,
 )
 from composable_fsdp.flat.region import FlatParameter
+from composable_fsdp.inspection.describe import describe
+from composable_fsdp.inspection.description import Description
 from composable_fsdp.optim.flat_parameters import flat_parameter_groups, flat_parameters
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
@@ -130,6 +132,7 @@ __all__ = [
     "CompositionError",
     "CustomPolicy",
     "DefaultState",
+    "Description",
     "DesyncError",
     "FSDPError",
     "FlatParameter",
@@ -174,6 +177,7 @@ __all__ = [
     "clip_grad_norm_",
     "contract",
     "convert",
+    "describe",
     "even_batches",
     "export_safetensors",
     "find_nonfinite",

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 
 from composable_fsdp.errors import CheckpointError, FSDPError
-from composable_fsdp.inspection import checkpoint_diff, environment, plan_command
+from composable_fsdp.inspection import (
+    checkpoint_diff,
+    environment,
+    inspect_command,
+    plan_command,
+)
 from composable_fsdp.inspection.hang_report import merge, text_of
 from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
@@ -94,6 +99,7 @@ examples:
 
 _MODULES: dict[str, Any] = {
     "plan": plan_command,
+    "inspect": inspect_command,
     "diff": checkpoint_diff,
     "env": environment,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -68,18 +69,23 @@ def page_of(found: Forecast, report: Report) -> str:
         "<h2>Memory over one step</h2>",
         "<p>Each operation of a step has the same width. The height is the memory on "
         "the device while the operation runs.</p>",
-        _scroll(memory(found, capacity)),
+        scroll(memory(found, capacity)),
         *(_table(each) for each in tables),
         "<h2>Schedule of a step</h2>",
         "<p>The order of the operations of a rank, from left to right; what is in one "
         "column may run at the same time. Widths are not times.</p>",
-        _scroll(schedule(found)),
+        scroll(schedule(found)),
         "<h2>Who holds what</h2>",
         "<p>A row is the shard of a rank, a color is a parameter, and hatching is "
         "padding. A parameter with several names (a = b) is tied. Point at a piece to "
         "read its rows.</p>",
         *_units(found),
     ]
+    return page(title, body)
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """Return a whole page, which loads nothing, with ``body`` as HTML."""
     return (
         f'{_BEGIN}<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -127,7 +133,7 @@ def _table(table: Table) -> str:
     )
     head = _row(table.header, "th") if any(table.header) else ""
     # A wide table scrolls inside its box on a phone.
-    return f"<h2>{escape(table.title)}</h2>" + _scroll(f"<table>{head}{rows}</table>")
+    return f"<h2>{escape(table.title)}</h2>" + scroll(f"<table>{head}{rows}</table>")
 
 
 def _units(found: Forecast) -> list[str]:
@@ -138,7 +144,7 @@ def _units(found: Forecast) -> list[str]:
     for fold in folds[:_FOLDS]:
         times = f", each of {fold.times} units" if fold.times > 1 else ""
         parts.append(f"<h3>{escape(fold.name)} ({fold.unit.class_name}{times})</h3>")
-        parts.append(_scroll(holdings(fold)))
+        parts.append(scroll(holdings(fold)))
     # A model with a unit of each size would make a page of hundreds of pictures.
     if len(folds) > _FOLDS:
         parts.append(
@@ -147,7 +153,7 @@ def _units(found: Forecast) -> list[str]:
     return parts
 
 
-def _scroll(inside: str) -> str:
+def scroll(inside: str) -> str:
     """Return ``inside`` in a box that scrolls on a narrow screen, the page does not."""
     return f'<div class="scroll">{inside}</div>'
 

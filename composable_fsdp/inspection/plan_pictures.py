@@ -106,23 +106,28 @@ def _shards(
                     16,
                     color(colors[slot.index]),
                     title=f"rank {rank}: {' = '.join(slot.fqns)}, "
-                    + _part(slot, start, stop, rows=rows),
-                    label=f"{slot.fqn} {_part(slot, start, stop, rows=rows)}",
+                    + part_words(slot, start, stop, rows=rows),
+                    label=f"{slot.fqn} {part_words(slot, start, stop, rows=rows)}",
                 )
             )
         y += 19
     return "".join(parts), y + 6
 
 
-def _part(slot: ParameterSlot, start: int, stop: int, *, rows: bool) -> str:
+def part_words(slot: ParameterSlot, start: int, stop: int, *, rows: bool) -> str:
     """Return the part ``[start, stop)`` of a parameter in words."""
     if (start, stop) == (0, slot.numel):
         return "whole"
     # Shards of Block.ELEMENT may begin inside a row.
     if rows and len(slot.shape) > 1:
         width = slot.numel // slot.shape[0]
-        return f"rows {start // width:,}-{(stop - 1) // width:,}"
-    return f"elements {start:,}-{stop - 1:,}"
+        return _range("row", start // width, (stop - 1) // width)
+    return _range("element", start, stop - 1)
+
+
+def _range(what: str, first: int, last: int) -> str:
+    """Return a range of rows or elements in words."""
+    return f"{what}s {first:,}-{last:,}" if last > first else f"{what} {first:,}"
 
 
 def _shown(count: int, most: int, *, kept: int) -> list[int | None]:

@@ -1,0 +1,292 @@
+"""``Description``: who holds what, as text, as JSON and as a page with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any, NamedTuple
+
+from composable_fsdp.config import Block
+from composable_fsdp.inspection.plan_html import page, scroll
+from composable_fsdp.inspection.plan_pictures import holdings, part_words
+from composable_fsdp.planning.fold import Fold, fold_units
+from composable_fsdp.planning.layout import ParameterSlot, RegionLayout
+from composable_fsdp.planning.plan import size_text
+from composable_fsdp.planning.unit_plan import UnitPlan
+
+_RANKS = 4
+"""Most ranks in a line of the text; ``as_dict`` has all."""
+
+_OUTSIDE = "in no unit, whole on every rank"
+"""The line above the tensors that no unit holds."""
+
+
+class HeldPart(NamedTuple):
+    """The elements ``[start, stop)`` of a parameter, and the rank that holds them."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class DescribedUnit:
+    """A unit of a model, or the parameters of a unit in a checkpoint.
+
+    Args:
+        plan: the unit as integers and names; the names are from the unit's module.
+        names: by index of the slot, the names of a parameter from the model; a tied
+            parameter has several.
+        ranks: the ranks that hold the shards, in the order of the shards.
+        state: "sharded" or "full" for a model, "saved" for a checkpoint.
+        device: the device of the full parameters; empty for a checkpoint.
+    """
+
+    plan: UnitPlan
+    names: Mapping[int, tuple[str, ...]]
+    ranks: tuple[int, ...]
+    state: str
+    device: str = ""
+
+    def parts(self, region: RegionLayout, slot: ParameterSlot) -> list[HeldPart]:
+        """Return the parts of a parameter, one per rank that holds elements."""
+        # The ranks without elements are left out: of 1,024 ranks a bias is on one.
+        if not slot.numel:
+            return []
+        return [
+            HeldPart(self.ranks[shard], *region.interval(slot, shard))
+            for shard in region.holders(slot)
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the unit for JSON."""
+        plan = self.plan
+        # Whole numbers and names alone, so that the JSON can be compared as text.
+        found: dict[str, Any] = {
+            "name": plan.fqn,
+            "class": plan.class_name,
+            "state": self.state,
+            "ranks": list(self.ranks),
+            "replicas": plan.replicas,
+            "bytes_per_rank": plan.parameter_bytes,
+            "regions": [self._region(region) for region in plan.regions],
+        }
+        # A checkpoint does not know how the model was trained.
+        if self.device:
+            found |= {
+                "strategy": plan.options.strategy.name,
+                "device": self.device,
+                "offloaded": plan.is_offloaded,
+            }
+        return found
+
+    def _region(self, region: RegionLayout) -> dict[str, Any]:
+        """Return a region for JSON."""
+        found: dict[str, Any] = {
+            "dtype": str(region.dtype).removeprefix("torch."),
+            "numel": region.numel,
+            "padded_numel": region.padded_numel,
+            "shard_numel": region.shard_numel,
+            "parameters": [
+                {
+                    "names": list(self.names[slot.index]),
+                    "shape": list(slot.shape),
+                    "offset": slot.offset,
+                    "shards": [part._asdict() for part in self.parts(region, slot)],
+                }
+                for slot in region.parameters
+            ],
+        }
+        # Nor does a checkpoint know which parameters were frozen.
+        if self.device:
+            found["trainable"] = region.trainable
+        return found
+
+
+class DescribedTensor(NamedTuple):
+    """A tensor in no unit, which every rank holds whole."""
+
+    name: str
+    kind: str
+    """ "parameter" or "buffer" of a model; "tensor" of a checkpoint."""
+    dtype: str
+    shape: tuple[int, ...]
+    also: tuple[str, ...] = ()
+    """Further names, if the tensor is tied."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """The units of a model or of a checkpoint, and the tensors in no unit.
+
+    ``str()`` is the text, ``as_dict`` the content for JSON.
+    """
+
+    title: str
+    """The class of the model, or the path and the format of the checkpoint."""
+    units: tuple[DescribedUnit, ...]
+    tensors: tuple[DescribedTensor, ...]
+    optimizer: dict[str, Any] | None = None
+    """Of a checkpoint with optimizer state: number and bytes of the tensors, and the
+    names of the states. Default None."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the description for JSON."""
+        found: dict[str, Any] = {
+            "title": self.title,
+            "units": [unit.as_dict() for unit in self.units],
+            "tensors": [
+                {**each._asdict(), "shape": list(each.shape), "also": list(each.also)}
+                for each in self.tensors
+            ],
+        }
+        # A model has no optimizer, and safetensors files have none.
+        return {**found, "optimizer": self.optimizer} if self.optimizer else found
+
+    def html(self) -> str:
+        """Return a page with a picture per kind of unit; the page loads nothing."""
+        body = [
+            f"<h1>{escape(self.title)}</h1>",
+            f"<p>{escape(_headline(self))}</p>",
+            "<p>A row is the shard of a rank, a color is a parameter, and hatching is "
+            "padding. A parameter with several names (a = b) is tied. Point at a piece "
+            "to read its rows.</p>",
+        ]
+        # A picture per kind: 126 equal blocks have equal pictures.
+        for fold, unit in _folds(self.units):
+            body.append(f"<h2>{escape(_unit_line(fold, unit))}</h2>")
+            # A root that has left all parameters to its units holds nothing.
+            if fold.unit.regions:
+                body.append(scroll(holdings(fold)))
+        if self.tensors:
+            rows = "".join(
+                f'<tr><td class="left">{escape(_names(each))}</td>'
+                f"<td>{each.kind}</td><td>{each.dtype}</td><td>{each.shape}</td></tr>"
+                for each in self.tensors
+            )
+            title = _OUTSIDE if self.units else "tensors"
+            body.append(f"<h2>{title}</h2>{scroll(f'<table>{rows}</table>')}")
+        return page(self.title, body)
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {_headline(self)}"]
+        for fold, unit in _folds(self.units):
+            lines.append(_unit_line(fold, unit))
+            lines += _region_lines(fold, unit)
+        if self.tensors:
+            lines.append(_OUTSIDE if self.units else "tensors")
+            # Names are left-aligned, and the columns behind them begin alike.
+            width = max(len(_names(each)) for each in self.tensors)
+            lines += [
+                f"  {_names(each):{width}}  {each.kind} {each.dtype} {each.shape}"
+                for each in self.tensors
+            ]
+        return "\n".join(lines)
+
+
+def _headline(described: Description) -> str:
+    """Return the number of units and of parameters."""
+    # A tied parameter counts once, as in the plan.
+    plans = [unit.plan for unit in described.units]
+    numel = sum(region.numel for plan in plans for region in plan.regions)
+    words = f"{len(plans)} unit{'' if len(plans) == 1 else 's'}, {numel:,} parameters"
+    # Checkpoints of other formats, and buffers.
+    more = len(described.tensors)
+    if more:
+        words += f", {more:,} other tensor{'' if more == 1 else 's'}"
+    optimizer = described.optimizer
+    # The names of the states tell which optimizer was saved.
+    if optimizer:
+        words += (
+            f", {optimizer['tensors']:,} tensors of optimizer state "
+            f"({', '.join(optimizer['states'])}; {size_text(optimizer['bytes'])})"
+        )
+    return words
+
+
+def _folds(units: Sequence[DescribedUnit]) -> list[tuple[Fold, DescribedUnit]]:
+    """Return equal units together, each with the first of them.
+
+    A fold of a single unit has the names from the model, as the pictures print them.
+    """
+    found = []
+    for fold in fold_units([unit.plan for unit in units]):
+        unit = units[fold.indices[0]]
+        # The names of equal units differ, so those from the unit stand for all.
+        if fold.times == 1:
+            fold = fold._replace(unit=replace(fold.unit, regions=_renamed(unit)))
+        found.append((fold, unit))
+    return found
+
+
+def _renamed(unit: DescribedUnit) -> tuple[RegionLayout, ...]:
+    """Return the regions with the names from the model."""
+    return tuple(
+        replace(
+            region,
+            parameters=tuple(
+                replace(slot, fqns=unit.names[slot.index]) for slot in region.parameters
+            ),
+        )
+        for region in unit.plan.regions
+    )
+
+
+def _unit_line(fold: Fold, unit: DescribedUnit) -> str:
+    """Return the line of equal units."""
+    # Replicas hold the same shards, so only their number is told.
+    plan, ranks = unit.plan, len(unit.ranks)
+    words = [f"{fold.name} {plan.class_name}".rstrip()]
+    if fold.times > 1:
+        words[0] += f" ({fold.times} x)"
+    replicas = f" x {plan.replicas} replicas" if plan.replicas > 1 else ""
+    words.append(f"{unit.state} over {ranks} rank{'' if ranks == 1 else 's'}{replicas}")
+    words.append(f"{size_text(plan.parameter_bytes)} per rank")
+    # A checkpoint has no strategy and no device.
+    if unit.device:
+        words += [plan.options.strategy.name, unit.device]
+        if plan.is_offloaded:
+            words.append("shards on the host")
+    return ", ".join(words)
+
+
+def _region_lines(fold: Fold, unit: DescribedUnit) -> list[str]:
+    """Return the lines of the regions of equal units, and of their parameters."""
+    lines = []
+    # A row per parameter, with columns as wide as the widest entry of the unit.
+    slots = [slot for region in fold.unit.regions for slot in region.parameters]
+    width = max((len(" = ".join(slot.fqns)) for slot in slots), default=0)
+    shapes = max((len(str(slot.shape)) for slot in slots), default=0)
+    for region in fold.unit.regions:
+        dtype = str(region.dtype).removeprefix("torch.")
+        frozen = "" if region.trainable else " frozen"
+        padding = region.padded_numel - region.numel
+        lines.append(
+            f"  {dtype}{frozen}, {region.numel:,} elements, {region.shard_numel:,} per "
+            f"rank, {padding:,} of padding"
+        )
+        for slot in region.parameters:
+            names = " = ".join(slot.fqns)
+            held = _held(unit, region, slot)
+            lines.append(f"    {names:{width}}  {slot.shape!s:{shapes}}  {held}")
+    return lines
+
+
+def _held(unit: DescribedUnit, region: RegionLayout, slot: ParameterSlot) -> str:
+    """Return which rank holds what of a parameter, at most four ranks."""
+    # Shards of ``Block.ELEMENT`` may begin inside a row.
+    rows = unit.plan.options.block is Block.ROW
+    words = [
+        f"rank {part.rank}: {part_words(slot, part.start, part.stop, rows=rows)}"
+        for part in unit.parts(region, slot)
+    ]
+    # Of many ranks the first two and the last tell the sizes.
+    if len(words) > _RANKS:
+        words = [*words[:2], f"... ({len(words) - 3} more)", words[-1]]
+    return " | ".join(words) or "no elements"
+
+
+def _names(tensor: DescribedTensor) -> str:
+    """Return all names of a tensor."""
+    return " = ".join((tensor.name, *tensor.also))
