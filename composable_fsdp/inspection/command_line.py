@@ -24,6 +24,7 @@ from composable_fsdp.inspection import (
     environment,
     inspect_command,
     plan_command,
+    selftest,
 )
 from composable_fsdp.inspection.hang_report import merge, text_of
 from composable_fsdp.inspection.plan_models import UsageError
@@ -102,6 +103,7 @@ _MODULES: dict[str, Any] = {
     "inspect": inspect_command,
     "diff": checkpoint_diff,
     "env": environment,
+    "selftest": selftest,
 }
 """Commands with a module of their own, which has ``ABOUT``, ``EXAMPLES``,
 ``add_arguments``, ``run``, ``show`` and ``status``."""
