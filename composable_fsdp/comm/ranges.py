@@ -12,7 +12,7 @@ ranges in its trace::
 Without a profiler, a step reads two variables per range and makes no call: callers ask
 ``profiler._is_profiler_enabled`` before they open a range, and ``OPEN`` before they
 close a range. ``_is_profiler_enabled`` is private; read only by callers of this module,
-checked on torch 2.13 and 2.11.
+checked on torch 2.13.
 """
 
 from __future__ import annotations

@@ -68,9 +68,12 @@ _EXAMPLES = {
     "": """\
 examples:
   python -m composable_fsdp plan --hf config.json --world-size 64 --gpu-memory 80GiB
+  python -m composable_fsdp inspect runs/step_100
   python -m composable_fsdp verify runs/step_100
+  python -m composable_fsdp diff runs/step_100 runs/step_200
   python -m composable_fsdp convert runs/step_100 step_100.pt --to torch
-  python -m composable_fsdp export runs/step_100 my-model
+  python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
+  python -m composable_fsdp selftest
 """,
     "verify": """\
 examples:

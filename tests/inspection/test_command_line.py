@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,6 +190,30 @@ def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> N
     )
     assert "safetensors  a file, or a directory" in out
     assert "exit status: 0 good, 1 bad" in out
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect", "diff", "env", "selftest"])
+def test_every_other_help_has_examples_and_status(run: Run, command: str) -> None:
+    """The exit statuses differ from command to command."""
+    status, out, _ = run(command, "--help")
+
+    assert status == 0
+    assert f"python -m composable_fsdp {command}" in out.split("examples:")[1]
+    assert "exit status: 0" in out
+    assert "--json" in out
+
+
+@pytest.mark.req("N-10")
+def test_the_entry_point_is_the_command_line(run: Run) -> None:
+    """What ``pyproject.toml`` names can be called; the overview has all commands."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (entry,) = re.findall(r'^composable-fsdp = "(.+)"', project, re.MULTILINE)
+    module, name = entry.split(":")
+
+    assert getattr(importlib.import_module(module), name) is main
+    _, out, _ = run("--help")
+    for command in ("plan", "verify", "inspect", "diff", "convert", "export"):
+        assert re.search(rf"^    {command} ", out, re.MULTILINE)
 
 
 def test_an_interrupt_leaves_nothing(
