@@ -404,6 +404,18 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for optimizer in ("adamw_fused", "adamw_single")
     ],
+    "a clip while a unit is full by hand": [
+        below(
+            Part(),
+            actions=(*before, ("unshard_unit", 1, False), ("clip", 0.3, 2.0)),
+            strategy=strategy,
+        )
+        for before in (
+            (("single", 0, "set_grad"), ("single", 3, "set_grad")),
+            (("forward", 0), ("backward",)),
+        )
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    ],
     "loaded state of another layout": [
         Program(
             seed=2,

@@ -269,6 +269,8 @@ def possible(program: Program) -> Program:
     # that gather: then the weights that it reads itself are this rank's part.
     if "call:forward" in program.words():
         options = replace(options, methods=False)
+        # A hook that reads a weight itself needs the unit to be gathered for backward.
+        program = replace(program, root=_without(program.root, "tensor_hook"))
     if options.low and UNLIKE_LOW & program.words():
         options = replace(options, low=False)
     return replace(program, options=options)

@@ -13,7 +13,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import find_flat, leaf_gradients
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
-from composable_fsdp.flat.param_ref import param_refs
+from composable_fsdp.flat.param_ref import originals_by_vars, param_refs
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers
@@ -257,7 +257,12 @@ def _parameters_in(module: nn.Module) -> list[Tensor]:
 def units_and_others(
     chosen: dict[int, Tensor],
 ) -> tuple[list[FlatParamHandle], list[Tensor]]:
-    """Return the units that hold chosen parameters, and the other parameters."""
+    """Return the units that hold chosen parameters, and the other parameters.
+
+    In ``chosen``, sharded parameters take the places of full parameters that modules
+    show instead (after ``unshard``, inside ``unshard_params``), unless the latter have
+    gradients (``with_grads=True``).
+    """
     # Dictionary operations only, without a Python loop per parameter, if units hold all
     # parameters: plain modules are clipped in a few microseconds per parameter.
     links = dict.fromkeys(map(LEAVES.get, chosen))
@@ -272,4 +277,35 @@ def units_and_others(
                     others.append(parameter)
                 else:
                     handles[found[0]] = None
+        if LEAVES:
+            others = _without_full(others, chosen, handles)
     return [handle for handle in handles if handle is not None], others
+
+
+def _without_full(
+    others: list[Tensor],
+    chosen: dict[int, Tensor],
+    handles: dict[FlatParamHandle | None, None],
+) -> list[Tensor]:
+    """Replace full parameters by the sharded parameters, which have the gradients.
+
+    Args:
+        others: chosen parameters that are not sharded.
+        chosen: the chosen parameters, by ``id``; changed.
+        handles: the units of the sharded parameters; changed.
+
+    Returns: ``others`` without the full parameters.
+    """
+    originals = originals_by_vars() if any(p.grad is None for p in others) else {}
+    left = []
+    for parameter in others:
+        found = originals.get(id(vars(parameter)))
+        if parameter.grad is not None or found is None:
+            left.append(parameter)
+            continue
+        handle, index = found
+        del chosen[id(parameter)]
+        leaf = handle.leaves[index]
+        chosen[id(leaf)] = leaf
+        handles[handle] = None
+    return left

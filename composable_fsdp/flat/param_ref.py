@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.naming import join_name
 from composable_fsdp.planning.layout import ParameterSlot
@@ -72,3 +72,19 @@ def find_param(parameter: object) -> ParamRef | None:
     """Return the reference to a sharded parameter; ``None`` for other objects."""
     found = find_leaf(parameter)
     return None if found is None else param_ref(*found)
+
+
+def originals_by_vars() -> dict[int, tuple[FlatParamHandle, int]]:
+    """Return every existing sharded parameter, by the identity of the ``__dict__``.
+
+    A full parameter shares the ``__dict__`` of the sharded parameter.
+    """
+    # All parameters of a unit share a weak reference to the handle; visit each handle
+    # once.
+    links = {id(link): link for link in list(LEAVES.values())}
+    handles = [handle for link in links.values() if (handle := link()) is not None]
+    return {
+        id(vars(leaf)): (handle, index)
+        for handle in handles
+        for index, leaf in enumerate(handle.leaves)
+    }

@@ -14,7 +14,8 @@ from torch import nn
 from composable_fsdp.access.unsharded_unit import UNSHARDED
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import find_flat
-from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_ref import originals_by_vars
 from composable_fsdp.naming import listed
 from composable_fsdp.optim.step_checks import flat_name, leaf_name
 from composable_fsdp.phases import Phase
@@ -69,7 +70,7 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
     # Full and sharded parameter share a ``__dict__``, for every dtype and for every
     # block of ``unshard_params``; so find the owner by the identity of the
     # ``__dict__``.
-    originals = _originals()
+    originals = originals_by_vars()
     found = [
         (p, *originals[key]) for p in strangers if (key := id(_vars(p))) in originals
     ]
@@ -88,19 +89,6 @@ def steps_on_full_params(optim: torch.optim.Optimizer) -> bool:
         "its steps would change nothing. Make the optimizer of module.parameters() "
         "after the block, or after reshard(module)."
     )
-
-
-def _originals() -> dict[int, tuple[FlatParamHandle, int]]:
-    """Return every existing sharded parameter, by the identity of the ``__dict__``."""
-    # All parameters of a unit share a weak reference to the handle; visit each handle
-    # once.
-    links = {id(link): link for link in list(LEAVES.values())}
-    handles = [handle for link in links.values() if (handle := link()) is not None]
-    return {
-        id(vars(leaf)): (handle, index)
-        for handle in handles
-        for index, leaf in enumerate(handle.leaves)
-    }
 
 
 def _vars(parameter: Any) -> object:
