@@ -416,6 +416,21 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ],
+    "names in a unit of several modules": [
+        Program(
+            Part(children=(Part(unit="both"), Part(use="detach")), frozen=2),
+            width=2,
+            seed=1,
+            options=Options(pairs=True),
+            actions=(
+                ("forward", 1),
+                ("backward", -1, "scaled"),
+                ("scaled", "unscale"),
+                ("single", 0, "set_param"),
+                *STEPS,
+            ),
+        )
+    ],
     "loaded state of another layout": [
         Program(
             seed=2,

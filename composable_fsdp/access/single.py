@@ -195,9 +195,13 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
     # other tensors.
     known = []
     for prefix, _, state in walk_states(module):
+        several = _names_in_several(module, state) if len(state.modules) > 1 else None
         for ref in param_refs(state.handle):
             # A tied parameter has a name per place in the unit.
-            names = [join_name(prefix, each) for each in ref.slot.fqns]
+            if several is None:
+                names = [join_name(prefix, each) for each in ref.slot.fqns]
+            else:
+                names = several[ref.slot.index]
             known += names
             if name in names:
                 return _settled(state, ref.slot, what)
@@ -215,6 +219,24 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
         f"{what}: {type(module).__name__} has no parameter {fqn!r}. "
         f"{closest_names(name, known)}"
     )
+
+
+def _names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str]]:
+    """Return the names of the parameters of a unit of several modules, by slot index.
+
+    Collective: none.
+    """
+    # The names of the plan begin at the unit's module to which a parameter belongs, and
+    # modules of a unit may have equal names below.
+    prefixes = {id(each): fqn for fqn, each in module.named_modules()}
+    names: dict[int, list[str]] = {}
+    for info in state.handle.infos:
+        # A module of the unit may be outside ``module``.
+        prefix = prefixes.get(id(info.module))
+        found = names.setdefault(info.slot_index, [])
+        if prefix is not None:
+            found.append(strip_wrapper(join_name(prefix, info.name)))
+    return names
 
 
 def closest_names(name: str, known: Iterable[str]) -> str:
