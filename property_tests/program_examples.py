@@ -431,6 +431,17 @@ EXAMPLES: dict[str, list[Program]] = {
             ),
         )
     ],
+    "state of an optimizer that was made while a unit was full": [
+        Program(
+            Part(core="plain", children=(Part(),)),
+            options=Options(apart=True),
+            actions=(
+                ("unshard_unit", 0, False),
+                ("new_optimizer", "adagrad_fused"),
+                ("torch_get", "sharded"),
+            ),
+        )
+    ],
     "loaded state of another layout": [
         Program(
             seed=2,

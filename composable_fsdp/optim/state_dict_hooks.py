@@ -24,7 +24,7 @@ from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import flat_part, has_flats
 from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
-from composable_fsdp.optim.full_param_checks import handles_of
+from composable_fsdp.optim.full_param_checks import handles_of, steps_on_full_params
 from composable_fsdp.optim.names import Named
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
@@ -83,11 +83,15 @@ def _prepare_for_dcp(optim: object) -> bool:
 
     In use is an optimizer that has state, or of whose parameters one has a gradient.
 
+    Raises: CompositionError, if ``optim`` was made of full parameters.
     Collective: one exchange per shard group of the optimizer's units.
     """
     install_optimizer_hooks(optim)
     if not isinstance(optim, torch.optim.Optimizer):
         return False
+    # torch looks up the parameters by name, and does not know full parameters that
+    # modules showed when the optimizer was made.
+    steps_on_full_params(optim)
     grads = (p.grad for group in optim.param_groups for p in group["params"])
     is_used = bool(optim.state) or any(grad is not None for grad in grads)
     shards = (handle.groups.shard for handle in handles_of(optim))
