@@ -30,6 +30,7 @@ from composable_fsdp.access.single import (
 )
 from composable_fsdp.access.unshard_params import unshard_params
 from composable_fsdp.comm.operations import OperationRecord, recent_operations
+from composable_fsdp.comm.simulated_world import Machine
 from composable_fsdp.compose.contract import contract
 from composable_fsdp.config import (
     BackwardPrefetch,
@@ -61,6 +62,8 @@ from composable_fsdp.entries.even_batches import even_batches
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.plan import plan
 from composable_fsdp.entries.replicate import replicate
+from composable_fsdp.entries.simulate import simulate
+from composable_fsdp.entries.simulation import Simulation
 from composable_fsdp.entries.wrapper import FullyShardedDataParallel
 from composable_fsdp.errors import (
     CheckpointError,
@@ -144,6 +147,7 @@ __all__ = [
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "LowPrecisionState",
+    "Machine",
     "MixedPrecision",
     "ModuleWrapPolicy",
     "NonFinite",
@@ -159,6 +163,7 @@ __all__ = [
     "ShardedValue",
     "ShardingPlan",
     "ShardingStrategy",
+    "Simulation",
     "SizePolicy",
     "Source",
     "StateDictConfig",
@@ -224,6 +229,7 @@ __all__ = [
     "set_reshard_after_backward",
     "set_reshard_after_forward",
     "set_state_dict_type",
+    "simulate",
     "size_based_auto_wrap_policy",
     "stale_directories",
     "state_dict_type",

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import GroupRef
-from composable_fsdp.comm.nodes import group_timeout
+from composable_fsdp.comm.nodes import PEERLESS, group_timeout
 from composable_fsdp.errors import CompositionError
 
 TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_ORDER_TIMEOUT"
@@ -68,8 +68,7 @@ def can_compare(group: dist.ProcessGroup) -> bool:
             "the shards of other ranks cannot be reached. Save before a process group "
             "is destroyed, or shard the model over a new process group and load."
         ) from error
-    # A fake group has no other ranks.
-    return backend not in ("fake", "mpi")
+    return backend not in (*PEERLESS, "mpi")
 
 
 class PeerMessage(NamedTuple):

@@ -32,6 +32,10 @@ Result = TypeVar("Result")
 _Event: Callable[..., torch.cuda.Event] = torch.cuda.Event
 _Stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
 
+as_cuda = False
+"""Whether units and roots on CPU get streams and events, too: only while a step is
+simulated in the order of CUDA (``comm.simulated_world``)."""
+
 
 class Waitable(Protocol):
     """The result of an issued collective; call ``wait`` before reading the output."""
@@ -291,11 +295,12 @@ def outside_transforms(
 
 def make_events(device: torch.device) -> UnitEvents:
     """Return events for a unit on a CUDA device, ``NO_EVENTS`` on any other device."""
-    if device.type != "cuda":
+    if device.type != "cuda" and not as_cuda:
         return NO_EVENTS
     return UnitEvents(partial(StreamEvent, device))
 
 
 def make_streams(device: torch.device) -> Streams:
     """Return side streams for a CUDA device, the null object for any other device."""
-    return CudaStreams(device) if device.type == "cuda" else Streams(device)
+    has_streams = device.type == "cuda" or as_cuda
+    return CudaStreams(device) if has_streams else Streams(device)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.comm.nodes import node_groups, node_size
+from composable_fsdp.comm.nodes import PEERLESS, node_groups, node_size
 from composable_fsdp.comm.operations import operation_log
 from composable_fsdp.config import HYBRID, ShardingStrategy
 from composable_fsdp.errors import CompositionError, PhaseError, PlanError
@@ -82,7 +82,9 @@ class Groups:
             if each
         )
         """Whether collectives of GPU tensors can average; gloo can only sum."""
-        self.has_peers = any(dist.get_backend(each) != "fake" for each in self.present)
+        self.has_peers = any(
+            dist.get_backend(each) not in PEERLESS for each in self.present
+        )
         """Whether there are other ranks; a fake group has none."""
 
     @property

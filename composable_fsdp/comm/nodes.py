@@ -26,6 +26,12 @@ TIMEOUT_VARIABLE = "COMPOSABLE_FSDP_CHECKPOINT_TIMEOUT"
 """Environment variable: seconds that a rank waits for the others in ``save`` and
 ``load``. Default: the timeout of the model's process group."""
 
+SIMULATED = "simulated"
+"""The backend of ``comm.simulated_world``."""
+
+PEERLESS = ("fake", SIMULATED)
+"""Backends of groups without other ranks; ``fake`` is torch's."""
+
 VARIABLE = "LOCAL_WORLD_SIZE"
 """Environment variable, set by torchrun: the number of ranks per node."""
 

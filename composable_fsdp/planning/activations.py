@@ -26,7 +26,7 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.memory import Event
 from composable_fsdp.planning.plan import ShardingPlan
 
-_FAKE_LOG = "torch._subclasses.fake_tensor"
+FAKE_LOG = "torch._subclasses.fake_tensor"
 """The logger of torch's fake tensors."""
 
 
@@ -141,7 +141,7 @@ def measure_activations(
     count = _Count({unit.fqn for unit in plan.units})
     try:
         # torch logs a traceback of each operation that fails; the error below has it.
-        with _muted(_FAKE_LOG), FakeTensorMode(allow_non_fake_inputs=True):
+        with muted(FAKE_LOG), FakeTensorMode(allow_non_fake_inputs=True):
             # The module keeps its own parameters; the forward sees the stand-ins.
             tensors = _stand_ins(module, plan)
             count.ignored = {_key(tensor) for tensor in tensors.values()}
@@ -165,7 +165,7 @@ def measure_activations(
 
 
 @contextmanager
-def _muted(name: str) -> Iterator[None]:
+def muted(name: str) -> Iterator[None]:
     """Turn the logger ``name`` off in this block."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True

@@ -1,0 +1,236 @@
+"""A process group of any size in one process, whose collectives are only noted.
+
+Fake tensors have no values, and torch has no fake form of coalesced collectives. The
+group's methods are therefore Python and stand in front of torch's dispatcher::
+
+    dist.all_reduce ----------> SimulatedGroup.allreduce -----------> Timetable
+    comm.collectives ---------> SimulatedGroup.all_gather_single ---> Timetable
+
+In the order of CUDA, streams and events are those of the timetable, too: a build of
+torch without CUDA has no streams, and its autograd engine refuses fake tensors on CUDA
+devices (checked on torch 2.13). So simulated tensors are on the CPU.
+
+Private names, checked on torch 2.13: ``FakeProcessGroup._create_internal``,
+``ProcessGroup._register_backend``, ``_set_default_backend``, ``Backend._plugins``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    FakeProcessGroup,
+    HashStore,
+    Store,
+)
+
+from composable_fsdp.comm import device
+from composable_fsdp.comm.nodes import SIMULATED
+from composable_fsdp.comm.operations import PHASES, operation_log
+from composable_fsdp.comm.timetable import Label, SimulatedEvent, Timetable
+from composable_fsdp.errors import PhaseError
+from composable_fsdp.phases import Phase
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds that give a simulated step its times; the memory does not depend on them.
+
+    Args:
+        operations_per_second: of matrix products. Default 4e14, near the rate of a
+            large model on an H100 in bfloat16.
+        memory_bytes_per_second: of other operations. Default 2e12.
+        link_bytes_per_second: of a rank's link, in each direction. Default 5e10.
+        latency: seconds before a collective moves its first byte. Default 2e-5.
+    """
+
+    operations_per_second: float = 4e14
+    memory_bytes_per_second: float = 2e12
+    link_bytes_per_second: float = 5e10
+    latency: float = 2e-5
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """Collectives that move no data, and are noted with the bytes of a ring."""
+
+    def __init__(
+        self, rank: int, size: int, table: Timetable, machine: Machine
+    ) -> None:
+        # Only this form makes the C++ object that calls back into Python.
+        super().__init__(rank, size)  # type: ignore[call-arg]  # not in the stub
+        # The backend keeps the name of the group, and answers the other methods.
+        backend = FakeProcessGroup._create_internal(rank, size)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(torch.device("cpu"), kind, backend)
+        self._set_default_backend(kind)
+        self._table, self._machine, self._ranks = table, machine, size
+
+    def getBackendName(self) -> str:
+        """Return the name under which C++ asks for the backend."""
+        return SIMULATED
+
+    def _send(self, op: str, whole: Sequence[Tensor], rounds: int = 1) -> dist.Work:
+        """Note a collective; a round moves all but this rank's part of ``whole``."""
+        # Fake tensors have sizes, which is all that a time needs.
+        nbytes = sum(tensor.nbytes for tensor in whole)
+        moved = rounds * nbytes * (self._ranks - 1) / self._ranks
+        # A collective of no bytes still takes a round trip.
+        machine = self._machine
+        seconds = machine.latency + moved / machine.link_bytes_per_second
+        return self._table.send(self._label(op, nbytes), seconds)
+
+    def _label(self, op: str, nbytes: int) -> Label:
+        """Return the label of the collective that is being sent."""
+        sent = operation_log(self).operations
+        # A collective of this package is in the log, and has no work yet. Collectives
+        # of the program are in no log.
+        if not sent or sent[-1].work or sent[-1].waited or sent[-1].done:
+            return Label(op, None, self._table.stage, nbytes)
+        last = sent[-1]
+        # Without a unit, the phase is the outermost call, which is ``simulate``.
+        in_step = isinstance(last.phase, Phase)
+        phase = PHASES[Phase(last.phase)] if in_step else self._table.stage
+        return Label(last.op, last.unit, phase, nbytes)
+
+    # Callers pass options, and shards beside the whole buffers, in further arguments.
+    def all_gather_single(self, output: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+        """Note the gather of an ``output`` ``(ranks * n,)``."""
+        return self._send("all_gather", [output])
+
+    def all_gather_single_coalesced(
+        self, output_lists: list[Tensor], *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        """Note several gathers as a single collective."""
+        return self._send("all_gather", output_lists)
+
+    def allgather(self, outputs: list[list[Tensor]], *args: Any) -> dist.Work:  # type: ignore[override]  # a single form of torch's two is enough
+        """Note a gather into lists."""
+        return self._send("all_gather", [t for each in outputs for t in each])
+
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, *args: Any
+    ) -> dist.Work:
+        """Note the reduction of an ``input`` ``(ranks * n,)``."""
+        return self._send("reduce_scatter", [input])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], *args: Any
+    ) -> dist.Work:
+        """Note several reductions as a single collective."""
+        return self._send("reduce_scatter", inputs)
+
+    def allreduce(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
+        """Note an all-reduce, which is a reduction and a gather."""
+        return self._send("all_reduce", tensors, rounds=2)
+
+    def broadcast(self, tensors: list[Tensor], *args: Any) -> dist.Work:  # type: ignore[override]  # ditto
+        """Note a broadcast."""
+        return self._send("broadcast", tensors)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        """Note a barrier."""
+        # Only the latency counts.
+        return self._send("barrier", [])
+
+    # Names of torch before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    # A coalesced all-reduce has the arguments of a single one.
+    allreduce_coalesced = allreduce  # type: ignore[assignment]
+
+
+_notes: list[tuple[Timetable, Machine]] = []
+"""The last entry has the timetable and the speeds of new groups."""
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+    """Return a group, as ``torch.distributed`` asks a backend for it."""
+    # torch passes no arguments of the caller on to a backend.
+    table, machine = _notes[-1]
+    return SimulatedGroup(rank, size, table, machine)
+
+
+@contextmanager
+def simulated_world(
+    world_size: int, table: Timetable, machine: Machine, *, streams: bool
+) -> Iterator[None]:
+    """Be rank 0 of ``world_size`` ranks that do not exist, in this block.
+
+    Args:
+        world_size: number of ranks.
+        table: notes the collectives, and waits for them.
+        machine: speed of the link.
+        streams: whether units go the way of CUDA, on streams of ``table``.
+
+    Raises: PhaseError, if this process has a default process group.
+    Collective: none.
+    """
+    if dist.is_initialized():
+        raise PhaseError(
+            "simulate makes process groups of its own, and this process has a default "
+            f"process group ({dist.get_backend()}, {dist.get_world_size()} ranks). "
+            "Call simulate before init_process_group, or in a process of its own, as "
+            "`python -m composable_fsdp simulate` does."
+        )
+    # A backend is registered once per process, and cannot be removed.
+    if SIMULATED.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(SIMULATED, _create, devices=["cpu"])
+    # The stack restores everything in reverse, also after an error in the block.
+    with ExitStack() as stack:
+        # Units take their streams when they are made, so stand-ins come first.
+        if streams:
+            for target, name, value in _stand_ins(table):
+                stack.enter_context(replaced(target, name, value))
+        _notes.append((table, machine))
+        stack.callback(_notes.pop)
+        # The store is never read: groups of this backend have no peers to meet.
+        dist.init_process_group(
+            SIMULATED, store=HashStore(), rank=0, world_size=world_size
+        )
+        stack.callback(dist.destroy_process_group)
+        yield
+
+
+def _stand_ins(table: Timetable) -> list[tuple[Any, str, Any]]:
+    """Return replacements by streams of ``table``: owner, name and value."""
+    return [
+        (device, "as_cuda", True),
+        (device, "_Stream", table.new_stream),
+        (device, "_Event", SimulatedEvent),
+        # Optimizer hooks see the streams of all trees of this process.
+        (device, "_live", weakref.WeakSet()),
+        # The runtime asks torch for these three in every step.
+        (torch.cuda, "stream", table.use),
+        (torch.cuda, "current_stream", lambda device=None: table.current),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+    ]
+
+
+@contextmanager
+def replaced(target: Any, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value in this block.
+
+    Args:
+        target: the owner of the attribute.
+        name: the name of the attribute.
+        value: the value in the block.
+
+    Collective: none.
+    """
+    # Streams belong to torch itself, so other threads see the replacement, too.
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)

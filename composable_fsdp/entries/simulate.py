@@ -1,0 +1,445 @@
+"""Public entry point ``simulate``: a step of the real runtime on fake tensors.
+
+::
+
+    model --fully_shard--> real units, on fake tensors, over a group that only notes
+                            |  the first step fills caches, the second is followed
+                            '-> MemoryLog (bytes), Timetable (computations, collectives)
+                                 '-> Simulation
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from composable_fsdp.access.grads import clip_grad_norm_
+from composable_fsdp.comm.simulated_world import Machine, replaced, simulated_world
+from composable_fsdp.comm.timetable import Timetable
+from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.entries.plan import plan
+from composable_fsdp.entries.simulated_memory import MemoryLog
+from composable_fsdp.entries.simulation import Simulation, simulation_of
+from composable_fsdp.errors import FSDPError, PlanError
+from composable_fsdp.flat.region import TrainableRegion
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.activations import FAKE_LOG, muted
+from composable_fsdp.planning.chosen import chosen_units
+from composable_fsdp.tree.traversal import walk_states
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": partial(torch.optim.AdamW, fused=True),
+    "adam": torch.optim.Adam,
+    "adam-fused": partial(torch.optim.Adam, fused=True),
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+"""Optimizers by the names that ``forecast`` has for them; "none" is no optimizer."""
+
+DEVICE_TYPES = ("cuda", "cpu")
+
+
+class _Step(NamedTuple):
+    """The model, its inputs, and the functions of a step."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    loss: Callable[[Any], Tensor]
+    optimizer: torch.optim.Optimizer | None
+    max_norm: float | None
+
+
+def simulate(
+    model: nn.Module | Callable[[], Any],
+    *,
+    world_size: int,
+    batch: Any = None,
+    units: Iterable[nn.Module | str | Sequence[nn.Module | str]] | None = None,
+    shard_world_size: int | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: str | MakeOptimizer = "adamw",
+    max_norm: float | None = None,
+    device_type: str = "cuda",
+    machine: Machine | None = None,
+    **options: Any,
+) -> Simulation:
+    """Run a training step of rank 0 of ``world_size`` ranks without memory or devices.
+
+    The step is that of the runtime itself, with tensors that have shapes and no values:
+    forward, backward, clipping, optimizer. So all that a script does to a sharded model
+    is counted as it is; ``plan`` computes the same bytes from sizes alone. The first
+    step makes optimizer states and the like; the second step is returned.
+
+    Tensors are on the CPU, also in the order of CUDA, because torch runs no backward of
+    fake CUDA tensors without CUDA. Kernels that save other tensors on a GPU are counted
+    as those of a CPU. A number that is read from a tensor, as by ``loss.item()``, is 1.
+
+    Args:
+        model: a module, which is not changed and may be on meta, or a function without
+            arguments that returns a module, or a module and the arguments of its
+            forward. The function may shard the module as a training script does, and
+            sees a process group of ``world_size`` ranks.
+        world_size: number of ranks.
+        batch: a tensor, or positional or keyword arguments of the forward, of a single
+            rank; tensors may be on meta. Default None: as the function returned.
+        units: the units below a module that is not sharded by the function, as in
+            ``plan``. Default None: those of ``policy``, or the module alone.
+        shard_world_size: number of ranks that share the parameters. Default None: all.
+        loss: a function from the output to the loss. Default None: the output's
+            ``loss``, or else the sum of its tensors of real numbers.
+        optimizer: a name ("adamw", the default; "adamw-fused", "adam", "adam-fused",
+            "sgd", "sgd-momentum", "none"), or a function from parameters to an
+            optimizer.
+        max_norm: the norm to which gradients are clipped. Default None: no clipping.
+        device_type: "cuda" (default): memory is allocated and freed in the order in
+            which the host does it for a GPU; or "cpu".
+        machine: the speeds for times. Default None: ``Machine()``.
+        **options: arguments of ``fully_shard``, such as ``policy`` and ``strategy``.
+
+    Returns: the memory through the step, the collectives, and a trace.
+    Raises: PhaseError, if this process has a default process group; PlanError, if the
+        step fails on fake tensors, or for a wrong argument; and the errors of
+        ``fully_shard``.
+    Collective: none.
+
+    >>> with torch.device("meta"):
+    ...     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    >>> found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
+    >>> [each.title for each in found.collectives][:3]
+    ['all_gather 0', 'all_gather 1', 'all_gather 1']
+    """
+    _check(model, world_size, shard_world_size, optimizer, device_type)
+    # A default in the signature would print all speeds in ``help``.
+    machine = machine or Machine()
+    table = Timetable()
+    # The order of CUDA needs streams, which stand-ins are.
+    streams = device_type == "cuda"
+    with simulated_world(world_size, table, machine, streams=streams):
+        # The ranks of a mesh are read as numbers, which fake tensors do not have.
+        if shard_world_size is not None:
+            shape = (world_size // shard_world_size, shard_world_size)
+            names = ("replicate", "shard")
+            options["device_mesh"] = init_device_mesh(
+                "cpu", shape, mesh_dim_names=names
+            )
+        with _fake(machine, table) as log, _explained(model):
+            module, given = _build(model, units, options)
+            args, kwargs = _inputs(given if batch is None else batch)
+            made = _optimizer(optimizer, module, streams=streams)
+            step = _Step(module, args, kwargs, loss or _loss, made, max_norm)
+            _run(step, table)
+            _mark(step, log, streams=streams)
+            # Cycles of the first step would be counted as living in the second.
+            gc.collect()
+            table.clear()
+            log.restart()
+            # Gradients are named before they are cleared.
+            _run(step, table, partial(_mark, step, log, streams=streams))
+            return simulation_of(
+                table,
+                log.timeline(),
+                plan=plan(module),
+                device_type=device_type,
+                optimizer="none" if made is None else type(made).__name__,
+                machine=machine,
+            )
+
+
+def _check(
+    model: object,
+    world_size: object,
+    shard_world_size: object,
+    optimizer: object,
+    device_type: object,
+) -> None:
+    """Raise PlanError or TypeError for wrong arguments."""
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise TypeError(
+            "simulate expects a module, or a function that returns one, got a "
+            f"{type(model).__name__}."
+        )
+    if (
+        isinstance(world_size, bool)
+        or not isinstance(world_size, int)
+        or world_size < 1
+    ):
+        raise PlanError(
+            f"world_size expects a positive number of ranks, got {world_size!r}."
+        )
+    if shard_world_size is not None and (
+        not isinstance(shard_world_size, int)
+        or shard_world_size < 1
+        or world_size % shard_world_size
+    ):
+        raise PlanError(
+            "shard_world_size expects a number of ranks that divides world_size="
+            f"{world_size}, got {shard_world_size!r}."
+        )
+    # A function is called with the parameters; a wrong name is found here.
+    known = [*_OPTIMIZERS, "none"]
+    if optimizer not in known and (
+        isinstance(optimizer, str) or not callable(optimizer)
+    ):
+        raise PlanError(
+            f"optimizer expects one of {', '.join(known)}, or a function from "
+            f"parameters to an optimizer; got {optimizer!r}."
+        )
+    # The two orders of allocation that the runtime has.
+    if device_type not in DEVICE_TYPES:
+        raise PlanError(f'device_type expects "cuda" or "cpu", got {device_type!r}.')
+
+
+@contextmanager
+def _fake(machine: Machine, table: Timetable) -> Iterator[MemoryLog]:
+    """Make tensors in this block fake, and follow them."""
+    # The ranges of a profiler tell which unit is running.
+    profiled = replaced(torch.autograd.profiler, "_is_profiler_enabled", True)
+    with warnings.catch_warnings(), muted(FAKE_LOG), profiled:
+        # Addresses are compared, never read: all fake tensors have the same.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _real_meshes(), fake, MemoryLog(table, machine) as log:
+            yield log
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Let meshes in this block have real tensors, whose ranks are read as numbers."""
+
+    def outside(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                # ``init_device_mesh`` has made it, of all ranks in their order.
+                ranks = kwargs.get("_rank_map")
+                if isinstance(ranks, FakeTensor):
+                    kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
+                return method(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for name in ("__init__", "__getitem__", "_flatten"):
+            method = outside(getattr(DeviceMesh, name))
+            stack.enter_context(replaced(DeviceMesh, name, method))
+        yield
+
+
+@contextmanager
+def _explained(model: object) -> Iterator[None]:
+    """Turn errors of the model's code in this block into PlanError."""
+    try:
+        yield
+    except FSDPError:
+        raise
+    # Models, losses and optimizers are the user's code and may raise anything.
+    except Exception as error:
+        name = getattr(model, "__name__", type(model).__name__)
+        raise PlanError(
+            f"The step of {name} fails on fake tensors, which have shapes and no "
+            f"values: {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '').rstrip('.')}. Check the batch "
+            "and the loss; keep tensors on the CPU; code that chooses by the values of "
+            "tensors cannot be simulated, and plan needs none of it."
+        ) from error
+
+
+def _build(
+    model: nn.Module | Callable[[], Any],
+    units: Iterable[Any] | None,
+    options: dict[str, Any],
+) -> tuple[nn.Module, Any]:
+    """Return the sharded model, and the arguments of its forward, None if unknown."""
+    batch = None
+    # A module is copied; a function makes a new module, on fake tensors, itself.
+    if isinstance(model, nn.Module):
+        if _is_sharded(model):
+            raise PlanError(
+                "simulate got a module that is sharded over the ranks of a process "
+                "group. Pass a function that builds and shards the module."
+            )
+        # Modules in ``units`` are those of ``model``, and names hold in the copy.
+        chosen = chosen_units(model, units or ())
+        names = [[walk.name_of(model, m) for m in group] for group in chosen.values()]
+        module = _copy(model)
+    else:
+        found = model()
+        # A pair has the arguments of the forward, as for ``plan`` on the command line.
+        module, batch = found if isinstance(found, tuple) else (found, None)
+        if not isinstance(module, nn.Module):
+            raise PlanError(
+                "simulate expects a function that returns a module, or a module and "
+                f"the arguments of its forward; got a {type(module).__name__}."
+            )
+        chosen = chosen_units(module, units or ())
+        names = [[walk.name_of(module, m) for m in group] for group in chosen.values()]
+    # A function that shards has chosen everything itself.
+    if _is_sharded(module):
+        if options or names:
+            raise PlanError(
+                "simulate got units or options of fully_shard for a function that "
+                "shards its module itself. Leave them out."
+            )
+        return module, batch
+    # Units below come before the root, as in a training script.
+    for group in names:
+        parts = [module.get_submodule(name) for name in group]
+        fully_shard(parts[0] if len(parts) == 1 else parts, **options)
+    fully_shard(module, **options)
+    return module, batch
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Return whether a module in the tree of ``module`` is a unit."""
+    return any(True for _ in walk_states(module))
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` whose tensors are fake."""
+    memo: dict[int, Any] = {}
+    for each in walk.modules(model):
+        # Attributes that are plain tensors, such as masks, are copied, too.
+        own = [*each._parameters.values(), *each._buffers.values()]
+        for tensor in [*own, *vars(each).values()]:
+            # Tied parameters get a single copy.
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = _fake_like(tensor)
+    # ``deepcopy`` takes copies from ``memo``, so no values are copied.
+    return copy.deepcopy(model, memo)
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    """Return a fake tensor on the CPU with the shape and the dtype of ``tensor``."""
+    # The strides decide which copies later operations make.
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+    )
+    # A parameter stays trainable or frozen.
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _inputs(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of the forward, with fake tensors."""
+    if isinstance(batch, Tensor):
+        batch = [batch]
+    # A step without inputs is no step of training.
+    if batch is None:
+        raise PlanError(
+            "simulate expects a batch: the arguments of the forward on a single rank, "
+            "such as batch=torch.zeros(8, 1024, device='meta')."
+        )
+    given = pytree.tree_map_only(Tensor, _fake_like, batch)
+    return ((), given) if isinstance(given, Mapping) else (tuple(given), {})
+
+
+def _optimizer(
+    given: str | MakeOptimizer, model: nn.Module, *, streams: bool
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer of the trainable parameters; None if there is none."""
+    # Frozen parameters have no states.
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if given == "none" or not parameters:
+        return None
+    # The user's function chooses the form of its optimizer itself.
+    if not isinstance(given, str):
+        return given(parameters)
+    # torch chooses the form by the device, which stands for a GPU here.
+    form = {"foreach": True} if streams and not given.endswith("fused") else {}
+    return _OPTIMIZERS[given](parameters, lr=1e-3, **form)
+
+
+def _loss(output: Any) -> Tensor:
+    """Return the output's loss, or the sum of its tensors of real numbers."""
+    # Outputs of transformers are mappings and have attributes.
+    found = output.get("loss") if isinstance(output, Mapping) else None
+    found = getattr(output, "loss", found)
+    # A model with labels, for example of transformers, computes its loss itself.
+    if isinstance(found, Tensor):
+        return found
+    # Every output that needs gradients takes part, so backward is complete.
+    sums = [
+        each.sum()
+        for each in pytree.tree_leaves(output)
+        if isinstance(each, Tensor) and each.requires_grad
+    ]
+    if not sums:
+        raise PlanError(
+            "The output of the model has no tensor that needs gradients, so there is "
+            "no loss. Pass loss=, a function from the output to the loss."
+        )
+    return torch.stack([each.float() for each in sums]).sum() if sums[1:] else sums[0]
+
+
+def _run(
+    step: _Step, table: Timetable, after_backward: Callable[[], None] | None = None
+) -> None:
+    """Run a step."""
+    table.stage = "forward"
+    output = step.model(*step.args, **step.kwargs)
+    loss = step.loss(output)
+    table.stage = "backward"
+    loss.backward()  # type: ignore[no-untyped-call]
+    # Gradients exist from here on until they are cleared.
+    if after_backward is not None:
+        after_backward()
+    if step.max_norm is not None:
+        table.stage = "clip"
+        clip_grad_norm_(step.model, step.max_norm)
+    if step.optimizer is not None:
+        table.stage = "optimizer step"
+        step.optimizer.step()
+    # The module frees its gradients, as ``set_to_none`` is torch's default.
+    table.stage = "end of the step"
+    step.model.zero_grad()
+
+
+def _mark(step: _Step, log: MemoryLog, *, streams: bool) -> None:
+    """Say of which kind the storages are that exist now."""
+    # Later marks replace earlier ones, so the general ones come first.
+    offloaded: set[int] = set()
+    inputs = pytree.tree_leaves((step.args, step.kwargs))
+    log.mark((t for t in inputs if isinstance(t, Tensor)), "activations")
+    log.mark(step.model.buffers(), "buffers")
+    log.mark(step.model.parameters(), "parameters")
+    log.mark((p.grad for p in step.model.parameters()), "gradients")
+    for _, _, state in walk_states(step.model):
+        for region in state.handle.layout.regions:
+            # On CPU the host's memory is the device's.
+            on_host = streams and region.offload
+            if on_host:
+                offloaded.update(map(id, region.leaves))
+            log.mark([region.shard], "host" if on_host else "parameters")
+            log.mark([region.gradient.shard], "host" if on_host else "gradients")
+            if on_host:
+                log.mark((leaf.grad for leaf in region.leaves), "host")
+                log.mark(region.leaves, "host")
+            # Without a buffer of its own, the full region is the shard.
+            if region.full.is_cut:
+                log.mark([region.full.buffer], "full")
+            # Regions of frozen parameters have no reduce buffer.
+            if isinstance(region, TrainableRegion):
+                log.mark([region.reduce.buffer], "reduce")
+    if step.optimizer is not None:
+        # States of offloaded parameters are beside them, in host memory.
+        for parameter, found in step.optimizer.state.items():
+            tensors = [t for t in pytree.tree_leaves(found) if isinstance(t, Tensor)]
+            log.mark(tensors, "host" if id(parameter) in offloaded else "optimizer")
