@@ -50,7 +50,10 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
 }
-"""Optimizers by the names that ``forecast`` has for them; "none" is no optimizer."""
+"""Optimizers by the names that ``forecast`` has for them."""
+
+OPTIMIZERS = (*_OPTIMIZERS, "none")
+"""The names that ``simulate`` accepts."""
 
 DEVICE_TYPES = ("cuda", "cpu")
 
@@ -193,12 +196,11 @@ def _check(
             f"{world_size}, got {shard_world_size!r}."
         )
     # A function is called with the parameters; a wrong name is found here.
-    known = [*_OPTIMIZERS, "none"]
-    if optimizer not in known and (
+    if optimizer not in OPTIMIZERS and (
         isinstance(optimizer, str) or not callable(optimizer)
     ):
         raise PlanError(
-            f"optimizer expects one of {', '.join(known)}, or a function from "
+            f"optimizer expects one of {', '.join(OPTIMIZERS)}, or a function from "
             f"parameters to an optimizer; got {optimizer!r}."
         )
     # The two orders of allocation that the runtime has.

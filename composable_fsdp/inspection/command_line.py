@@ -25,6 +25,7 @@ from composable_fsdp.inspection import (
     inspect_command,
     plan_command,
     selftest,
+    simulate_command,
 )
 from composable_fsdp.inspection.hang_report import merge, text_of
 from composable_fsdp.inspection.plan_models import UsageError
@@ -68,6 +69,7 @@ _EXAMPLES = {
     "": """\
 examples:
   python -m composable_fsdp plan --hf config.json --world-size 64 --gpu-memory 80GiB
+  python -m composable_fsdp simulate train:build_model --batch 4x2048 --trace s.json
   python -m composable_fsdp inspect runs/step_100
   python -m composable_fsdp verify runs/step_100
   python -m composable_fsdp diff runs/step_100 runs/step_200
@@ -103,6 +105,7 @@ examples:
 
 _MODULES: dict[str, Any] = {
     "plan": plan_command,
+    "simulate": simulate_command,
     "inspect": inspect_command,
     "diff": checkpoint_diff,
     "env": environment,

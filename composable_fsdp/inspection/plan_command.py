@@ -65,7 +65,7 @@ exit status: 0 fits, or --gpu-memory is not given; 1 does not fit; 2 no plan cou
 made, such as a wrong path or option
 """
 
-_DTYPES = {
+DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -92,7 +92,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--world-size",
-        type=_count,
+        type=count,
         default=8,
         metavar="N",
         help="number of ranks (GPUs) in all (default: 8)",
@@ -112,7 +112,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--batch",
-        type=_shape,
+        type=shape_of,
         metavar="BxT",
         help="batch per rank, as 4x2048: counts activations (default: left out)",
     )
@@ -122,8 +122,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--diff", action="store_true", help="print how two MODELs differ"
     )
-    _add_units(command.add_argument_group("units (default: found in the model)"))
-    _add_options(command.add_argument_group("options of fully_shard"))
+    add_units(command.add_argument_group("units (default: found in the model)"))
+    add_options(command.add_argument_group("options of fully_shard"))
     training = command.add_argument_group("training")
     training.add_argument(
         "--optimizer",
@@ -138,7 +138,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_units(group: Any) -> None:
+def add_units(group: Any) -> None:
     """Add the arguments that choose units."""
     # Each of the three selects all units.
     choice = group.add_mutually_exclusive_group()
@@ -153,7 +153,7 @@ def _add_units(group: Any) -> None:
     )
     choice.add_argument(
         "--min-parameters",
-        type=_count,
+        type=count,
         metavar="N",
         help="the smallest modules with at least N parameters",
     )
@@ -165,7 +165,7 @@ def _add_units(group: Any) -> None:
     )
 
 
-def _add_options(group: Any) -> None:
+def add_options(group: Any) -> None:
     """Add the arguments that are options of ``fully_shard``."""
     group.add_argument(
         "--strategy",
@@ -175,13 +175,13 @@ def _add_options(group: Any) -> None:
     )
     group.add_argument(
         "--shard-world-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="ranks that share the parameters; other ranks hold copies (default: all)",
     )
     group.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=DTYPES,
         help="dtype of the parameters and the optimizer (default: as the model is "
         "built, which is float32 for a config.json)",
     )
@@ -189,7 +189,7 @@ def _add_options(group: Any) -> None:
         ("--param-dtype", "all-gathers and compute (default: the parameters' dtype)"),
         ("--reduce-dtype", "reductions of gradients (default: --param-dtype)"),
     ):
-        group.add_argument(name, choices=_DTYPES, help=f"dtype of {about}")
+        group.add_argument(name, choices=DTYPES, help=f"dtype of {about}")
     group.add_argument(
         "--cpu-offload",
         action="store_true",
@@ -273,7 +273,7 @@ def _report(target: str, given: argparse.Namespace) -> Report:
     model = load_config(target) if target == given.hf else load_model(target)
     # On meta a cast changes dtypes and copies nothing.
     if given.dtype:
-        model.module.to(_DTYPES[given.dtype])
+        model.module.to(DTYPES[given.dtype])
     planned, units_from = _plan(model, given)
     found = forecast(
         planned,
@@ -308,6 +308,25 @@ def _saved(target: str) -> Report | None:
 
 def _plan(model: Model, given: argparse.Namespace) -> tuple[ShardingPlan, str]:
     """Return the plan, and how its units were chosen."""
+    policy, units, units_from = chosen_of(model, given)
+    planned = plan(
+        model.module,
+        world_size=given.world_size,
+        shard_world_size=given.shard_world_size,
+        policy=policy,
+        units=units,
+        **options_of(given),
+    )
+    return planned, units_from
+
+
+def chosen_of(
+    model: Model, given: argparse.Namespace
+) -> tuple[object, Sequence[nn.Module | str] | None, str]:
+    """Return the policy or the units that the arguments of ``add_units`` select.
+
+    The text says how the units were chosen.
+    """
     policy: object = None
     units: Sequence[nn.Module | str] | None = None
     if given.min_parameters:
@@ -320,28 +339,27 @@ def _plan(model: Model, given: argparse.Namespace) -> tuple[ShardingPlan, str]:
         units, units_from = given.units, ", ".join(given.units)
     else:
         units, units_from = guess_units(model.module)
+    return policy, units, units_from
+
+
+def options_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``fully_shard`` that the arguments select."""
     # Without a dtype there is no mixed precision, as in ``fully_shard``.
     mixed = None
     if given.param_dtype or given.reduce_dtype:
         mixed = MixedPrecision(
-            param_dtype=_DTYPES.get(given.param_dtype),
-            reduce_dtype=_DTYPES.get(given.reduce_dtype),
+            param_dtype=DTYPES.get(given.param_dtype),
+            reduce_dtype=DTYPES.get(given.reduce_dtype),
         )
-    planned = plan(
-        model.module,
-        world_size=given.world_size,
-        shard_world_size=given.shard_world_size,
-        policy=policy,
-        units=units,
-        strategy=_STRATEGIES[given.strategy],
-        mixed_precision=mixed,
-        cpu_offload=CPUOffload(offload_params=True) if given.cpu_offload else None,
-        backward_prefetch=_PREFETCH[given.backward_prefetch],
-        forward_prefetch=given.forward_prefetch,
-        block=_BLOCKS[given.block],
-        tied_params=given.tied_params,
-    )
-    return planned, units_from
+    return {
+        "strategy": _STRATEGIES[given.strategy],
+        "mixed_precision": mixed,
+        "cpu_offload": CPUOffload(offload_params=True) if given.cpu_offload else None,
+        "backward_prefetch": _PREFETCH[given.backward_prefetch],
+        "forward_prefetch": given.forward_prefetch,
+        "block": _BLOCKS[given.block],
+        "tied_params": given.tied_params,
+    }
 
 
 def _of_classes(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -382,7 +400,7 @@ def _write(path: Path, found: Forecast, report: Report) -> None:
     report["html"] = str(path)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     """Return a positive number; "1e9" and "70_000" are numbers, too."""
     # float() reads "1e9", which int() does not.
     try:
@@ -396,13 +414,13 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     """Return positive numbers that are separated by commas."""
-    return tuple(_count(each) for each in _words(text))
+    return tuple(count(each) for each in _words(text))
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def shape_of(text: str) -> tuple[int, ...]:
     """Return a shape such as "4x2048"."""
     try:
-        return tuple(_count(each) for each in text.lower().split("x"))
+        return tuple(count(each) for each in text.lower().split("x"))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no shape; expected numbers with x between them, as 4x2048"

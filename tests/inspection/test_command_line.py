@@ -192,7 +192,9 @@ def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> N
     assert "exit status: 0 good, 1 bad" in out
 
 
-@pytest.mark.parametrize("command", ["plan", "inspect", "diff", "env", "selftest"])
+@pytest.mark.parametrize(
+    "command", ["plan", "simulate", "inspect", "diff", "env", "selftest"]
+)
 def test_every_other_help_has_examples_and_status(run: Run, command: str) -> None:
     """The exit statuses differ from command to command."""
     status, out, _ = run(command, "--help")

@@ -1,0 +1,200 @@
+"""``python -m composable_fsdp simulate``: a step of the real runtime, without GPUs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from composable_fsdp.entries.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
+from composable_fsdp.entries.simulation import Simulation
+from composable_fsdp.errors import FSDPError
+from composable_fsdp.inspection.plan_command import (
+    DTYPES,
+    add_options,
+    add_units,
+    chosen_of,
+    count,
+    options_of,
+    shape_of,
+)
+from composable_fsdp.inspection.plan_models import (
+    Model,
+    UsageError,
+    inputs_for,
+    load_model,
+)
+from composable_fsdp.inspection.sizes import byte_size
+from composable_fsdp.planning.plan import size_text
+
+TOO_LARGE = 1
+"""Exit status if ``--gpu-memory`` is given and the step needs more."""
+
+ABOUT = "run a training step of one rank, without memory or GPUs"
+
+EXAMPLES = """\
+examples:
+  python -m composable_fsdp simulate train:build_model --batch 4x2048 --world-size 64
+  python -m composable_fsdp simulate config.json --batch 1x4096 --trace step.json
+  python -m composable_fsdp simulate train:with_batch --max-norm 1 --json
+
+MODEL is train:build_model, train.py:build_model or a config.json, as for plan. The
+step runs on tensors that have shapes and no values. https://ui.perfetto.dev opens the
+file of --trace: a row of compute, a row of communication, and live bytes by kind. Times
+are those of an assumed machine; composable_fsdp.simulate takes another.
+
+exit status: 0 simulated; 1 the step needs more than --gpu-memory; 2 no step could be
+simulated, such as a wrong path or option
+"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``simulate`` to its parser."""
+    # The usage line of argparse would list all options.
+    command.usage = "python -m composable_fsdp simulate MODEL --batch BxT [options]"
+    command.add_argument("model", metavar="MODEL", help="see below")
+    command.add_argument(
+        "--world-size",
+        type=count,
+        default=8,
+        metavar="N",
+        help="number of ranks (GPUs) in all (default: 8)",
+    )
+    command.add_argument(
+        "--batch",
+        type=shape_of,
+        metavar="BxT",
+        help="batch per rank, as 4x2048 (default: as the function of MODEL returns)",
+    )
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto"
+    )
+    command.add_argument(
+        "--gpu-memory",
+        type=byte_size,
+        metavar="SIZE",
+        help="memory of a GPU, as 80GiB: says whether the step fits",
+    )
+    command.add_argument(
+        "--device-type",
+        choices=DEVICE_TYPES,
+        default="cuda",
+        help="order in which memory is allocated and freed (default: cuda)",
+    )
+    add_units(command.add_argument_group("units (default: found in the model)"))
+    add_options(command.add_argument_group("options of fully_shard"))
+    training = command.add_argument_group("training")
+    training.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="the optimizer (default: adamw)",
+    )
+    training.add_argument(
+        "--max-norm", type=float, metavar="X", help="clip gradients to this norm"
+    )
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Simulate the step, write the trace, and return the report.
+
+    Raises: UsageError, if no step can be simulated.
+    """
+    try:
+        model = load_model(given.model)
+        found = _simulate(model, given)
+        # The trace is written before the report is printed, which names the file.
+        if given.trace:
+            found.save_trace(given.trace)
+    except UsageError:
+        raise
+    # Refusals of the runtime, and files that cannot be written.
+    except (FSDPError, OSError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    # A report holds numbers only, so that it can be JSON.
+    report = {"model": model.source, **_report(found)}
+    # The text is made only if it is printed.
+    if not given.json:
+        report["text"] = str(found)
+    if given.trace:
+        report["trace"] = str(given.trace)
+    if given.gpu_memory:
+        report["fits"] = found.peak.memory.total <= given.gpu_memory
+        report["gpu_memory"] = given.gpu_memory
+    return report
+
+
+def _simulate(model: Model, given: argparse.Namespace) -> Simulation:
+    """Run the step of a model on meta."""
+    inputs = inputs_for(model, given.batch) if given.batch else model.inputs
+    if inputs is None:
+        raise UsageError(
+            "simulate needs --batch, as --batch 4x2048, or a function that returns "
+            "(model, arguments of its forward)."
+        )
+    # On meta a cast changes dtypes and copies nothing.
+    if given.dtype:
+        model.module.to(DTYPES[given.dtype])
+    policy, units, _ = chosen_of(model, given)
+    # ``fully_shard`` selects modules itself if there is a policy.
+    options = options_of(given) | ({} if policy is None else {"policy": policy})
+    return simulate(
+        model.module,
+        world_size=given.world_size,
+        batch=inputs,
+        units=units,
+        shard_world_size=given.shard_world_size,
+        optimizer=given.optimizer,
+        max_norm=given.max_norm,
+        device_type=given.device_type,
+        **options,
+    )
+
+
+def _report(found: Simulation) -> dict[str, Any]:
+    """Return the simulation as numbers, for ``--json``."""
+    # Names of fields are those of ``Simulation``.
+    return {
+        "world_size": found.world_size,
+        "device_type": found.device_type,
+        "optimizer": found.optimizer,
+        "peak": {
+            "when": found.peak.when,
+            "bytes": found.peak.memory.total,
+            "by_kind": found.peak.memory.by_kind(),
+        },
+        "seconds": found.seconds,
+        "exposed_seconds": found.exposed,
+        "collectives": [
+            {
+                "op": each.name,
+                "unit": each.unit,
+                "phase": each.phase,
+                "bytes": each.nbytes,
+                "begin": each.begin,
+                "end": each.end,
+            }
+            for each in found.collectives
+        ],
+        "timeline": [
+            {"seconds": each.seconds, "when": each.when, **each.memory.by_kind()}
+            for each in found.timeline
+        ],
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print a report of ``run`` on standard output."""
+    print(f"{found['model']}: {found['text']}")
+    # Without ``--gpu-memory`` there is nothing to fit into.
+    if "fits" in found:
+        verdict = "fits" if found["fits"] else "does not fit"
+        need, size = found["peak"]["bytes"], found["gpu_memory"]
+        print(f"{verdict}: {size_text(need)} of {size_text(size)}")
+    if "trace" in found:
+        print(f"trace, for https://ui.perfetto.dev: {found['trace']}")
+
+
+def status(found: dict[str, Any]) -> int:
+    """Return the exit status of a report of ``run``."""
+    return 0 if found.get("fits", True) else TOO_LARGE
