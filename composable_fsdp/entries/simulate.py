@@ -122,11 +122,12 @@ def simulate(
         ``fully_shard``.
     Collective: none.
 
-    >>> with torch.device("meta"):
-    ...     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    >>> found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
-    >>> [each.title for each in found.collectives][:3]
-    ['all_gather 0', 'all_gather 1', 'all_gather 1']
+    Example, in a process without a default process group::
+
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        found = simulate(net, world_size=4, batch=torch.zeros(2, 8), units=["*"])
+        print(found.peak.memory.total, [each.title for each in found.collectives])
     """
     _check(model, world_size, shard_world_size, optimizer, device_type)
     # A default in the signature would print all speeds in ``help``.
