@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -105,8 +105,7 @@ def clip_grad_norm_(
         all ranks alike and before any gradient is scaled.
     """
     parameters = parameters_given(module_or_params, "clip_grad_norm_")
-    norm_type, max_norm = float(norm_type), float(max_norm)
-    _require_norm(norm_type, max_norm)
+    norm_type, max_norm = _as_norms(norm_type, max_norm)
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -159,6 +158,25 @@ def clip_grad_norm_(
     if GRAD_SAMPLES:
         sample_again()
     return total
+
+
+def _as_norms(norm_type: object, max_norm: object) -> tuple[float, float]:
+    """Return the numbers that the caller has passed, as ``float``.
+
+    Raises: TypeError, for what is no number; ValueError, for a norm that gradients
+    cannot be clipped to.
+    """
+    numbers = []
+    for name, given in (("norm_type", norm_type), ("max_norm", max_norm)):
+        try:
+            # As torch's function, also a 0-d tensor, and a number in a string.
+            numbers.append(float(cast("SupportsFloat", given)))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"clip_grad_norm_ expects a number for {name}, got {given!r}."
+            ) from error
+    _require_norm(*numbers)
+    return numbers[0], numbers[1]
 
 
 def _require_norm(norm_type: float, max_norm: float) -> None:

@@ -31,12 +31,21 @@ AFTER_RAISE = "begin after a raise"
 RAN = "ran"
 """Action of a fact: the uses of a whole round."""
 
-WAY_OUT = (
+_SAME_UNITS = (
     "Every rank must run the same units in the same order: take decisions in the model "
     "from what is equal on all ranks. If ranks use different parameters on purpose, "
     "set_reduce_scatter_unused_params(module, True) reduces zeros for the unused ones."
 )
-"""Last sentences of every ``DesyncError`` of this module."""
+_SAME_CALLS = (
+    "Call the model and backward on every rank equally often and in the same mode "
+    "(train or eval, with or without gradients), outside of any 'if rank == 0'. If "
+    "ranks have different numbers of batches, even_batches(loader, model) gives them "
+    "the same number of steps."
+)
+_SAME_FROZEN = (
+    "Set requires_grad of the same parameters on every rank, and turn reductions off "
+    "(no_sync, set_requires_gradient_sync) on every rank or on none."
+)
 
 
 ONE_RANK_RAISED = (
@@ -65,6 +74,20 @@ class Fact(NamedTuple):
         """Return the fact that JSON has turned into the list ``value``."""
         action, unit, details, missing = value
         return cls(action, unit, tuple(details), tuple(missing))
+
+
+def way_out(mine: Fact, theirs: Fact) -> str:
+    """Return the last sentences of a ``DesyncError``: what makes the facts equal.
+
+    >>> begins = Fact("begin forward", "(root)", ("training", "with"))
+    >>> way_out(begins, begins._replace(details=("eval", "without")))[:41]
+    'Call the model and backward on every rank'
+    """
+    if not (mine.action.startswith("begin") or theirs.action.startswith("begin")):
+        return _SAME_UNITS
+    # The begin of a backward names the mode of its forward first.
+    is_same_call = mine[:2] == theirs[:2] and mine.details[:2] == theirs.details[:2]
+    return _SAME_FROZEN if is_same_call else _SAME_CALLS
 
 
 Note = Mapping[str, Sequence[str]]
@@ -184,7 +207,7 @@ class OrderComparison:
             f"In {words.what} {number}, at its beginning, this rank {words.tell(fact)},"
             f" where {recorded}."
         )
-        self._meet(number, "its beginning", story, WAY_OUT)
+        self._meet(number, "its beginning", story, way_out(fact, words.mode(wanted)))
 
     def depart(
         self, number: int, index: int, use: object, wanted: object, since: int
@@ -213,7 +236,7 @@ class OrderComparison:
             f"{self._words.tell(mine)}{waiting(self._words.note(), recorded)}, where "
             f"the order recorded in {self._words.what} {since} has: "
             f"{self._words.tell(recorded)}.",
-            WAY_OUT,
+            way_out(mine, recorded),
         )
 
     def meet_after_tear(self, number: int, torn: Mapping[int, tuple[int, int]]) -> None:
@@ -300,7 +323,7 @@ class OrderComparison:
             raise DesyncError(errors[0])
         raise DesyncError(
             f"Ranks of another process group disagree in {words.what} {number}, at "
-            f"{at}: see the error of the other ranks. {WAY_OUT}"
+            f"{at}: see the error of the other ranks."
         )
 
     def _difference(self, mine: Said, theirs: Said, rank: int) -> str:
@@ -324,7 +347,7 @@ class OrderComparison:
                 f"Ranks disagree: in {place} of {mine.tree}, {own}; in {theirs.what} "
                 f"{theirs.number}, at {theirs.at} of {theirs.tree}, {peer}"
             )
-        return f"{told}. {WAY_OUT}"
+        return f"{told}. {way_out(here, there)}"
 
     def _say(self, number: int, at: str, fact: Fact) -> None:
         """Write ``fact`` at a place of the store.

@@ -43,11 +43,27 @@ def install_ddp_hook() -> None:
 
 def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Adapt a DDP when ``__init__`` registers its attribute ``module``."""
+    if name == "module" and child is not None and isinstance(parent, nn.DataParallel):
+        _refuse_data_parallel(child)
     # DDP.__init__ sets process_group, parameters_to_ignore and _module_parameters
     # before registering ``module``, and broadcasts afterwards (checked on torch 2.13
     # and 2.11).
     if name == "module" and child is not None and incompatible_api(parent) == TORCH_DDP:
         _ignore_in_ddp(parent, child)
+
+
+def _refuse_data_parallel(module: nn.Module) -> None:
+    """Raise CompositionError if ``nn.DataParallel`` is put around a sharded module."""
+    held = (fqn for fqn, p in module.named_parameters() if find_leaf(p) is not None)
+    first = next(held, None)
+    if first is not None:
+        raise CompositionError(
+            f"nn.DataParallel was put around a {type(module).__name__} whose parameter "
+            f"{quoted(first)} is fully sharded; expected a plain module. DataParallel "
+            "copies a module to other GPUs of this process, and each copy would hold "
+            "this rank's rows alone. Call the sharded module itself, with one process "
+            "per GPU (torchrun)."
+        )
 
 
 def _ignore_in_ddp(ddp: Any, module: nn.Module) -> None:

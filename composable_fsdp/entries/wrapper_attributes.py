@@ -19,6 +19,23 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.tree.state import _FSDPState
 
+FUNCTIONS = frozenset(
+    {
+        "reshard",
+        "set_gradient_divide_factor",
+        "set_is_last_backward",
+        "set_modules_to_backward_prefetch",
+        "set_modules_to_forward_prefetch",
+        "set_reduce_scatter_unused_params",
+        "set_requires_all_reduce",
+        "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+        "set_reshard_after_forward",
+        "unshard",
+    }
+)
+"""Methods of FSDP2's modules that are functions of this package, of the same name."""
+
 
 class Attributes:
     """Mixin with FSDP1's names for the options of a wrapper's unit; no own data."""
@@ -105,9 +122,14 @@ def attribute_of(wrapper: nn.Module, module: nn.Module, name: str) -> object:
     except AttributeError as error:
         if error.name not in (None, name) or hasattr(type(module), name):
             raise  # a property of the module failed on another attribute
+        way_out = (
+            f" Call the function: composable_fsdp.{name}(model, ...)."
+            if name in FUNCTIONS
+            else ""
+        )
         raise AttributeError(
             f"{type(wrapper).__name__} has no attribute {name!r}, and neither has the "
-            f"{type(module).__name__} that it wraps.",
+            f"{type(module).__name__} that it wraps.{way_out}",
             name=name,
             obj=wrapper,
         ) from None

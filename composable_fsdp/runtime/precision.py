@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.naming import TRANSPARENT, join_name
+from composable_fsdp.naming import TRANSPARENT, join_name, listed
 from composable_fsdp.planning.walk import named
 from composable_fsdp.runtime.container_copies import CastInput, Copies
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
@@ -81,6 +81,36 @@ def cast_inputs(
         tuple([cast_floating(value, dtype, copies) for value in args]),
         {key: cast_floating(value, dtype, copies) for key, value in kwargs.items()},
     )
+
+
+def explain_dtypes(units: Iterable[_FSDPState], error: BaseException | None) -> None:
+    """Add to torch's error about dtypes in which dtype each unit computes.
+
+    Only if ``error`` is an error of torch that speaks of dtypes, and the units of the
+    tree compute in different dtypes. The class of the error stays.
+    """
+    text = str(error)
+    if type(error) is not RuntimeError or "dtype" not in text or _DTYPES in text:
+        return
+    found: dict[torch.dtype, list[str]] = {}
+    for unit in units:
+        mixed = unit.options.mixed_precision
+        own = [region.shard.dtype for region in unit.handle.layout.regions]
+        if mixed is not None and mixed.param_dtype is not None:
+            own = [mixed.param_dtype] if own else []
+        for dtype in own[:1]:
+            found.setdefault(dtype, []).append(unit.name)
+    if len(found) < 2:
+        return
+    told = "; ".join(f"{listed(names)} in {dtype}" for dtype, names in found.items())
+    error.args = (
+        f"{text}. {_DTYPES}: {told}. A unit with "
+        "MixedPrecision(cast_forward_inputs=True) casts the inputs it is called with, "
+        "and output_dtype=... casts what it returns.",
+    )
+
+
+_DTYPES = "composable_fsdp: units compute in different dtypes"
 
 
 def cast_buffers(state: _FSDPState) -> None:

@@ -52,7 +52,7 @@ from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
     synchronize_copy_stream,
 )
-from composable_fsdp.runtime.precision import cast_buffers
+from composable_fsdp.runtime.precision import cast_buffers, explain_dtypes
 from composable_fsdp.runtime.reduce import (
     drop_reduction,
     drop_unreduced_grads,
@@ -277,6 +277,7 @@ def recover(context: RuntimeContext, *, drop_gradients: bool) -> None:
     Collective: none, except as ``finish_reduction`` if ``drop_gradients`` is False.
     """
     failed: RuntimeError | None = None
+    explain_dtypes(root_of(context)._root_states, sys.exc_info()[1])
     end_iteration(context)
     end_all_ranges(context)
     context.tasks.clear()

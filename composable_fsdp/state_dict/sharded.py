@@ -17,7 +17,7 @@ Operators that need the full value raise ``TypeError``. ``to_local()`` and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,11 @@ class GroupAndDevice:
     def __deepcopy__(self, memo: dict[int, object]) -> GroupAndDevice:
         """Return ``self``: copies share the process group."""
         return self
+
+
+def _no_operator(value: ShardedValue, other: object) -> NoReturn:
+    """Refuse an operator of Python, such as ``+``. Raises: TypeError."""
+    raise TypeError(_refusal("An operator of Python", value))
 
 
 class ShardedValue(Tensor):
@@ -135,6 +140,11 @@ class ShardedValue(Tensor):
             given = next(v for v in args_of(args, kwargs) if isinstance(v, cls))
             raise TypeError(_refusal(func, given))
         return act(func, *args, **(kwargs or {}))
+
+    # The operators of Python turn a TypeError into NotImplemented and lose its text.
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_operator
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = _no_operator  # type: ignore[mutable-override]  # never returns
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _no_operator  # type: ignore[mutable-override]  # never returns
 
     @property
     def start(self) -> int:
