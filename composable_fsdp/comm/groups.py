@@ -34,8 +34,7 @@ class GroupRef:
     def get(self) -> dist.ProcessGroup:
         """Return the group. Raises: PhaseError, if the group was destroyed."""
         group = self.ref()
-        # Somebody else may hold the object of a group that was destroyed.
-        if group is None or not dist.is_initialized():
+        if group is None:
             raise PhaseError(
                 "The process group that this module was sharded over was destroyed "
                 "(torch.distributed.destroy_process_group). Build and shard the model "
