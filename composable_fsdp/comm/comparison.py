@@ -207,7 +207,9 @@ class OrderComparison:
             f"In {words.what} {number}, at its beginning, this rank {words.tell(fact)},"
             f" where {recorded}."
         )
-        self._meet(number, "its beginning", story, way_out(fact, words.mode(wanted)))
+        # Without a prediction of this tree, another tree was to begin.
+        cure = _SAME_CALLS if other else way_out(fact, words.mode(wanted))
+        self._meet(number, "its beginning", story, cure)
 
     def depart(
         self, number: int, index: int, use: object, wanted: object, since: int
