@@ -44,6 +44,7 @@ DOORS = frozenset(
         "api",
         "fsdp2",
         "fully_sharded_data_parallel",
+        "hugging_face",
         "sharded_grad_scaler",
         "wrap",
     }

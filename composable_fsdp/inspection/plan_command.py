@@ -25,7 +25,6 @@ from composable_fsdp.inspection.plan_html import page_of, write_page
 from composable_fsdp.inspection.plan_models import (
     Model,
     UsageError,
-    guess_units,
     inputs_for,
     load_config,
     load_model,
@@ -36,6 +35,7 @@ from composable_fsdp.inspection.sizes import byte_size
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.activations import Activations, measure_activations
 from composable_fsdp.planning.forecast import Forecast, forecast
+from composable_fsdp.planning.model_units import guess_units
 from composable_fsdp.planning.optimizers import OPTIMIZERS
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.policies import SizePolicy

@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,70 +256,6 @@ def _read_json(file: Path) -> dict[str, Any]:
             f"{file} is no configuration of transformers: it has no model_type."
         )
     return given
-
-
-def guess_units(module: nn.Module) -> tuple[list[str], str]:
-    """Return the names of modules that are good units, and a reason for a reader.
-
-    Models of transformers name the classes that must stay whole. In other models, the
-    entries of lists of modules repeat, and are units if they have parameters. Modules
-    with a parameter that is tied to a module elsewhere stay in the root.
-    """
-    named = list(walk.named(module))
-    # Some classes of transformers have None there.
-    classes = set(getattr(module, "_no_split_modules", None) or ())
-    chosen = [(name, m) for name, m in named if type(m).__name__ in classes]
-    reason = "_no_split_modules of the model"
-    if not chosen:
-        chosen, reason = _entries_of_lists(named), "entries of its nn.ModuleList"
-    # A parameter that is tied across units would be refused; the root holds it then.
-    tied = _tied_outside(module, [each for _, each in chosen])
-    chosen = [(name, each) for name, each in chosen if each not in tied]
-    counts = Counter(type(each).__name__ for _, each in chosen)
-    text = ", ".join(f"{times} {name}" for name, times in counts.items())
-    # The root is a unit anyway.
-    names = [name for name, _ in chosen if name]
-    return names, f"{text} ({reason})" if names else "the whole model is one unit"
-
-
-def _tied_outside(root: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return those of ``modules`` that share a parameter with a module outside."""
-
-    def places(module: nn.Module) -> Counter[nn.Parameter]:
-        """Count the places of each parameter below ``module``."""
-        return Counter(
-            parameter
-            for each in walk.modules(module)
-            for parameter in walk.own_parameters(each)
-        )
-
-    # Most models tie one parameter or none, and no unit is searched then.
-    everywhere = {p: times for p, times in places(root).items() if times > 1}
-    if not everywhere:
-        return set()
-    return {
-        module
-        for module in modules
-        for parameter, times in places(module).items()
-        if times < everywhere.get(parameter, times)
-    }
-
-
-def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
-    """Return the entries of outermost lists of two and more modules, with names."""
-    found: list[tuple[str, nn.Module]] = []
-    for name, each in named:
-        # A list inside of a unit, as of experts, stays whole.
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(each, nn.ModuleList) and len(each) > 1 and not inside:
-            found += [
-                (f"{name}.{key}" if name else key, child)
-                for key, child in each.named_children()
-                # A container has no forward and cannot be a unit.
-                if not walk.is_container(child)
-                and any(True for _ in child.parameters())
-            ]
-    return found
 
 
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:

@@ -17,9 +17,10 @@ import torch
 from composable_fsdp import MixedPrecision, forecast, measure_activations, plan
 from composable_fsdp.inspection import plan_models
 from composable_fsdp.inspection.command_line import main
-from composable_fsdp.inspection.plan_models import guess_units, load_model
+from composable_fsdp.inspection.plan_models import load_model
 from composable_fsdp.inspection.plan_report import KINDS
 from composable_fsdp.inspection.sizes import byte_size
+from composable_fsdp.planning.model_units import guess_units
 from composable_fsdp.planning.plan import size_text
 
 Run = Callable[..., tuple[int, str, str]]

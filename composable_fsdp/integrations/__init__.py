@@ -1,0 +1,1 @@
+"""Adapters to the frameworks that users train in."""

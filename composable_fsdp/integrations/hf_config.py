@@ -1,0 +1,396 @@
+"""Reads the FSDP settings that users of accelerate and of the Trainer write.
+
+``fsdp_config`` of ``TrainingArguments``, ``fsdp_config`` in a file of ``accelerate
+config`` and the fields of ``FullyShardedDataParallelPlugin`` are the same settings
+under almost the same names, with the prefix ``fsdp_`` or without. ``_READERS`` has
+every name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from composable_fsdp.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from composable_fsdp.entries.checkpoint import checkpoint
+from composable_fsdp.entries.fsdp2_policies import cpu_offload_of, mixed_precision_of
+from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.planning import walk
+from composable_fsdp.planning.model_units import NoSplitPolicy
+from composable_fsdp.planning.policies import SizePolicy, evaluate_policy
+from composable_fsdp.state_dict.settings import set_state_dict_type
+
+M = TypeVar("M", bound=nn.Module)
+E = TypeVar("E", bound=Enum)
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+_DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+
+
+@dataclass(frozen=True)
+class HFSharding:
+    """The sharding that a configuration asks for; ``from_hf_config`` makes it.
+
+    Args:
+        options: the keyword arguments of ``fully_shard``. Default: a policy by
+            ``_no_split_modules`` of the model.
+        activation_checkpointing: whether each unit below the root recomputes its
+            forward in backward. Default False.
+        state_dict_type: the type of state dicts after sharding. Default None: full.
+        ignored: a regular expression; modules whose whole name matches stay unsharded.
+            Default None.
+
+    >>> HFSharding().options
+    {'policy': NoSplitPolicy()}
+    """
+
+    options: Mapping[str, Any] = field(
+        default_factory=lambda: {"policy": NoSplitPolicy()}
+    )
+    activation_checkpointing: bool = False
+    state_dict_type: StateDictType | None = None
+    ignored: str | None = None
+
+    def shard(self, model: M, **more: Any) -> M:
+        """Shard ``model`` in place as the configuration asks.
+
+        Args:
+            model: a model that is not sharded.
+            more: further arguments of ``fully_shard``, such as ``device_mesh``; they
+                have priority over the configuration.
+
+        Returns: ``model``, the same object.
+        Collective: as ``fully_shard``.
+        Raises: as ``fully_shard``; ValueError, for activation checkpointing without
+            units below the root.
+        """
+        options = {**self.options, **more}
+        if self.ignored is not None:
+            options["ignored_modules"] = [
+                module
+                for name, module in walk.named(model)
+                if re.fullmatch(self.ignored, name)
+            ]
+        # The policy runs before anything is changed.
+        units = self._recomputed(model, options)
+        fully_shard(model, **options)
+        # After the sharding: recomputing then gathers the parameters of the unit again.
+        for unit in units:
+            checkpoint(unit)
+        if self.state_dict_type is not None:
+            set_state_dict_type(model, self.state_dict_type)
+        return model
+
+    def _recomputed(
+        self, model: nn.Module, options: Mapping[str, Any]
+    ) -> list[nn.Module]:
+        """Return the modules whose forward is computed again in backward."""
+        if not self.activation_checkpointing:
+            return []
+        # The policy must see what ``fully_shard`` lets the policy see.
+        ignored = set(options.get("ignored_modules") or ())
+        units = evaluate_policy(
+            options.get("policy"), model, ignored_modules=ignored, root_kwargs={}
+        )
+        if not units:
+            raise ValueError(
+                "fsdp_activation_checkpointing recomputes units, and the policy finds "
+                f"none below this {type(model).__name__}. Set "
+                "fsdp_auto_wrap_policy='TRANSFORMER_BASED_WRAP', or apply "
+                "checkpoint(module) yourself."
+            )
+        return list(units)
+
+
+def from_hf_config(config: Mapping[str, Any]) -> HFSharding:
+    """Return the sharding that settings of accelerate or of the Trainer describe.
+
+    Names may have the prefix ``fsdp_``. Values may be text, as in the files of
+    ``accelerate config``. Without ``fsdp_auto_wrap_policy`` the units are those of the
+    Trainer's default: the layers that the model names in ``_no_split_modules``, or
+    units by size if ``fsdp_min_num_params`` is above 0.
+
+    Args:
+        config: the settings.
+
+    Returns: the sharding; its ``shard(model)`` applies it.
+    Collective: none.
+    Raises: ValueError, for an unknown name, a value that the name does not take, two
+        names that contradict each other, or a setting that only another backend has.
+
+    >>> sharding = from_hf_config({"fsdp_sharding_strategy": "SHARD_GRAD_OP"})
+    >>> sharding.options["strategy"]
+    <ShardingStrategy.SHARD_GRAD_OP: 2>
+    """
+    found = HFSharding(options={})
+    given: dict[str, Any] = {}
+    for key, value in config.items():
+        # The files of ``accelerate config`` have the prefix; the plugin has none.
+        name = str(key).removeprefix("fsdp_")
+        name = _SAME.get(name, name)
+        # Two spellings of a name would otherwise hide each other, by their order.
+        if name in given and given[name] != value:
+            raise ValueError(
+                f"from_hf_config got {name!r} twice, as {given[name]!r} and {value!r}. "
+                "Leave one of the two out."
+            )
+        given[name] = value
+    unknown = [name for name in given if name not in _READERS]
+    if unknown:
+        raise ValueError(_unknown_text(unknown))
+    for name, value in given.items():
+        # None stands for the default in a plugin's fields and in YAML.
+        if value is not None:
+            found = _with(found, name, _READERS[name](name, value))
+    # Three names choose the units together, so no reader of one name can.
+    policy = _policy(given)
+    if policy is not None:
+        found = _with(found, "policy", {"policy": policy})
+    return found
+
+
+def _with(found: HFSharding, name: str, values: Mapping[str, Any]) -> HFSharding:
+    """Return ``found`` with ``values`` from the setting ``name``."""
+    # A field of HFSharding is no argument of ``fully_shard``.
+    own = {k: v for k, v in values.items() if k in HFSharding.__dataclass_fields__}
+    options = {k: v for k, v in values.items() if k not in own}
+    # ``sharding_strategy`` and ``reshard_after_forward`` both choose the strategy.
+    for key, value in options.items():
+        if found.options.get(key, value) != value:
+            raise ValueError(
+                f"from_hf_config got settings for {key} that contradict each other: "
+                f"{name!r} says {value}, and another setting {found.options[key]}. "
+                "Leave one of the two out."
+            )
+    return replace(found, options={**found.options, **options}, **own)
+
+
+def _policy(given: Mapping[str, Any]) -> object:
+    """Return the policy that three settings describe; None stands for no units."""
+    size = _whole("min_num_params", given.get("min_num_params") or 0)
+    classes = given.get("transformer_layer_cls_to_wrap") or None
+    kind = given.get("auto_wrap_policy")
+    # The plugin takes a function; the files have one of three texts.
+    if callable(kind):
+        return kind
+    # The Trainer's default ignores a size without a word; here a size has its effect.
+    if kind is None:
+        kind = "SIZE_BASED_WRAP" if size and not classes else "TRANSFORMER_BASED_WRAP"
+    kinds = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+    if str(kind).upper() not in kinds:
+        raise _refused("auto_wrap_policy", kind, f"a function or one of {kinds}")
+    if str(kind).upper() == "NO_WRAP":
+        return None
+    if str(kind).upper() == "SIZE_BASED_WRAP":
+        return SizePolicy(size)
+    # Files list classes in one text, with commas.
+    if isinstance(classes, str):
+        classes = [name.strip() for name in classes.split(",") if name.strip()]
+    return NoSplitPolicy(classes)
+
+
+def _refused(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"fsdp_{name} expects {expected}, got {value!r}.")
+
+
+def _flag(name: str, value: object) -> bool:
+    """Return a bool, which may be written as text."""
+    if isinstance(value, bool):
+        return value
+    # YAML and environment variables give texts, and numbers for truth values.
+    texts = {"true": True, "false": False, "1": True, "0": False}
+    if str(value).lower() not in texts:
+        raise _refused(name, value, "True or False")
+    return texts[str(value).lower()]
+
+
+def _whole(name: str, value: object) -> int:
+    """Return a number of at least 0, which may be written as text."""
+    # True is a number for Python; ``isdigit`` refuses a sign and a fraction.
+    if isinstance(value, bool) or not str(value).isdigit():
+        raise _refused(name, value, "a whole number of at least 0")
+    return int(str(value))
+
+
+def _member(kind: type[E], name: str, value: object) -> E:
+    """Return the member of ``kind`` with the name or the number ``value``."""
+    # An enumeration of torch's FSDP has members of the same names.
+    text = str(getattr(value, "name", value)).upper().removeprefix("_")
+    # Files of older versions have the number of a member, counted from 1.
+    for number, member in enumerate(kind, start=1):
+        if text in (member.name.removeprefix("_"), str(number)):
+            return member
+    # Without the underscore that FSDP1 has in one name, as accelerate writes it.
+    names = ", ".join(member.name.removeprefix("_") for member in kind)
+    raise _refused(name, value, f"one of {names}")
+
+
+def _strategy(name: str, value: object) -> dict[str, Any]:
+    """Return the strategy; True and False are FSDP2's ``reshard_after_forward``."""
+    text = str(value).lower()
+    if name == "reshard_after_forward" and text in ("true", "false"):
+        value = "FULL_SHARD" if text == "true" else "SHARD_GRAD_OP"
+    return {"strategy": _member(ShardingStrategy, name, value)}
+
+
+def _prefetch(name: str, value: object) -> dict[str, Any]:
+    # The third choice of accelerate has no member in torch's enumeration.
+    if str(value).upper() in ("NO_PREFETCH", "3"):
+        return {"backward_prefetch": None}
+    return {"backward_prefetch": _member(BackwardPrefetch, name, value)}
+
+
+def _offload(name: str, value: object) -> dict[str, Any]:
+    if isinstance(value, (bool, str)):
+        return {"cpu_offload": CPUOffload(offload_params=_flag(name, value))}
+    # CPUOffload, of this package or of torch's FSDP1, which ``fully_shard`` copies.
+    if isinstance(getattr(value, "offload_params", None), bool):
+        return {"cpu_offload": value}
+    # FSDP2's policy is checked against the device: memory is pinned beside a GPU.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"cpu_offload": cpu_offload_of(value, device)}
+
+
+def _precision(name: str, value: object) -> dict[str, Any]:
+    """Return the mixed precision of a text, a dict, or an object of torch's FSDP."""
+    if isinstance(value, str):
+        # What ``accelerate config`` writes if the user wants no mixed precision.
+        if value.lower() == "no":
+            return {}
+        # A text means all three dtypes, as for the plugin.
+        dtype = _dtype(name, value)
+        return {"mixed_precision": MixedPrecision(dtype, dtype, dtype)}
+    if isinstance(value, Mapping):
+        known = {*MixedPrecision.__dataclass_fields__}
+        for key in value:
+            if key not in known:
+                raise _refused(name, value, f"a dict with the keys {sorted(known)}")
+        dtypes = {
+            key: _dtype(name, each) if key in _DTYPE_FIELDS else each
+            for key, each in value.items()
+        }
+        return {"mixed_precision": MixedPrecision(**dtypes)}
+    # By name, because scripts import the class from torch.
+    if "MixedPrecisionPolicy" in [base.__name__ for base in type(value).__mro__]:
+        return {"mixed_precision": mixed_precision_of(value)}
+    return {"mixed_precision": value}
+
+
+def _dtype(name: str, value: object) -> Any:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    # ``str(torch.bfloat16)`` has the module's name in front.
+    text = str(value).removeprefix("torch.").lower()
+    if text not in _DTYPES:
+        raise _refused(name, value, f"a dtype such as {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+def _ignored(name: str, value: object) -> dict[str, Any]:
+    # A text needs the names of a model, so ``shard`` reads the text.
+    if isinstance(value, str):
+        return {"ignored": value}
+    return {"ignored_modules": value}
+
+
+def _loading(name: str, value: object) -> dict[str, Any]:
+    """Only the first rank has read the weights, so they are sent to the others."""
+    return {"sync_module_states": True} if _flag(name, value) else {}
+
+
+def _version(name: str, value: object) -> dict[str, Any]:
+    """Return nothing: both versions mean the same sharding here."""
+    # A later version may mean another sharding.
+    if str(value) not in ("1", "2"):
+        raise _refused(name, value, "1 or 2")
+    return {}
+
+
+def _nothing(name: str, value: object) -> dict[str, Any]:
+    """Return nothing: ``_policy`` reads the value."""
+    return {}
+
+
+def _unless_set(name: str, value: object) -> dict[str, Any]:
+    """Raise ValueError for a setting of another backend that is not off."""
+    # Trainer arguments that were saved have these names with the value for "off".
+    if str(value).lower() not in ("false", "0", "{}"):
+        raise ValueError(
+            f"fsdp_{name}={value!r} is a setting that this package has no equal for. "
+            "Leave it out."
+        )
+    return {}
+
+
+def _as(option: str) -> Callable[[str, Any], dict[str, Any]]:
+    """Return a reader of True or False for the argument ``option``."""
+    return lambda name, value: {option: _flag(name, value)}
+
+
+_SAME = {
+    "cpu_offload": "offload_params",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+    "mixed_precision": "mixed_precision_policy",
+}
+"""Names of the plugin, and the names of the same settings in ``fsdp_config``."""
+
+_READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "activation_checkpointing": _as("activation_checkpointing"),
+    "activation_checkpointing_offload": _unless_set,
+    "auto_wrap_policy": _nothing,
+    "backward_prefetch": _prefetch,
+    "cpu_ram_efficient_loading": _loading,
+    "forward_prefetch": _as("forward_prefetch"),
+    "ignored_modules": _ignored,
+    "limit_all_gathers": _as("limit_all_gathers"),
+    "min_num_params": _nothing,
+    "mixed_precision_policy": _precision,
+    "offload_params": _offload,
+    "param_init_fn": lambda name, value: {"param_init_fn": value},
+    "reshard_after_forward": _strategy,
+    "sharding_strategy": _strategy,
+    "state_dict_type": lambda name, value: {
+        "state_dict_type": _member(StateDictType, name, value)
+    },
+    "sync_module_states": _as("sync_module_states"),
+    "transformer_layer_cls_to_wrap": _nothing,
+    "use_orig_params": _as("use_orig_params"),
+    "version": _version,
+    "xla": _unless_set,
+    "xla_fsdp_grad_ckpt": _unless_set,
+    "xla_fsdp_settings": _unless_set,
+    "xla_fsdp_v2": _unless_set,
+}
+"""Every name, without prefix, and the function that reads the value."""
+
+
+def _unknown_text(names: Sequence[str]) -> str:
+    # All unknown names at once, so that a user corrects the file once.
+    told = []
+    for name in names:
+        near = difflib.get_close_matches(name, _READERS, n=1)
+        told.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return (
+        f"from_hf_config got unknown settings: {', '.join(told)}. It takes, with the "
+        f"prefix fsdp_ or without, {', '.join([*_READERS, *_SAME])}."
+    )

@@ -1,0 +1,162 @@
+"""Finds the modules of a model that are good units, and keeps tied parameters together.
+
+Models of transformers name the classes of their layers in ``_no_split_modules``. The
+planner's command and the policy below find units by the same functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from torch import nn
+
+from composable_fsdp.errors import PlanError
+from composable_fsdp.planning import walk
+
+_SHOWN = 5
+"""Largest number of classes that a message lists."""
+
+
+class NoSplitPolicy:
+    """Makes the layers that a model of transformers names units.
+
+    The layers are the modules of the classes in ``_no_split_modules`` of the model. A
+    layer that shares a parameter with a module outside of the layer is no unit, so that
+    the root holds the tied parameter once. A model that names no classes gets the
+    entries of its lists of modules.
+
+    Args:
+        classes: names of classes, instead of those that the model names. Default None.
+
+    Raises: TypeError, if an entry of ``classes`` is no name; PlanError, when the policy
+    runs, if the model has no module of a class in ``classes``.
+
+    >>> policy = NoSplitPolicy(["Linear"])
+    >>> list(policy._run_policy(nn.Sequential(nn.Linear(2, 2)), set(), {}))
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+
+    def __init__(self, classes: Iterable[str] | None = None) -> None:
+        # A string would be a sequence of letters.
+        names = [classes] if isinstance(classes, str) else classes
+        self._classes = None if names is None else tuple(names)
+        for name in self._classes or ():
+            given: object = name
+            if not isinstance(given, str):
+                raise TypeError(
+                    f"NoSplitPolicy expects names of classes, got {given!r}. For "
+                    "classes themselves, pass ModuleWrapPolicy({TheClass})."
+                )
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: Set[nn.Module],
+        root_kwargs: Mapping[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        if self._classes is not None:
+            self._require_there(root_module, self._classes)
+        # Without names a missing class is no error: many models name several classes.
+        chosen = dict(_units(root_module, self._classes)[0])
+        return {
+            m: dict(root_kwargs) for m in chosen.values() if m not in ignored_modules
+        }
+
+    def _require_there(self, root: nn.Module, classes: Iterable[str]) -> None:
+        """Raise PlanError if ``root`` has no module of one of ``classes``."""
+        there = sorted({type(module).__name__ for module in walk.modules(root)})
+        for name in classes:
+            if name not in there:
+                near = difflib.get_close_matches(name, there, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+                raise PlanError(
+                    f"{self!r} names the class {name}, and this {type(root).__name__} "
+                    f"has no module of the class.{hint} Its classes are "
+                    f"{', '.join(there[:_SHOWN])}{more}."
+                )
+
+    def __repr__(self) -> str:
+        names = "" if self._classes is None else repr(list(self._classes))
+        return f"NoSplitPolicy({names})"
+
+
+def guess_units(module: nn.Module) -> tuple[list[str], str]:
+    """Return the names of modules that are good units, and a reason for a reader.
+
+    Models of transformers name the classes that must stay whole. In other models, the
+    entries of lists of modules repeat, and are units if they have parameters. Modules
+    with a parameter that is tied to a module elsewhere stay in the root.
+    """
+    chosen, reason = _units(module, None)
+    counts = Counter(type(each).__name__ for _, each in chosen)
+    text = ", ".join(f"{times} {name}" for name, times in counts.items())
+    # The root is a unit anyway.
+    names = [name for name, _ in chosen if name]
+    return names, f"{text} ({reason})" if names else "the whole model is one unit"
+
+
+def _units(
+    module: nn.Module, classes: Iterable[str] | None
+) -> tuple[list[tuple[str, nn.Module]], str]:
+    """Return the units with their names, and where the choice comes from.
+
+    ``classes`` are names of classes; None means those that the model names.
+    """
+    named = list(walk.named(module))
+    if classes is None:
+        # Some classes of transformers have None there.
+        classes = getattr(module, "_no_split_modules", None) or ()
+    # By name, because transformers names classes as texts.
+    wanted = set(classes)
+    chosen = [(name, m) for name, m in named if type(m).__name__ in wanted]
+    reason = "_no_split_modules of the model"
+    # Any other model, or a configuration whose classes this model does not have.
+    if not chosen:
+        chosen, reason = _entries_of_lists(named), "entries of its nn.ModuleList"
+    # A parameter that is tied across units would be refused; the root holds it then.
+    tied = _tied_outside(module, [each for _, each in chosen])
+    return [(name, each) for name, each in chosen if each not in tied], reason
+
+
+def _tied_outside(root: nn.Module, modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """Return those of ``modules`` that share a parameter with a module outside."""
+
+    def places(module: nn.Module) -> Counter[nn.Parameter]:
+        """Count the places of each parameter below ``module``."""
+        return Counter(
+            parameter
+            for each in walk.modules(module)
+            for parameter in walk.own_parameters(each)
+        )
+
+    # Most models tie one parameter or none, and no unit is searched then.
+    everywhere = {p: times for p, times in places(root).items() if times > 1}
+    if not everywhere:
+        return set()
+    return {
+        module
+        for module in modules
+        for parameter, times in places(module).items()
+        if times < everywhere.get(parameter, times)
+    }
+
+
+def _entries_of_lists(named: Sequence[tuple[str, nn.Module]]) -> list[Any]:
+    """Return the entries of outermost lists of two and more modules, with names."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, each in named:
+        # A list inside of a unit, as of experts, stays whole.
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(each, nn.ModuleList) and len(each) > 1 and not inside:
+            found += [
+                (f"{name}.{key}" if name else key, child)
+                for key, child in each.named_children()
+                # A container has no forward and cannot be a unit.
+                if not walk.is_container(child)
+                and any(True for _ in child.parameters())
+            ]
+    return found
