@@ -442,6 +442,18 @@ EXAMPLES: dict[str, list[Program]] = {
             ),
         )
     ],
+    "a write that only calls with other parameters were searched for": [
+        Program(
+            Part(
+                children=(
+                    Part(core="dataclamp", call="functional_caught"),
+                    Part(call=call, again=0),
+                )
+            ),
+            actions=(("forward", 0), *STEPS),
+        )
+        for call in ("gradient", "plain")
+    ],
     "loaded state of another layout": [
         Program(
             seed=2,

@@ -171,7 +171,9 @@ def pre_forward(
     if not recomputing:
         # Find writes through ``.data`` in the first two forwards; see ``_copy_writes``.
         if searches.looks and not calls:
-            searches.looks -= 1
+            # ``functional_call`` puts its tensors in the places of weights, and a write
+            # to those says nothing of a forward with the weights.
+            searches.looks -= not handle.running.foreign
             searches.before = snapshot(handle) if handle.form.needs_gather else None
         if FORWARD not in handle.phase.followers:
             raise illegal_move(handle.name, handle.phase, FORWARD)
