@@ -244,11 +244,15 @@ def _tables(each: object) -> list[dict[Any, Any]]:
     """The tables of ``each`` that steps fill, none beyond its bound."""
     tables: list[tuple[dict[Any, Any], int]] = []
     most = order_records.MOST_MODES
-    if isinstance(each, call_order.CallOrder):
+    kind = type(each)  # ``isinstance`` asks some objects of torch, which warn
+    if kind is call_order.CallOrder:
+        assert isinstance(each, call_order.CallOrder)
         tables = [(each.following, most)]
-    elif isinstance(each, sequence.RoundOrder):
+    elif kind is sequence.RoundOrder:
+        assert isinstance(each, sequence.RoundOrder)
         tables = [(each._followers, sequence._MOST_CONTEXTS)]
-    elif isinstance(each, sequence.OrderLog):
+    elif kind is sequence.OrderLog:
+        assert isinstance(each, sequence.OrderLog)
         tables = [(each._records, most), (each._successors, most)]
     for table, most in tables:
         assert len(table) <= most, (type(each).__name__, len(table))

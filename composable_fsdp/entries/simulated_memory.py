@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from composable_fsdp.comm.ranges import OPEN
 from composable_fsdp.comm.simulated_world import Machine, replaced
 from composable_fsdp.comm.timetable import Label, Timetable
+
+
+@cache
+def _flop_registry() -> dict[Any, Any]:
+    """Return torch's functions that count the operations of an operator."""
+    # Imported at the first use: the module loads others that training does not need.
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         machine = self._machine
         moved = sum(t.nbytes for t in tensors) / machine.memory_bytes_per_second
         # torch counts matrix products, convolutions and attention.
-        count = flop_registry.get(func._overloadpacket)
+        count = _flop_registry().get(func._overloadpacket)
         if count is None:
             return moved
         operations = count(*args, **kwargs, out_val=result)
