@@ -51,17 +51,18 @@ def test_forwards_that_all_raise_leave_no_key(ranks: RankCount, tmp_path: Path) 
 def test_what_fills_a_bounded_table_is_no_growth(one_rank: World) -> None:
     """A leak beside the table is."""
     calls = round_order(one_rank.group).calls
+    counts(one_rank)  # objects that other tests left may be freed by several passes
     before = counts(one_rank)
     for number in range(20):
         call = Call("save", f"model {number}", (number,))
         calls.following[call, 1, None] = call
     filled = counts(one_rank)
-    leak = [[each] for each in range(100)]
+    leak = [[each] for each in range(10_000)]
     leaked = counts(one_rank)
 
     assert filled.get("objects of Call") == before.get("objects of Call")
     assert filled["objects"] - before["objects"] < 10
-    assert leaked["objects"] - filled["objects"] >= len(leak)
+    assert leaked["objects"] - filled["objects"] >= 0.9 * len(leak)
 
 
 def test_growth_is_seen_and_noise_is_not() -> None:
