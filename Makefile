@@ -12,16 +12,22 @@ STEPS ?= 2000
 ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(PY) $(INSTALL)
 DEV := $(VENV)/.stamp-dev
 DOCS := $(VENV)/.stamp-docs
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := $(PY) -m pytest $(SHARED)
+# Lightning, accelerate and peft have an environment of their own: the package and all
+# other tests must work without them.
+INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check test-gpu bench bench-full docs long clean
+.PHONY: help demo test test-integrations lint check test-gpu bench bench-full docs long \
+	clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(DEV) ## train a small language model on two ranks and check it against one
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 \
@@ -29,6 +35,9 @@ demo: $(DEV) ## train a small language model on two ranks and check it against o
 
 test: $(DEV) ## run all tests
 	$(PYTEST)
+
+test-integrations: $(INTEGRATIONS)/.stamp ## run the tests that need lightning, accelerate or peft
+	$(INTEGRATIONS)/bin/python -m pytest $(SHARED) tests/integrations_env
 
 lint: $(DEV) ## lint, format and types
 	$(PY) -m ruff check .
@@ -62,17 +71,24 @@ long: $(DEV) ## the property tests with the long random profile, random programs
 	exit $$failed
 
 clean: ## remove the environment, caches and built documentation
-	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) docs/_build .mypy_cache .pytest_cache .ruff_cache \
+		.hypothesis
 
-$(PY):
+$(PY) $(INTEGRATIONS)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "python3 3.10 or later is needed; or set PYTHON=..." >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(@:/bin/python=)
 
 $(DEV): pyproject.toml constraints.txt | $(PY)
 	@echo "installing torch 2.13.0 and the development tools into $(VENV) (once, minutes)"
 	@$(PIP) torch==2.13.0
 	@$(PIP) -e '.[dev,cli]'
+	@touch $@
+
+$(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt | $(INTEGRATIONS)/bin/python
+	@echo "installing torch 2.13.0, lightning and accelerate into $(INTEGRATIONS) (once, minutes)"
+	@$(INTEGRATIONS)/bin/python $(INSTALL) torch==2.13.0
+	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[dev,cli,lightning,hf]'
 	@touch $@
 
 $(DOCS): $(DEV)

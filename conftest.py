@@ -32,12 +32,25 @@ if find_spec("hypothesis") is not None:
 else:
     collect_ignore_glob = ["property_tests/*", "tests/[!g]*"]
 
+FRAMEWORKS = ("lightning", "accelerate", "peft")
+"""What the tests in tests/integrations_env need, beside the development environment."""
+ABSENT_FRAMEWORKS = [each for each in FRAMEWORKS if find_spec(each) is None]
+if ABSENT_FRAMEWORKS:
+    collect_ignore_glob.append("tests/integrations_env/*")
 
-def pytest_report_header() -> str | None:
-    """Say aloud what a bare machine leaves out."""
-    if collect_ignore_glob:
-        return "hypothesis is not installed: only tests/gpu is collected"
-    return None
+
+def pytest_report_header() -> list[str]:
+    """Say aloud what this environment leaves out."""
+    told = []
+    if find_spec("hypothesis") is None:
+        told.append("hypothesis is not installed: only tests/gpu is collected")
+    elif ABSENT_FRAMEWORKS:
+        absent = ", ".join(ABSENT_FRAMEWORKS)
+        told.append(
+            f"not installed: {absent}; tests/integrations_env is left out "
+            "(make test-integrations runs it)"
+        )
+    return told
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

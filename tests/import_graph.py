@@ -45,6 +45,7 @@ DOORS = frozenset(
         "fsdp2",
         "fully_sharded_data_parallel",
         "hugging_face",
+        "lightning",
         "sharded_grad_scaler",
         "wrap",
     }
