@@ -1,4 +1,4 @@
-"""The house of ``docs/design.md``, held against the source as it is.
+"""The house of ``docs/development/design.md``, held against the source as it is.
 
 The rules stand in ``tests/import_graph.py``, ``tests/source_rules.py`` and
 ``tests/field_rules.py``. Each is
@@ -70,8 +70,8 @@ def test_imports_only_point_to_lower_layers(package: dict[str, Module]) -> None:
 
 
 def test_the_layers_of_the_design_page_are_those_that_are_held() -> None:
-    """``docs/design.md`` draws the layers that exist, in the order that is checked."""
-    page = (ROOT.parent / "docs" / "design.md").read_text()
+    """The design page draws the layers that exist, in the order that is checked."""
+    page = (ROOT.parent / "docs" / "development" / "design.md").read_text()
     (drawn,) = re.findall(r"one further left:\n\n(`.*?)\n\n", page, re.DOTALL)
     layers = [set(re.findall(r"`(\w+)`", layer)) for layer in drawn.split("<")]
     there = {path.stem for path in ROOT.iterdir()}
@@ -82,7 +82,7 @@ def test_the_layers_of_the_design_page_are_those_that_are_held() -> None:
 @pytest.mark.parametrize("page", ["tour", "design", "concepts", "performance"])
 def test_every_file_and_function_that_a_page_names_exists(page: str) -> None:
     """A page about the code names no file and no function that is not there."""
-    text = (ROOT.parent / "docs" / f"{page}.md").read_text()
+    text = (ROOT.parent / "docs" / "development" / f"{page}.md").read_text()
 
     assert source_rules.absent_names(text, [ROOT, ROOT.parent]) == []
     assert page != "tour" or len(source_rules.NAMED.findall(text)) > 50

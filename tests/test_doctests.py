@@ -95,7 +95,7 @@ def modules() -> list[str]:
 
 def pages() -> list[Path]:
     """Return the documentation pages with an example."""
-    found = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return [page for page in found if ">>> " in page.read_text()]
 
 

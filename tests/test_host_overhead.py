@@ -33,7 +33,7 @@ HELP = (
     "`python -m benchmarks.host_overhead --profile ours`, here and on the branch you "
     "came from, says which calls are new. Raise the ceiling in this file only for "
     "work that every user needs in every step, and write why into "
-    "docs/performance.md; lower it when the figure falls."
+    "docs/development/performance.md; lower it when the figure falls."
 )
 
 

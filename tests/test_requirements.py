@@ -1,4 +1,4 @@
-"""Markers name rows that exist in ``docs/requirements.md``."""
+"""Markers name rows that exist in ``docs/development/requirements.md``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def marked(text: str) -> list[str]:
 
 @pytest.fixture
 def listed() -> list[str]:
-    return rows((REPOSITORY / "docs" / "requirements.md").read_text())
+    return rows((REPOSITORY / "docs" / "development" / "requirements.md").read_text())
 
 
 def test_every_marked_row_stands_in_the_list(listed: list[str]) -> None:

@@ -193,7 +193,7 @@ def test_a_script_for_two_dims_runs_with_its_import_changed(
     assert_same(ranks, 4, case)
 
 
-PAGE = Path(composable_fsdp.__file__).parents[1] / "docs" / "migrate_fsdp2.md"
+PAGE = Path(composable_fsdp.__file__).parents[1] / "docs" / "migrate" / "fsdp2.md"
 
 
 def run_page(world: World, package: str) -> tuple[list[float], dict[str, Any]]:

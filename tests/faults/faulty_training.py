@@ -6,7 +6,7 @@ Ranks of torchrun, or of ``tests.faults.launch``, run this file::
     torchrun --nproc-per-node 2 -m tests.faults.faulty_training --library torch swap
 
 The fault happens on the last rank, in step 3 unless told; each rank prints a line per
-step. ``docs/faults.md`` tells what both libraries print.
+step. ``docs/development/faults.md`` tells what both libraries print.
 """
 
 from __future__ import annotations

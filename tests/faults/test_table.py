@@ -1,4 +1,4 @@
-"""The messages in ``docs/faults.md`` are those of this package, and of FSDP2."""
+"""The messages in ``docs/development/faults.md`` are real, for both packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.faults.launch import launch
 from tests.support.short_waits import shorten_waits
 
-PAGE = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "development" / "faults.md").read_text()
 
 
 def errors_in(text: str) -> str:

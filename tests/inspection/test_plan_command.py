@@ -215,7 +215,9 @@ def test_the_page_shows_what_a_terminal_shows(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for name, value in (("COLUMNS", "80"), ("TERM", "xterm"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    page = (
+        Path(__file__).parents[2] / "docs" / "getting_started" / "plan.md"
+    ).read_text()
     command, _, shown = page.partition("```\n$ ")[2].partition("```")[0].partition("\n")
     arguments = command.partition("plan --hf config.json ")[2].split()
 

@@ -780,7 +780,7 @@ def test_clipping_some_originals_of_a_flat_parameter_leaves_the_others(
 def test_a_hook_decays_matrices_alone_as_a_group_of_their_own_would(
     world: World, path: str
 ) -> None:
-    """Bit by bit, as docs/flat_parameters.md says."""
+    """Bit by bit, as docs/how_to/flat_parameters.md says."""
     model, twin = gpt(path), gpt(path)
 
     def matrices(of: nn.Module) -> list[nn.Parameter]:
