@@ -113,6 +113,40 @@ EXAMPLES: dict[str, list[Program]] = {
             (("single", 1, "set_grad"), ("step",)),
         )
     ],
+    "state that torch's functions make between forward and backward": [
+        Program(
+            Part(children=(Part(),)),
+            seed=3,
+            options=Options(
+                optimizer=optimizer, strategy=strategy, keep_full=keep_full
+            ),
+            actions=(
+                ("forward", 1),
+                ("torch_get", "sharded"),
+                ("backward",),
+                ("step",),
+                ("torch_set",),
+                *STEPS,
+            ),
+        )
+        for optimizer in ("adamw_fused", "momentum_fused", "adamw_foreach", "sgd")
+        for strategy, keep_full in [
+            ("FULL_SHARD", False),
+            ("FULL_SHARD", True),
+            ("SHARD_GRAD_OP", False),
+        ]
+    ],
+    "gradients asked for while the switch of no_sync is off": [
+        Program(
+            options=Options(strategy=strategy, replicas=2),
+            actions=(
+                ("sync", False),
+                ("forward", 0),
+                ("parameter_gradients", 0, "unused"),
+            ),
+        )
+        for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
+    ],
     "states of a unit with two names": [
         Program(
             Part(children=(Part(), Part(again=0), Part())),

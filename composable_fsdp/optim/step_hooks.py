@@ -135,7 +135,7 @@ def _before_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if is_counting_steps():
         # An entry is here if such a step raised before the hook after the step.
         _unwritten.pop(optim, None)
-        if is_state_init_step():
+        if _only_creates_state(optim):
             _unwritten[optim] = [
                 handle
                 for handle in handles_of(optim)
@@ -205,8 +205,16 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 _hide_old_values(met.handles)
         if met.absent:
             _count_writes_of_empty(optim, met)
-        if met.uncounted:
+        # Backward must not refuse after a step that has changed no value.
+        if met.uncounted and not _only_creates_state(optim):
             _count_writes_before_backward(optim, met.handles)
+
+
+def _only_creates_state(optim: torch.optim.Optimizer) -> bool:
+    """Return whether the running step creates state and changes no value."""
+    # DCP sets ``lr`` of each group to zero. A group without ``lr`` is stepped at its own
+    # rate, and weight decay changes its parameters without any gradient.
+    return is_state_init_step() and all("lr" in g for g in optim.param_groups)
 
 
 def _writes_uncounted(optim: torch.optim.Optimizer) -> bool:

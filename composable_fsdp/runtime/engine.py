@@ -269,6 +269,19 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
             "backward has returned."
         )
     for handle in _units(inputs):
+        owner = (
+            handle.layout.trainable[0].reduce.owner()
+            if handle.layout.trainable
+            else None
+        )
+        # Before the question about replicas: ``set_requires_gradient_sync`` turns both
+        # settings off, and only this message names the call.
+        if owner is not None and not owner.settings.sync_gradients:
+            raise PhaseError(
+                f"torch.autograd.grad was asked for the gradient of sharded parameter "
+                f"{name} inside no_sync, where gradients are not reduced. Call it "
+                "outside, or after set_requires_gradient_sync(module, True)."
+            )
         if not handle.rule.all_reduce and handle.groups.replicas > 1:
             raise PhaseError(
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
@@ -280,17 +293,6 @@ def _require_own_reduction(inputs: Sequence[Any]) -> None:
                 f"torch.autograd.grad was asked for the gradient of sharded parameter "
                 f"{name} while gradients of no_sync wait to be reduced in unit "
                 f"{handle.name}. Run a backward outside no_sync before."
-            )
-        owner = (
-            handle.layout.trainable[0].reduce.owner()
-            if handle.layout.trainable
-            else None
-        )
-        if owner is not None and not owner.settings.sync_gradients:
-            raise PhaseError(
-                f"torch.autograd.grad was asked for the gradient of sharded parameter "
-                f"{name} inside no_sync, where gradients are not reduced. Call it "
-                "outside."
             )
 
 

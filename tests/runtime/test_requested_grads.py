@@ -18,6 +18,7 @@ from composable_fsdp import (
     no_sync,
     set_is_last_backward,
     set_requires_all_reduce,
+    set_requires_gradient_sync,
 )
 from tests.support.models import module_at
 from tests.support.on_ranks import on_ranks
@@ -315,6 +316,11 @@ def refusals(world: World) -> list[str]:
     set_requires_all_reduce(uncut, False)
     with pytest.raises(PhaseError, match="replicas do not reduce"):
         torch.autograd.grad(scalar(uncut, points()), chosen(uncut))
+    # The switch of no_sync, which turns the reduction over replicas off, too.
+    set_requires_gradient_sync(uncut, False)
+    with pytest.raises(PhaseError) as caught:
+        torch.autograd.grad(scalar(uncut, points()), chosen(uncut))
+    errors.append(str(caught.value))
     for graph in (True, False):
         inner = scalar(module_at(model, "0"), points())
         with pytest.raises(PhaseError) as caught:
@@ -335,7 +341,9 @@ def refusals(world: World) -> list[str]:
 @pytest.mark.req("P-09")
 def test_gradients_that_cannot_be_given_are_refused_by_name(ranks: RankCount) -> None:
     """On every rank, before anything runs; never zeros."""
-    for graph, path, waiting in ranks(2).run(refusals):
+    for switched, graph, path, waiting in ranks(2).run(refusals):
+        assert "inside no_sync" in switched
+        assert "after set_requires_gradient_sync(module, True)" in switched
         assert "no path from the output to '1.layer.weight'" in graph
         assert "no path from the output to '1.layer.weight'" in path
         assert "inside no_sync" in waiting
