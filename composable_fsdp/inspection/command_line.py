@@ -22,12 +22,13 @@ from composable_fsdp.errors import CheckpointError, FSDPError
 from composable_fsdp.inspection import (
     checkpoint_diff,
     environment,
+    hang_report,
     inspect_command,
     plan_command,
     selftest,
     simulate_command,
 )
-from composable_fsdp.inspection.hang_report import merge, text_of
+from composable_fsdp.inspection.model_arguments import DTYPES
 from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
 from composable_fsdp.inspection.sizes import byte_size
@@ -96,11 +97,6 @@ examples:
   python -m composable_fsdp export runs/step_100 my-model --dtype bfloat16
   python -m composable_fsdp export runs/step_100 my-model --max-shard-size 500MB
 """,
-    "hang-report": """\
-examples:
-  python -m composable_fsdp hang-report composable_fsdp_hang_20261122_101530
-  python -m composable_fsdp hang-report DIR --json
-""",
 }
 
 _MODULES: dict[str, Any] = {
@@ -109,13 +105,11 @@ _MODULES: dict[str, Any] = {
     "inspect": inspect_command,
     "diff": checkpoint_diff,
     "env": environment,
+    "hang-report": hang_report,
     "selftest": selftest,
 }
 """Commands with a module of their own, which has ``ABOUT``, ``EXAMPLES``,
 ``add_arguments``, ``run``, ``show`` and ``status``."""
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Values of ``--dtype``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -211,14 +205,8 @@ def _add_checkpoint_commands(commands: Any) -> None:
     )
     export.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=DTYPES,
         help="dtype of the floating-point weights (default: as in SRC)",
-    )
-    hang = _command(
-        commands, "hang-report", _hang_report, "merge the ranks' files of a hang"
-    )
-    hang.add_argument(
-        "path", type=Path, metavar="DIR", help="the directory that a rank has printed"
     )
     for command in (verify, change):
         command.add_argument(
@@ -312,13 +300,9 @@ def _convert(given: argparse.Namespace) -> dict[str, Any]:
 
 def _export(given: argparse.Namespace) -> dict[str, Any]:
     """Write the weights as safetensors, and return the report."""
-    dtype = None if given.dtype is None else getattr(torch, given.dtype)
+    # ``get``: no ``--dtype`` keeps all dtypes.
+    dtype = DTYPES.get(given.dtype)
     return _write(given, SAFETENSORS, weights_only=True, dtype=dtype)
-
-
-def _hang_report(given: argparse.Namespace) -> dict[str, Any]:
-    """Return what the files of a hang report say together."""
-    return merge(given.path)
 
 
 def _write(
@@ -392,8 +376,6 @@ def _show(found: dict[str, Any]) -> None:
 
 def _text(found: dict[str, Any]) -> str:
     """Return a report as text."""
-    if "look_at" in found:
-        return text_of(found)
     model, optim = found["model"], found.get("optimizer")
     is_check = "bytes_read" in found
     end = "good" if is_check else "written"

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from composable_fsdp.errors import CheckpointError
+
+ABOUT = "merge the ranks' files of a hang"
+
+EXAMPLES = """\
+examples:
+  python -m composable_fsdp hang-report composable_fsdp_hang_20261122_101530
+  python -m composable_fsdp hang-report DIR --json
+
+exit status: 0 merged, 1 no file of a hang report there, or damaged, 2 wrong usage
+"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``hang-report`` to its parser."""
+    command.add_argument(
+        "path", type=Path, metavar="DIR", help="the directory that a rank has printed"
+    )
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Return what the files of a hang report say together; see ``merge``."""
+    return merge(given.path)
+
+
+def show(merged: dict[str, Any]) -> None:
+    """Print the merged report."""
+    print(text_of(merged))
+
+
+def status(merged: dict[str, Any]) -> int:
+    """Return the exit status of reports that could be read: 0."""
+    return 0
 
 
 def merge(path: Path) -> dict[str, Any]:

@@ -8,15 +8,12 @@ from typing import Any
 
 from composable_fsdp.entries.simulate import DEVICE_TYPES, OPTIMIZERS, simulate
 from composable_fsdp.entries.simulation import Simulation
-from composable_fsdp.errors import FSDPError
-from composable_fsdp.inspection.plan_command import (
-    DTYPES,
-    add_options,
-    add_units,
+from composable_fsdp.inspection.model_arguments import (
+    add_model_arguments,
+    as_usage_errors,
+    cast_model,
     chosen_of,
-    count,
     options_of,
-    shape_of,
 )
 from composable_fsdp.inspection.plan_models import (
     Model,
@@ -24,7 +21,6 @@ from composable_fsdp.inspection.plan_models import (
     inputs_for,
     load_model,
 )
-from composable_fsdp.inspection.sizes import byte_size
 from composable_fsdp.planning.plan import size_text
 
 TOO_LARGE = 1
@@ -54,26 +50,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.usage = "python -m composable_fsdp simulate MODEL --batch BxT [options]"
     command.add_argument("model", metavar="MODEL", help="see below")
     command.add_argument(
-        "--world-size",
-        type=count,
-        default=8,
-        metavar="N",
-        help="number of ranks (GPUs) in all (default: 8)",
-    )
-    command.add_argument(
-        "--batch",
-        type=shape_of,
-        metavar="BxT",
-        help="batch per rank, as 4x2048 (default: as the function of MODEL returns)",
-    )
-    command.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto"
-    )
-    command.add_argument(
-        "--gpu-memory",
-        type=byte_size,
-        metavar="SIZE",
-        help="memory of a GPU, as 80GiB: says whether the step fits",
     )
     command.add_argument(
         "--device-type",
@@ -81,8 +58,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default="cuda",
         help="order in which memory is allocated and freed (default: cuda)",
     )
-    add_units(command.add_argument_group("units (default: found in the model)"))
-    add_options(command.add_argument_group("options of fully_shard"))
+    add_model_arguments(
+        command, fits="step", no_batch="as the function of MODEL returns"
+    )
     training = command.add_argument_group("training")
     training.add_argument(
         "--optimizer",
@@ -100,17 +78,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
     Raises: UsageError, if no step can be simulated.
     """
-    try:
+    with as_usage_errors():
         model = load_model(given.model)
         found = _simulate(model, given)
         # The trace is written before the report is printed, which names the file.
         if given.trace:
             found.save_trace(given.trace)
-    except UsageError:
-        raise
-    # Refusals of the runtime, and files that cannot be written.
-    except (FSDPError, OSError, TypeError) as error:
-        raise UsageError(str(error)) from error
     # A report holds numbers only, so that it can be JSON.
     report = {"model": model.source, **_report(found)}
     # The text is made only if it is printed.
@@ -132,9 +105,7 @@ def _simulate(model: Model, given: argparse.Namespace) -> Simulation:
             "simulate needs --batch, as --batch 4x2048, or a function that returns "
             "(model, arguments of its forward)."
         )
-    # On meta a cast changes dtypes and copies nothing.
-    if given.dtype:
-        model.module.to(DTYPES[given.dtype])
+    cast_model(model, given)
     policy, units, _ = chosen_of(model, given)
     # ``fully_shard`` selects modules itself if there is a policy.
     options = options_of(given) | ({} if policy is None else {"policy": policy})

@@ -73,16 +73,5 @@ class CastWeights(Source):
         values = self._source.read_model(name, start, stop)
         return cast_weight(name, values, self.model[name].dtype)
 
-    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Raise KeyError: there are no optimizer states.
-
-        Args:
-            name: the name of the parameter.
-            state: the name of the state.
-            start: the first element.
-            stop: the element after the last.
-        """
-        raise KeyError((name, state))
-
     def close(self) -> None:
         """Do nothing: the caller that opened ``source`` closes ``source``."""

@@ -139,7 +139,6 @@ class Source(ABC):
         bytes.
         """
 
-    @abstractmethod
     def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of a state; a scalar has a single element.
 
@@ -150,8 +149,10 @@ class Source(ABC):
             stop: the element after the last.
 
         Returns: as ``read_model``.
-        Raises: CheckpointError, as ``read_model``.
+        Raises: CheckpointError, as ``read_model``; KeyError, if there is no such state.
         """
+        # The default of formats that hold weights only.
+        raise KeyError((name, state))
 
     def prepare(self, copies: Sequence[Copy]) -> None:
         """Verify the bytes that ``copies`` read, and fill destinations that are new.

@@ -13,24 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from composable_fsdp import CheckpointError, convert, export_safetensors, fully_shard
-from composable_fsdp.inspection.command_line import main
 from tests.storage.samples import sample, saved
 from tests.support.on_ranks import on_ranks
+from tests.support.scripts import Run
 from tests.support.world import World
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return call
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:

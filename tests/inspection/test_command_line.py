@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,7 @@ from composable_fsdp.inspection import progress as progress_module
 from composable_fsdp.inspection.command_line import main
 from composable_fsdp.inspection.progress import progress
 from tests.storage.samples import sample, saved
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return call
+from tests.support.scripts import Run
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,14 +16,12 @@ import torch
 
 from composable_fsdp import MixedPrecision, forecast, measure_activations, plan
 from composable_fsdp.inspection import plan_models
-from composable_fsdp.inspection.command_line import main
 from composable_fsdp.inspection.plan_models import load_model
 from composable_fsdp.inspection.plan_report import KINDS
 from composable_fsdp.inspection.sizes import byte_size
 from composable_fsdp.planning.model_units import guess_units
 from composable_fsdp.planning.plan import size_text
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.support.scripts import Run
 
 SCRIPT = """
 import torch
@@ -94,17 +92,9 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call the command line: status, standard output and standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            status = main(["plan", *map(str, arguments)])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return call
+def run(run: Run) -> Run:
+    """Call ``plan``: status, standard output and standard error."""
+    return partial(run, "plan")
 
 
 def report_of(run: Run, *arguments: object) -> dict[str, Any]:

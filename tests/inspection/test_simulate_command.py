@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composable_fsdp.inspection.command_line import main
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.support.scripts import Run
 
 SCRIPT = """
 import torch
@@ -43,17 +41,9 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call the command line: status, standard output and standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            status = main(["simulate", *map(str, arguments)])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return call
+def run(run: Run) -> Run:
+    """Call ``simulate``: status, standard output and standard error."""
+    return partial(run, "simulate")
 
 
 @pytest.mark.req("N-02")

@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from tests.support import seam
 from tests.support.pool import context_of
+
+Run = Callable[..., tuple[int, str, str]]
+"""A command line as a function: exit status, standard output and standard error."""
 
 
 def run_script(

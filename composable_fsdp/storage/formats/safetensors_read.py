@@ -128,17 +128,6 @@ class SafetensorsSource(Source):
             raw = raw.clone()  # a view in ``dtype`` needs an aligned offset
         return raw.view(info.dtype)
 
-    def read_optim(self, name: str, state: str, start: int, stop: int) -> Tensor:
-        """Raise KeyError: there is no optimizer state.
-
-        Args:
-            name: the name of the parameter.
-            state: the name of the state.
-            start: the first element.
-            stop: the element after the last.
-        """
-        raise KeyError((name, state))
-
     def close(self) -> None:
         """Drop the mappings; each ends with the last tensor that shares the memory."""
         self._maps.clear()
