@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch.distributed as dist
+
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain, return_to
@@ -48,6 +50,9 @@ _SAME_FROZEN = (
 )
 
 
+_REFUSED = "refused"
+"""Below a place in the store: the error of a rank that found another fact there."""
+
 ONE_RANK_RAISED = (
     "If a rank catches an exception of a forward or a backward and goes on, every rank "
     "has to leave the same forward or backward at the same place: let the ranks agree "
@@ -68,12 +73,21 @@ class Fact(NamedTuple):
     """Further values that have to be equal on all ranks."""
     missing: tuple[str, ...] = ()
     """If the action is ``REDUCE``: the parameters without a gradient."""
+    frozen: tuple[str, ...] = ()
+    """At the begin of a round: parameters frozen since ``fully_shard``."""
+    unfrozen: tuple[str, ...] = ()
+    """At the begin of a round: parameters unfrozen since ``fully_shard``."""
 
     @classmethod
     def of(cls, value: Sequence[Any]) -> Fact:
         """Return the fact that JSON has turned into the list ``value``."""
-        action, unit, details, missing = value
-        return cls(action, unit, tuple(details), tuple(missing))
+        action, unit, *names = value
+        return cls(action, unit, *map(tuple, names))
+
+    @property
+    def trains(self) -> dict[str, bool]:
+        """The new ``requires_grad`` of the parameters frozen or unfrozen."""
+        return dict.fromkeys(self.frozen, False) | dict.fromkeys(self.unfrozen, True)
 
 
 def way_out(mine: Fact, theirs: Fact) -> str:
@@ -87,7 +101,9 @@ def way_out(mine: Fact, theirs: Fact) -> str:
         return _SAME_UNITS
     # The begin of a backward names the mode of its forward first.
     is_same_call = mine[:2] == theirs[:2] and mine.details[:2] == theirs.details[:2]
-    return _SAME_FROZEN if is_same_call else _SAME_CALLS
+    # Without all-gathers, only the frozen parameters tell two backwards apart.
+    is_frozen = mine.trains != theirs.trains
+    return _SAME_FROZEN if is_same_call or is_frozen else _SAME_CALLS
 
 
 Note = Mapping[str, Sequence[str]]
@@ -197,18 +213,20 @@ class OrderComparison:
         words = self._words
         fact = words.mode(mode)
         self._say(number, "its beginning", fact)
-        recorded = (
-            f"the order of earlier rounds has {other}"
-            if other
-            else f"the order recorded in {words.what} {number - 1} has: "
-            f"{words.tell(words.mode(wanted))}"
-        )
+        if other:
+            # Without a prediction of this tree, another tree was to begin.
+            recorded, cure = f"the order of earlier rounds has {other}", _SAME_CALLS
+        else:
+            fact, expected = contrast(fact, words.mode(wanted))
+            recorded = (
+                f"the order recorded in {words.what} {number - 1} has: "
+                f"{words.tell(expected)}"
+            )
+            cure = way_out(fact, expected)
         story = (
             f"In {words.what} {number}, at its beginning, this rank {words.tell(fact)},"
             f" where {recorded}."
         )
-        # Without a prediction of this tree, another tree was to begin.
-        cure = _SAME_CALLS if other else way_out(fact, words.mode(wanted))
         self._meet(number, "its beginning", story, cure)
 
     def depart(
@@ -368,7 +386,11 @@ class OrderComparison:
             other = peers.say(place, fact, mine.note)
             if other is not None:
                 theirs = mine._replace(fact=Fact.of(other.value), note=other.note)
-                self._raise(self._difference(mine, theirs, other.rank))
+                text = self._difference(mine, theirs, other.rank)
+                # The ranks that wrote before wait at this place for all ranks.
+                for each in self.peers:
+                    each.say(f"{place}/{_REFUSED}", f"rank {dist.get_rank()}: {text}")
+                self._raise(text)
 
     def _meet(self, number: int, at: str, story: str, way_out: str) -> None:
         """Wait until every rank has come to the place, too.
@@ -389,11 +411,14 @@ class OrderComparison:
 
         def in_vain(absent: list[int]) -> bool:
             stuck.extend(ranks_in_vain(peers.group, absent))
-            return bool(stuck)
+            return bool(stuck or peers.heard(f"{place}/{_REFUSED}"))
 
         for peers in self.peers:
             absent = peers.missing(place, notice, in_vain)
             if absent:
+                # A rank that came later has raised instead of waiting here.
+                if refused := peers.heard(f"{place}/{_REFUSED}"):
+                    self._raise(f"{story} Of {refused}")
                 why = f"Ranks {absent} did not follow within {peers.timeout():g} s."
                 if stuck:
                     why = f"They cannot meet: {'; '.join(stuck)}."
@@ -416,18 +441,39 @@ def checksum(value: tuple[object, ...]) -> int:
 
 
 def contrast(mine: Fact, theirs: Fact) -> tuple[Fact, Fact]:
-    """Remove parameters that both facts name, so that the facts show the difference.
+    """Reduce the parameters in two facts to those that show the difference.
+
+    A parameter that a rank has frozen trains on the other rank, which names that
+    parameter, too.
 
     >>> mine, theirs = contrast(
     ...     Fact(REDUCE, "a", missing=("x", "y")), Fact(REDUCE, "a", missing=("y",))
     ... )
     >>> mine.missing, theirs.missing
     (('x',), ())
+    >>> mine, theirs = contrast(Fact("begin", frozen=("x", "y")), Fact("begin"))
+    >>> mine.frozen, theirs.unfrozen
+    (('x', 'y'), ('x', 'y'))
     """
+    here, there = mine.trains, theirs.trains
+    if here != there:
+        # A parameter that only one rank names has the opposite value on the other.
+        here = {name: not trains for name, trains in there.items()} | here
+        there = {name: not trains for name, trains in here.items()} | there
+        names = [name for name in here if here[name] is not there[name]]
+        mine, theirs = _naming(mine, names, here), _naming(theirs, names, there)
     # Different units or actions: the facts differ before the parameters.
     if mine._replace(missing=()) != theirs._replace(missing=()):
         return mine, theirs
     return _without(mine, theirs.missing), _without(theirs, mine.missing)
+
+
+def _naming(fact: Fact, names: Sequence[str], trains: Mapping[str, bool]) -> Fact:
+    """Return ``fact`` with the flags of the parameters ``names`` only."""
+    return fact._replace(
+        frozen=tuple(name for name in names if not trains[name]),
+        unfrozen=tuple(name for name in names if trains[name]),
+    )
 
 
 def _without(fact: Fact, names: Sequence[str]) -> Fact:

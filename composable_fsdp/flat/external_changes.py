@@ -23,7 +23,7 @@ steps, and knows of streams, reductions and hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -74,6 +74,27 @@ def requires_grad_changed(handle: FlatParamHandle) -> bool:
     return any(
         leaf.requires_grad is not full.requires_grad for *_, leaf, full in handle.swaps
     )
+
+
+def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool]]:
+    """Yield name and flag of the parameters frozen or unfrozen since ``fully_shard``.
+
+    The names are FQNs from the root, in the order of the original regions, which all
+    ranks have compared.
+    """
+    layout = handle.layout
+    # 0: the unit was never rebuilt, as most units.
+    if not layout.structure:
+        return
+    trains = {
+        slot.index: region.layout.trainable
+        for region in layout.regions
+        for slot in region.layout.parameters
+    }
+    for region in layout.origin:
+        for slot in region.parameters:
+            if trains[slot.index] is not region.trainable:
+                yield join_name(handle.full_fqn, slot.fqns[0]), trains[slot.index]
 
 
 def require_leaves(handle: FlatParamHandle) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from itertools import chain
 from operator import attrgetter
 from types import FrameType
 
@@ -20,6 +21,7 @@ from composable_fsdp.comm.ranges import end_all_ranges
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import residency
 from composable_fsdp.flat.external_changes import (
+    changed_flags,
     leaves_view_shards,
     requires_grad_changed,
     restore_shard_views,
@@ -123,6 +125,7 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         elif handle.residency is not SHARDED or handle.kept_full:
             _keep_or_discard(context, handle)
     root = root_of(context)
+    froze = False
     for unit in root._root_states:
         handle = unit.handle
         if not handle.kept_full and not shards_are_unchanged(handle):
@@ -130,6 +133,10 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
                 adopt_external_changes(unit)
                 if requires_grad_changed(handle):
                     follow_requires_grad(context, handle)
+                    froze = True
+    if froze:
+        # Once after all units, because the flags of every unit are read.
+        context.changed_flags = tuple(chain(*map(changed_flags, context.handles)))
     if root.initial.compared != ALL_RANKS or not context.is_checked:
         _check_ranks(context, root)
     if PENDING:
@@ -140,7 +147,9 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
         cast_buffers(unit)
     training = state.module.training
     # The order log keeps a separate order of uses for each mode.
-    mode = (state.fqn, training, torch.is_grad_enabled())
+    # With the frozen parameters: a rank that froze others than the rest would reduce
+    # buffers of other sizes, which aborts the process.
+    mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
     context.tape = CommonOrder(mode) if fills else GradientOrder(mode)
     context.streams.begin_iteration()

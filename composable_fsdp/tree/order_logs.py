@@ -171,23 +171,32 @@ def _backward_use(use: object) -> Fact:
 def _forward_mode(mode: Hashable) -> Fact:
     """Return the fact of the mode of a forward."""
     assert isinstance(mode, tuple)
-    fqn, training, grads = mode
+    fqn, training, grads, changed = mode
     how = "training" if training else "eval", "with" if grads else "without"
-    return Fact("begin forward", quoted(fqn), how)
+    return _with_flags(Fact("begin forward", quoted(fqn), how), changed)
+
+
+def _with_flags(fact: Fact, changed: Sequence[tuple[str, bool]]) -> Fact:
+    """Return ``fact`` with the parameters of ``RuntimeContext.changed_flags``."""
+    return fact._replace(
+        frozen=tuple(name for name, trains in changed if not trains),
+        unfrozen=tuple(name for name, trains in changed if trains),
+    )
 
 
 def _backward_mode(mode: Hashable) -> Fact:
     """Return the fact of the mode of a backward."""
     assert isinstance(mode, tuple)
-    forward, syncs, structures = mode
+    forward, syncs, structures, changed = mode
     # Without a root there are no units, and no reductions.
     off = "all" if not any(syncs) else "none" if all(syncs) else "some"
     rebuilt = [each for each in structures if each]
     ends = off, len(rebuilt), zlib.crc32(repr(structures).encode()) if rebuilt else 0
     if not forward:
-        return Fact("begin backward alone", details=ends)
+        return _with_flags(Fact("begin backward alone", details=ends), changed)
     of = _forward_mode(forward)
-    return Fact("begin backward", of.unit, (*of.details, *ends))
+    begin = Fact("begin backward", of.unit, (*of.details, *ends))
+    return _with_flags(begin, changed)
 
 
 _WORDS = {
@@ -224,8 +233,11 @@ def _words(fact: Fact) -> str:
     if fact.action in ("begin backward", "begin backward alone"):
         *_, off, rebuilt, digest = fact.details
         text += _REDUCTIONS_OFF[str(off)]
-        if rebuilt:
+        if rebuilt and not fact.trains:
             text += f", with requires_grad changed in {rebuilt} units ({digest:08x})"
+    for names, trains in ((fact.frozen, False), (fact.unfrozen, True)):
+        if names:
+            text += f", with requires_grad={trains} of {listed(map(quoted, names))}"
     return text
 
 

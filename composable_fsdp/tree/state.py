@@ -89,7 +89,7 @@ class ForwardRecord(ExecutionOrder["_FSDPState"]):
         super().__init__()
         self.mode = mode
         """Mode of the forward: FQN of the outermost unit, training or evaluation,
-        gradients enabled or not."""
+        gradients enabled or not, and ``RuntimeContext.changed_flags``."""
         # ``task``: the last graph task that reached this forward. ``reached``: index of
         # the earliest use that the graph task has reached, for prefetching.
         self.task = self.reached = -1
@@ -135,6 +135,7 @@ class RuntimeContext:
         "__weakref__",
         "backward_logs",
         "captures",
+        "changed_flags",
         "dead",
         "filling",
         "forward_logs",
@@ -163,6 +164,9 @@ class RuntimeContext:
         """Handles of all units, in ``.modules()`` order."""
         self.marked = MarkedUnits()
         """The units that need rare work, so that a step does not visit all units."""
+        self.changed_flags: tuple[tuple[str, bool], ...] = ()
+        """Name and ``requires_grad`` of the parameters that were frozen or unfrozen
+        since ``fully_shard``; part of the mode of a forward."""
         self.forward_logs: tuple[OrderLog, ...] = ()
         """Order logs of all-gathers in forward."""
         self.backward_logs: tuple[OrderLog, ...] = ()
@@ -241,7 +245,7 @@ class RuntimeContext:
         states = root._root_states if root is not None else ()
         syncs = tuple([state.settings.sync_gradients for state in states])
         structures = tuple([s.handle.layout.structure for s in states])
-        log.depart(use, (forward, syncs, structures))
+        log.depart(use, (forward, syncs, structures, self.changed_flags))
 
 
 class MarkedUnits(NamedTuple):

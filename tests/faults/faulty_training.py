@@ -244,6 +244,7 @@ AT_STEP: dict[str, Callable[[Program], None]] = {
     "skip-the-last-block": route(0, 1),
     "fewer-batches": ended,
     "state-alone": state_alone,
+    "freeze-later": lambda p: frozen(p.model),
     # In ``Program.step``.
     "clip-alone": lambda _: None,
     "no-backward": lambda _: None,
