@@ -79,6 +79,9 @@ from composable_fsdp.errors import (
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.inspection.describe import describe
 from composable_fsdp.inspection.description import Description
+from composable_fsdp.integrations.foreign_strategies import (
+    guard_strategies as _guard_strategies,  # noqa: F401  # called after sharding
+)
 from composable_fsdp.optim.flat_parameters import flat_parameter_groups, flat_parameters
 from composable_fsdp.optim.load import optim_state_dict_to_load
 from composable_fsdp.optim.rekey import rekey_optim_state_dict

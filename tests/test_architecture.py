@@ -27,7 +27,10 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 import composable_fsdp.api
 import composable_fsdp
-EXTRAS = {"accelerate", "lightning", "matplotlib", "peft", "rich", "transformers"}
+EXTRAS = {
+    "accelerate", "lightning", "matplotlib", "peft", "rich", "torchmetrics",
+    "transformers",
+}
 for found in pkgutil.walk_packages(composable_fsdp.__path__, "composable_fsdp."):
     if found.name.endswith(".__main__"):
         continue  # runs the command line

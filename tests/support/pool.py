@@ -50,6 +50,8 @@ _PRELOAD = [
     "pytest",
     "hypothesis",
     "tests.support.rank",
+    # Where they are installed: see tests/integrations_env.
+    "lightning.pytorch",
 ]
 
 

@@ -1,0 +1,1 @@
+"""Strategies for the Trainer and for Fabric of Lightning."""

@@ -1,0 +1,381 @@
+"""Full and sharded checkpoints of Lightning, for the Trainer and for Fabric.
+
+::
+
+    full      last.ckpt                        a file, as of any strategy of Lightning
+    sharded   last.ckpt/latest                 text: state-2
+              last.ckpt/state-2/manifest.json  a checkpoint of this library
+
+A sharded checkpoint holds model and optimizers as ``composable_fsdp.save`` writes them,
+and in ``extra`` the rest of Lightning's dictionary, as the bytes of ``torch.save``. To
+overwrite means to write ``state-3`` beside ``state-2``, to change ``latest``, and to
+remove ``state-2``; so a crash leaves the old or the new checkpoint, never half of one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composable_fsdp.comm.consensus import require_success_on_all_ranks
+from composable_fsdp.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    StateDictType,
+)
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.integrations.lightning.sharding import has_units
+from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.rekey import rekey_optim_state_dict
+from composable_fsdp.optim.save import optim_state_dict
+from composable_fsdp.state_dict.settings import state_dict_type
+from composable_fsdp.storage.directory import LATEST, MANIFEST
+from composable_fsdp.storage.load import load
+from composable_fsdp.storage.opening import open_source
+from composable_fsdp.storage.save import save
+from composable_fsdp.storage.source import Source
+
+REST = "lightning"
+"""The key in ``extra`` of the bytes of everything but model and optimizers."""
+NAMES = "composable_fsdp_optimizers"
+"""The key in the rest of the parameter names of each optimizer, group by group."""
+_STATE = re.compile(r"state-(\d+)\Z")
+
+
+@contextmanager
+def alike_on_all_ranks() -> Iterator[None]:
+    """Raise the error of the block, on whichever rank, on all ranks.
+
+    Collective: one all-gather of objects over the default group.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    # Alone, a rank has nobody to tell.
+    groups = [world] if world is not None and world.size() > 1 else []
+    with require_success_on_all_ranks(groups):
+        yield
+
+
+def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a directory with a checkpoint of this library lies at ``path``."""
+    path = os.fspath(path)
+    # The checkpoint itself, or a directory whose ``latest`` names the checkpoint.
+    return any(os.path.isfile(os.path.join(path, name)) for name in (LATEST, MANIFEST))
+
+
+def full_model_state(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of the plain model, on the CPU of rank 0; else ``{}``.
+
+    Collective: as ``state_dict`` of the full type with ``rank0_only``.
+    """
+    # A module without parameters has no unit.
+    if not has_units(module):
+        return module.state_dict()
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with state_dict_type(module, StateDictType.FULL_STATE_DICT, config):
+        return module.state_dict()
+
+
+def full_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of the plain optimizer, keyed by numbers; else ``{}``.
+
+    The state is that of ``optimizer.state_dict()`` over the plain ``module``, on the
+    CPU of rank 0.
+
+    Collective: as ``optim_state_dict`` of the full type with ``rank0_only``.
+    Raises: as ``optim_state_dict``.
+    """
+    if not has_units(module):
+        return optimizer.state_dict()
+    full = StateDictType.FULL_STATE_DICT
+    config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    # The context leaves the settings of the user for other state dicts.
+    with state_dict_type(module, full, None, config):
+        state = optim_state_dict(module, optimizer)
+    if not state:
+        return {}
+    # By number, as a plain optimizer: any strategy can load the file.
+    return rekey_optim_state_dict(
+        state, OptimStateKeyType.PARAM_ID, module, optim=optimizer
+    )
+
+
+def load_full_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+) -> None:
+    """Give ``optimizer`` this rank's part of a state of the plain optimizer.
+
+    Args:
+        module: the model.
+        optimizer: an optimizer over parameters of ``module``.
+        state: the state, keyed by numbers or names, whole on every rank.
+
+    Collective: none. Raises: as ``optim_state_dict_to_load``.
+    """
+    if not has_units(module):
+        optimizer.load_state_dict(state)
+        return
+    with state_dict_type(module, StateDictType.FULL_STATE_DICT):
+        optim_state_dict_to_load(module, optimizer, state, load_directly=True)
+
+
+def read_full(path: str | os.PathLike[str], weights_only: bool | None) -> Any:
+    """Return the dictionary in a file of ``torch.save``, with tensors on the CPU.
+
+    Tensors are mapped, so that the ranks of a node share the pages of the file.
+
+    Raises: CheckpointError, with the way out, for a file with more than tensors and
+        plain values, unless ``weights_only`` is False.
+    """
+    # Files of torch before 1.6 are no archives and cannot be mapped.
+    mapped = zipfile.is_zipfile(path)
+    return _unpickle(os.fspath(path), weights_only, mmap=mapped)
+
+
+def write_sharded(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] | None,
+    rest: dict[str, Any],
+) -> None:
+    """Write a sharded checkpoint at ``path``; an older checkpoint there is replaced.
+
+    Args:
+        path: the directory; rank 0's is used.
+        module: the model.
+        optimizers: all optimizers over parameters of ``module``; None leaves them out.
+        rest: everything else; rank 0's is saved.
+
+    Collective: an exchange of errors; then as ``save``.
+    Raises: CheckpointError, on all ranks; a checkpoint at ``path`` is unchanged.
+    """
+    extra: dict[str, Any] | None = None
+    name = "state-1"
+    with alike_on_all_ranks():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            # ``save`` takes the path of rank 0, so only rank 0 looks at the directory.
+            name = _next_name(os.path.abspath(path))
+            rest = {**rest, NAMES: _names_of(module, optimizers or ())}
+            # Keys that are numbers, tuples and objects of callbacks have no JSON form.
+            out = io.BytesIO()
+            torch.save(rest, out)
+            written = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
+            extra = {REST: written}
+    # ``keep=1`` removes the older state only after the new one is complete.
+    save(os.path.join(path, name), module, _optimizers(optimizers), extra, keep=1)
+
+
+def read_sharded(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] | None,
+    *,
+    strict: bool,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Load model and optimizers from a sharded checkpoint; return the rest.
+
+    Args:
+        path: the directory.
+        module: the model, sharded or plain.
+        optimizers: the optimizers; None leaves optimizer and random states alone.
+        strict: whether a difference raises.
+        weights_only: see ``torch.load``; for the rest.
+
+    Returns: the ``rest`` that ``write_sharded`` got; empty for a checkpoint that
+        ``composable_fsdp.save`` wrote.
+    Collective: as ``load``.
+    Raises: CheckpointError, on all ranks.
+    """
+    extra = load(
+        path,
+        module,
+        _optimizers(optimizers),
+        strict=strict,
+        # Another ``precision=`` than at the save is no error, as in a full checkpoint.
+        cast=True,
+        rng=optimizers is not None,
+    )
+    with alike_on_all_ranks():
+        return _rest_of(extra, path, weights_only)
+
+
+def holds_optimizers(path: str | os.PathLike[str]) -> bool:
+    """Return whether a sharded checkpoint holds states of optimizers."""
+    with open_source(path) as source:
+        return source.param_groups is not None
+
+
+def read_whole(
+    path: str | os.PathLike[str], weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Return a sharded checkpoint as the dictionary of a full one, on the CPU.
+
+    Every process reads the whole model, so call this function in one process.
+
+    Args:
+        path: the directory.
+        weights_only: see ``torch.load``. Default None: torch's default.
+
+    Returns: ``{"state_dict": ..., "optimizer_states": [...], ...}``.
+    Collective: none. Raises: CheckpointError.
+    """
+    with open_source(path) as source:
+        rest = _rest_of(source.extra, path, weights_only)
+        # ``save`` joined the states of all optimizers; the names divide them again.
+        groups = rest.pop(NAMES, [])
+        tensors = {
+            name: source.read_model(name, 0, info.numel).clone().view(info.shape)
+            for name, info in source.model.items()
+        }
+        # After the loop, so that tied names share a tensor.
+        tensors.update({name: tensors[of] for name, of in source.aliases.items()})
+        whole = {**rest, "state_dict": {**tensors, **source.own_states}}
+        if groups:
+            whole["optimizer_states"] = [_plain_state(source, each) for each in groups]
+    return whole
+
+
+def consolidate(
+    directory: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    weights_only: bool | None = None,
+) -> None:
+    """Write a sharded checkpoint as a file that every strategy of Lightning loads.
+
+    Needs host memory for the whole checkpoint, and no process group.
+
+    Args:
+        directory: a checkpoint of ``state_dict_type="sharded"``.
+        file: the file to make, which must not exist yet.
+        weights_only: see ``torch.load``; False also takes hyperparameters that are
+            objects. Default None: torch's default, True.
+
+    Collective: none; call in one process.
+    Raises: CheckpointError, for a file that exists or a damaged checkpoint.
+    """
+    # Reading takes minutes: refuse before.
+    if os.path.lexists(file):
+        raise CheckpointError(
+            f"{os.fspath(file)} exists already, and nothing is overwritten. Choose "
+            "another name, or remove it first."
+        )
+    whole = read_whole(directory, weights_only)
+    # Under another name first: a crash leaves no half of a checkpoint at ``file``.
+    made = f"{os.fspath(file)}.tmp"
+    torch.save(whole, made)
+    os.replace(made, file)
+
+
+def _next_name(path: str) -> str:
+    """Return the name of the next state in the directory ``path``.
+
+    Raises: CheckpointError, if a file is there.
+    """
+    if os.path.isfile(path):
+        raise CheckpointError(
+            f"{path} is a file (a full checkpoint?), and a sharded checkpoint is a "
+            "directory. Remove the file, or save under another name (another dirpath "
+            "or filename of ModelCheckpoint)."
+        )
+    found = os.listdir(path) if os.path.isdir(path) else []
+    numbers = [int(match[1]) for match in map(_STATE.match, found) if match]
+    return f"state-{max(numbers, default=0) + 1}"
+
+
+def _names_of(
+    module: nn.Module, optimizers: Sequence[Optimizer]
+) -> list[list[list[str]]]:
+    """Return the parameter names of each optimizer's groups."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [[names.get(id(p), "") for p in group["params"]] for group in each.param_groups]
+        for each in optimizers
+    ]
+
+
+def _plain_state(source: Source, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the ``state_dict()`` of an optimizer whose groups have these names."""
+    options = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in source.param_groups or ()
+        for name in group["params"]
+    }
+    order = [name for group in groups for name in group]
+    state: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate(order):
+        first = source.aliases.get(name, name)
+        values: dict[str, Any] = {
+            key: source.read_optim(first, key, 0, info.numel).clone().view(info.shape)
+            for key, info in source.optim.get(first, {}).items()
+        }
+        values.update(source.optim_values.get(first, {}))
+        if values:
+            state[number] = values
+    # torch numbers parameters through all groups.
+    numbers = iter(range(len(order)))
+    return {
+        "state": state,
+        "param_groups": [
+            {
+                **options.get(source.aliases.get(group[0], group[0]), {}),
+                "params": [next(numbers) for _ in group],
+            }
+            for group in groups
+            if group
+        ],
+    }
+
+
+def _rest_of(
+    extra: Any, path: str | os.PathLike[str], weights_only: bool | None
+) -> dict[str, Any]:
+    """Return the rest of Lightning's dictionary from ``extra``; empty if not there."""
+    written = extra.get(REST) if isinstance(extra, Mapping) else None
+    if not isinstance(written, Tensor):
+        return {}
+    rest = _unpickle(io.BytesIO(written.numpy().tobytes()), weights_only, at=path)
+    return rest if isinstance(rest, dict) else {}
+
+
+def _unpickle(
+    file: str | io.BytesIO,
+    weights_only: bool | None,
+    *,
+    mmap: bool = False,
+    at: str | os.PathLike[str] = "",
+) -> Any:
+    """Return ``torch.load`` of a file; say the way out if objects are refused."""
+    try:
+        return torch.load(file, "cpu", weights_only=weights_only, mmap=mmap)
+    except Exception as error:
+        # Damaged and missing files keep their own errors.
+        text = str(error)
+        if "weights_only" not in text.lower():
+            raise
+        # torch names the class that its restricted reader refused.
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        raise CheckpointError(
+            f"{file if isinstance(file, str) else os.fspath(at)} holds "
+            f"{found[1] if found else 'an object'}, which torch.load refuses by "
+            "default (weights_only=True): hyperparameters or states of callbacks that "
+            "are objects. If you trust the file, pass weights_only=False to the "
+            "strategy, or to load_from_checkpoint; or name the class by "
+            "torch.serialization.add_safe_globals."
+        ) from error
+
+
+def _optimizers(optimizers: Sequence[Optimizer] | None) -> list[Optimizer] | None:
+    """Return the optimizers as ``save`` and ``load`` take them."""
+    return list(optimizers) if optimizers else None

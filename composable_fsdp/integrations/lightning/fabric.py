@@ -1,0 +1,383 @@
+"""``ComposableFSDPFabricStrategy``: Fabric of Lightning over fully sharded modules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import (
+    STRATEGY_REGISTRY,
+    DDPStrategy,
+    ParallelStrategy,
+)
+from lightning.fabric.strategies.strategy import (
+    _apply_filter,
+    _BackwardSyncControl,
+    _validate_keys_for_strict_loading,
+)
+from lightning.fabric.utilities.types import _Stateful
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composable_fsdp.access.grads import clip_grad_norm_, no_sync
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.integrations.lightning import checkpoints, precision, settings
+from composable_fsdp.integrations.lightning.devices import move_to_device
+from composable_fsdp.integrations.lightning.sharding import has_units, shard
+
+_FULL, _SHARDED = settings.STATE_DICT_TYPES
+
+
+class ComposableFSDPFabricStrategy(ParallelStrategy):
+    """Shards modules with ``fully_shard`` in ``Fabric.setup``.
+
+    Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
+    "composable_fsdp_offload" and "composable_fsdp_hybrid" for ``Fabric(strategy=...)``.
+    A model and its optimizers may be set up together or apart: parameters stay the same
+    objects.
+
+    Args:
+        state_dict_type: "full" (default): ``fabric.save`` writes a file, gathered on
+            rank 0. "sharded": a directory; each rank writes its part.
+        process_group_backend: the backend. Default: NCCL for GPUs, else gloo.
+        timeout: the timeout of the process group. Default 30 minutes.
+        start_method: how the ranks start, if torchrun or a cluster did not start them:
+            "popen" (default), or "spawn", "fork", "forkserver".
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision:
+            see ``lightning.fabric.strategies.DDPStrategy``.
+        **sharding: arguments of ``fully_shard``, with the defaults of
+            ``ComposableFSDPStrategy``.
+
+    Raises: TypeError, for an unknown argument; ValueError, for a ``state_dict_type``.
+    """
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: str = _FULL,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: str = "popen",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        **sharding: Any,
+    ) -> None:
+        name = type(self).__name__
+        settings.require_state_dict_type(state_dict_type, name)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        own = tuple(ComposableFSDPFabricStrategy.__init__.__kwdefaults__ or ())
+        self._options = settings.sharding_options(sharding, own, name)
+        self._state_dict_type = state_dict_type
+        # Names that the methods of DDPStrategy and Fabric read.
+        self._process_group_backend = process_group_backend
+        self._timeout, self._start_method = timeout, start_method
+        self._num_nodes = 1
+        self._backward_sync_control = _NoSync()
+
+    # Processes start and meet as those of DDPStrategy do.
+    root_device = DDPStrategy.root_device
+    num_nodes = DDPStrategy.num_nodes
+    num_processes = DDPStrategy.num_processes
+    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
+    process_group_backend = DDPStrategy.process_group_backend
+    setup_environment = DDPStrategy.setup_environment
+    all_reduce = DDPStrategy.all_reduce
+    barrier = DDPStrategy.barrier
+    broadcast = DDPStrategy.broadcast
+    _configure_launcher = DDPStrategy._configure_launcher
+    _setup_distributed = DDPStrategy._setup_distributed
+    _get_process_group_backend = DDPStrategy._get_process_group_backend
+    _set_world_ranks = DDPStrategy._set_world_ranks
+    _determine_ddp_device_ids = DDPStrategy._determine_ddp_device_ids
+
+    @property
+    def precision(self) -> Any:
+        """The precision plugin, with a scaler that decides alike on all ranks."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        self._precision = precision.for_fabric(plugin)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing before sharding: a whole model need not fit into a GPU."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard the parameters that no unit holds; return ``module``.
+
+        Collective: as ``fully_shard``. Raises: as ``fully_shard``.
+        """
+        options = settings.on_these_ranks(
+            self._options, self.root_device, self.num_nodes, self.num_processes
+        )
+        # Fabric casts the inputs and the outputs of the module itself.
+        kind = getattr(self.precision, "precision", "")
+        shard(module, options, precision.mixed_precision(kind))
+        move_to_device(module, self.root_device)
+        return module
+
+    def module_init_context(
+        self, empty_init: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Create modules on the CPU, or on meta with ``empty_init``."""
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta") if empty_init else nullcontext())
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm over all ranks, and return the norm.
+
+        Args:
+            module: the module.
+            optimizer: the optimizer, whose gradients are clipped.
+            max_norm: the largest norm.
+            norm_type: the order of the norm. Default 2.
+            error_if_nonfinite: raise if the norm is NaN or inf. Default True.
+
+        Returns: the norm before clipping. Collective: as ``clip_grad_norm_``.
+        Raises: as ``clip_grad_norm_``.
+        """
+        # Gradients are still multiplied by the scale of 16-mixed.
+        self.precision.unscale_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the full state dict on rank 0. Collective: as ``state_dict``."""
+        return checkpoints.full_model_state(module)
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write ``state`` in the form that ``state_dict_type`` says.
+
+        Args:
+            path: the file or directory; rank 0's is used.
+            state: modules, optimizers and other values by name.
+            storage_options: for the CheckpointIO of full checkpoints. Default None.
+            filter: per name of ``state``, whether to keep an entry; full checkpoints.
+                Default None.
+
+        Collective: as the state dicts, and an exchange of errors.
+        Raises: CheckpointError, on all ranks.
+        """
+        path = self.broadcast(path)
+        if self._state_dict_type == _FULL:
+            # Every rank takes part in the gathers, and rank 0 alone holds the results.
+            full: dict[str, Any] = {}
+            for name, value in state.items():
+                _apply_filter(name, filter or {}, _full(state, value), full)
+            with checkpoints.alike_on_all_ranks():
+                if self.is_global_zero:
+                    self.checkpoint_io.save_checkpoint(
+                        full, path, storage_options=storage_options
+                    )
+            return
+        with checkpoints.alike_on_all_ranks():
+            module = _only_module(state)
+            if filter or storage_options is not None:
+                raise CheckpointError(
+                    "A sharded checkpoint holds all of a model, and no CheckpointIO "
+                    "writes it. Leave filter and storage_options away, or pass "
+                    "state_dict_type='full'."
+                )
+        # Tensors go into the files of the ranks, everything else into ``extra``.
+        parts = (nn.Module, Optimizer)
+        rest = {k: _plain(v) for k, v in state.items() if not isinstance(v, parts)}
+        optimizers = [v for v in state.values() if isinstance(v, Optimizer)]
+        checkpoints.write_sharded(path, module, optimizers, rest)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a full or a sharded checkpoint into ``state``; return the remainder.
+
+        Args:
+            path: the file or directory; rank 0's is used.
+            state: modules, optimizers and other values by name, or a module or an
+                optimizer, for a file that holds just its state dict. Default None:
+                the whole checkpoint is returned.
+            strict: whether a missing name raises. Default True.
+            weights_only: see ``torch.load``. Default None: torch's default.
+
+        Returns: the values that ``state`` has no name for.
+        Collective: an exchange of errors; for sharded checkpoints as ``load``.
+        Raises: CheckpointError or KeyError, on all ranks.
+        """
+        path = self.broadcast(path)
+        if checkpoints.is_sharded_checkpoint(path):
+            return self._load_sharded(path, state, strict, weights_only)
+        with checkpoints.alike_on_all_ranks():
+            found: dict[str, Any]
+            if os.path.isfile(path):
+                found = checkpoints.read_full(path, weights_only)
+            else:
+                found = self.checkpoint_io.load_checkpoint(
+                    path, weights_only=weights_only
+                )
+            if not state:
+                return found
+            # ``fabric.load_raw``: the file is the state dict itself.
+            if isinstance(state, nn.Module):
+                state.load_state_dict(found, strict=strict)
+                return {}
+            if isinstance(state, Optimizer):
+                raise CheckpointError(
+                    "The state of an optimizer is named by the model's parameters: "
+                    "pass state={'model': model, 'optimizer': optimizer}."
+                )
+            _validate_keys_for_strict_loading(state.keys(), found.keys(), strict)
+            _load_full(state, found, strict)
+            return found
+
+    def _load_sharded(
+        self, path: str, state: Any, strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Load ``state`` from a sharded checkpoint; return the remainder."""
+        with checkpoints.alike_on_all_ranks():
+            if not state:
+                return checkpoints.read_whole(path, weights_only)
+            given = {"model": state} if isinstance(state, nn.Module) else state
+            module = _only_module(given)
+        optimizers = [v for v in given.values() if isinstance(v, Optimizer)]
+        rest = checkpoints.read_sharded(
+            path, module, optimizers or None, strict=strict, weights_only=weights_only
+        )
+        # Written for ``consolidate``, and of no use to the caller.
+        rest.pop(checkpoints.NAMES, None)
+        # Values of the caller change only after model and optimizers are loaded.
+        with checkpoints.alike_on_all_ranks():
+            others = {
+                k: v
+                for k, v in given.items()
+                if not isinstance(v, (nn.Module, Optimizer))
+            }
+            _validate_keys_for_strict_loading(others.keys(), rest.keys(), strict)
+            _load_values(given, rest, list(others))
+        return rest
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names of this strategy. Collective: none."""
+        for name, defaults in settings.NAMES.items():
+            made = partial(cls, **defaults)
+            strategy_registry.register(name, made, cls.__name__, override=True)
+
+
+class _NoSync(_BackwardSyncControl):
+    """Accumulation without communication, for ``fabric.no_backward_sync``."""
+
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool
+    ) -> AbstractContextManager[None]:
+        """Return a context in which backward does not reduce. Collective: none."""
+        return no_sync(module) if enabled and has_units(module) else nullcontext()
+
+
+def _only_module(state: dict[str, Any]) -> nn.Module:
+    """Return the module of ``state``. Raises: CheckpointError, unless there is one."""
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    if len(modules) != 1:
+        raise CheckpointError(
+            f"A sharded checkpoint holds one model, and the state has {len(modules)}: "
+            f"{', '.join(state)}. Save each model under a path of its own, or pass "
+            "state_dict_type='full'."
+        )
+    return modules[0]
+
+
+def _full(state: dict[str, Any], value: Any) -> Any:
+    """Return the content of a full checkpoint for ``value``."""
+    if isinstance(value, nn.Module):
+        return checkpoints.full_model_state(value)
+    if isinstance(value, Optimizer):
+        return checkpoints.full_optimizer_state(_module_of(state, value), value)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return the state of a scheduler or another object with a state dict."""
+    return value.state_dict() if isinstance(value, _Stateful) else value
+
+
+def _module_of(state: dict[str, Any], optimizer: Optimizer) -> Any:
+    """Return the module of ``state`` whose parameters ``optimizer`` holds.
+
+    Raises: CheckpointError, if ``state`` has none.
+    """
+    # Several models in a state are told apart by their parameters.
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for value in state.values():
+        is_module = isinstance(value, nn.Module)
+        if is_module and held <= {id(p) for p in value.parameters()}:
+            return value
+    raise CheckpointError(
+        "The state has an optimizer and no module with its parameters; names and "
+        "shapes of sharded parameters come from the module. Add the module: "
+        "state={'model': model, 'optimizer': optimizer}."
+    )
+
+
+def _load_full(state: dict[str, Any], found: dict[str, Any], strict: bool) -> None:
+    """Load modules, then optimizers, then other values; remove them from ``found``."""
+    # Modules come first: names and shapes of optimizer states depend on nothing else,
+    # and a wrong model should be told by its own error.
+    others = []
+    for name, value in state.items():
+        if name not in found:
+            continue
+        if isinstance(value, nn.Module):
+            value.load_state_dict(found.pop(name), strict=strict)
+        elif isinstance(value, Optimizer):
+            module = _module_of(state, value)
+            checkpoints.load_full_optimizer_state(module, value, found.pop(name))
+        else:
+            others.append(name)
+    _load_values(state, found, others)
+
+
+def _load_values(
+    state: dict[str, Any], found: dict[str, Any], names: list[str]
+) -> None:
+    """Give objects of ``state`` their saved state, and other values in its place."""
+    for name in names:
+        if name not in found:
+            continue
+        if isinstance(state[name], _Stateful):
+            state[name].load_state_dict(found.pop(name))
+        else:
+            state[name] = found.pop(name)
+
+
+ComposableFSDPFabricStrategy.register_strategies(STRATEGY_REGISTRY)

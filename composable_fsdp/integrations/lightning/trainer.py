@@ -1,0 +1,451 @@
+"""``ComposableFSDPStrategy``: the Trainer of Lightning over fully sharded modules.
+
+The order of the hooks that the Trainer calls::
+
+    connect -> setup_environment -> setup and configure_model of the module -> setup
+        setup: SyncBatchNorm | precision | shard the rest | device | optimizers
+    -> load_checkpoint -> fit, validate, test or predict -> teardown
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ParallelStrategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composable_fsdp.access.grads import no_sync
+from composable_fsdp.access.methods import register_forward_method
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.integrations.lightning import checkpoints, precision, settings
+from composable_fsdp.integrations.lightning.devices import move_to_device
+from composable_fsdp.integrations.lightning.sharding import (
+    for_steps,
+    has_units,
+    shard,
+)
+from composable_fsdp.runtime.hooks import call_method
+from composable_fsdp.storage.directory import MANIFEST
+from composable_fsdp.tree.traversal import _get_unit_state
+
+_FULL, _SHARDED = settings.STATE_DICT_TYPES
+_LOADED = "composable_fsdp_loaded"
+"""A key in a checkpoint whose model and optimizers are loaded already."""
+
+
+class ComposableFSDPStrategy(ParallelStrategy):
+    """Shards the LightningModule with ``fully_shard``; for ``Trainer(strategy=...)``.
+
+    Importing ``composable_fsdp.lightning`` also registers the names "composable_fsdp",
+    "composable_fsdp_offload" (``cpu_offload=True``) and "composable_fsdp_hybrid"
+    (shards within a machine, replicates across machines).
+
+    The module stays the same object with the same names, so ``self.parameters()``,
+    metrics, callbacks and ``load_from_checkpoint`` work as with one device. Units that
+    ``configure_model`` made stay as they are; the strategy shards the rest.
+
+    Args:
+        state_dict_type: "full" (default): a checkpoint is a file as of any strategy,
+            gathered on rank 0. "sharded": a directory; each rank writes its part.
+        forward_methods: names of methods of the module, beside ``forward`` and the
+            steps, that compute with parameters and are called from outside of a step.
+        weights_only: see ``torch.load``; for ``ckpt_path``, because Lightning does not
+            hand its own ``weights_only`` to strategies that shard. Default None:
+            torch's default, True.
+        process_group_backend: the backend. Default: NCCL for GPUs, else gloo.
+        timeout: the timeout of the process group. Default 30 minutes.
+        start_method: how the ranks start, if torchrun or a cluster did not start them:
+            "popen" (default), or "spawn", "fork", "forkserver".
+        accelerator, parallel_devices, cluster_environment, checkpoint_io,
+            precision_plugin: see ``lightning.pytorch.strategies.DDPStrategy``.
+        **sharding: arguments of ``fully_shard``, with other defaults: ``policy="auto"``
+            makes repeated layers units, ``sync_module_states=True`` gives all ranks the
+            weights of rank 0, and ``tied_params="promote"``. ``cpu_offload`` may be a
+            bool, ``device_mesh`` a shape ``(replicas, shards)``.
+
+    Raises: TypeError, for an unknown argument; ValueError, for a ``state_dict_type``.
+    """
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: str = _FULL,
+        forward_methods: tuple[str, ...] = (),
+        weights_only: bool | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: str = "popen",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **sharding: Any,
+    ) -> None:
+        name = type(self).__name__
+        settings.require_state_dict_type(state_dict_type, name)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        own = tuple(ComposableFSDPStrategy.__init__.__kwdefaults__ or ())
+        self._options = settings.sharding_options(sharding, own, name)
+        self._state_dict_type = state_dict_type
+        self._forward_methods = tuple(forward_methods)
+        self._weights_only = weights_only
+        # Names that the methods of DDPStrategy read.
+        self._process_group_backend = process_group_backend
+        self._timeout, self._start_method = timeout, start_method
+        self._num_nodes = 1
+
+    # Processes start and meet as those of DDPStrategy do. A subclass of DDPStrategy
+    # would be taken for DDP where Lightning asks isinstance.
+    root_device = DDPStrategy.root_device
+    num_nodes = DDPStrategy.num_nodes
+    num_processes = DDPStrategy.num_processes
+    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
+    process_group_backend = DDPStrategy.process_group_backend
+    setup_distributed = DDPStrategy.setup_distributed
+    set_world_ranks = DDPStrategy.set_world_ranks
+    barrier = DDPStrategy.barrier
+    broadcast = DDPStrategy.broadcast
+    determine_ddp_device_ids = DDPStrategy.determine_ddp_device_ids
+    _configure_launcher = DDPStrategy._configure_launcher
+    _get_process_group_backend = DDPStrategy._get_process_group_backend
+
+    is_distributed = True
+    """Makes the Trainer give each rank its part of the data."""
+    restore_checkpoint_after_setup = True
+    """Checkpoints are loaded into the sharded model."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The plugin for sharded models; see ``ShardedPrecision``."""
+        return self._precision_plugin or precision.ShardedPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        # The Trainer chooses plugins by the class of the strategy, and gives ours the
+        # plugins for whole parameters.
+        self._precision_plugin = precision.for_trainer(plugin)
+
+    def setup_environment(self) -> None:
+        """Start the process group. Collective: the meeting of all ranks."""
+        super().setup_environment()
+        self.setup_distributed()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module and create the optimizers.
+
+        Collective: as ``fully_shard``. Raises: as ``fully_shard``.
+        """
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        # Lightning creates optimizers to fit only.
+        fits = trainer.state.fn == TrainerFn.FITTING
+        # Before sharding, because the conversion replaces modules.
+        if fits and self._layer_sync is not None and not has_units(module):
+            module = self._layer_sync.apply(module)
+        # Before sharding, too: shards are cut from parameters of the final dtype.
+        module = self.precision_plugin.convert_module(module)
+        # Units gather in this dtype; autocast of the plugin covers the code around.
+        mixed = precision.mixed_precision(self.precision_plugin.precision)
+        steps = module.automatic_optimization
+        # The process group exists from here on, so a mesh can be made.
+        options = settings.on_these_ranks(
+            self._options, self.root_device, self.num_nodes, self.num_processes
+        )
+        shard(module, options, for_steps(mixed) if steps else mixed, has_one_root=steps)
+        for name in self._forward_methods:
+            register_forward_method(module, name)
+        self.model = module
+        self.model_to_device()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Move tensors outside of units; units are where ``fully_shard`` put them."""
+        move_to_device(self.lightning_module, self.root_device)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Create the optimizers anew, over the sharded parameters."""
+        # Those of an earlier fit would be saved beside the new optimizers.
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step as a forward of the root. Collective: as a forward."""
+        return self._step("training_step", "train_step_context", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step as a forward of the root. Collective: as a forward."""
+        return self._step("validation_step", "val_step_context", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step as a forward of the root. Collective: as a forward."""
+        return self._step("test_step", "test_step_context", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step as a forward of the root. Collective: as a forward."""
+        return self._step("predict_step", "predict_step_context", args, kwargs)
+
+    def _step(self, name: str, context: str, args: Any, kwargs: Any) -> Any:
+        """Run the method ``name`` of the module, with full root parameters."""
+        module = self.lightning_module
+        method = getattr(module, name)
+        with getattr(self.precision_plugin, context)():
+            state = _get_unit_state(module)
+            # Units may be children alone, made by hand. With manual optimization a step
+            # runs backward, which no forward may contain.
+            if state is None or not module.automatic_optimization:
+                return method(*args, **kwargs)
+            return call_method(state, module, method, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication. Collective: none."""
+        module = self.lightning_module
+        with no_sync(module) if has_units(module) else nullcontext():
+            yield
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: Any = "mean"
+    ) -> Tensor | Any:
+        """Return the mean, or another reduction, of a tensor over the ranks.
+
+        Args:
+            tensor: a tensor; another value is returned as is.
+            group: the ranks. Default None: all.
+            reduce_op: the reduction. Default "mean".
+
+        Returns: the reduced tensor. Collective: an all-reduce.
+        """
+        if isinstance(tensor, Tensor):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create modules on the CPU, or on meta with ``empty_init``.
+
+        A whole model need not fit into the memory of a GPU.
+        """
+        place: AbstractContextManager[Any] = nullcontext()
+        if empty_init:
+            place = torch.device("meta")
+        with place, self.precision_plugin.tensor_init_context():
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the full state dict on rank 0; ``{}`` for sharded checkpoints.
+
+        Collective: as ``state_dict``, for full checkpoints.
+        """
+        # ``save_checkpoint`` lets each rank write its own part instead.
+        if self._state_dict_type == _SHARDED:
+            return {}
+        return checkpoints.full_model_state(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state on rank 0; ``{}`` for sharded checkpoints.
+
+        Collective: as ``optim_state_dict``, for full checkpoints.
+        """
+        if self._state_dict_type == _SHARDED:
+            return {}
+        # The wrapper has no parameters of its own.
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return checkpoints.full_optimizer_state(self.lightning_module, optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint of the form that ``state_dict_type`` says.
+
+        Args:
+            checkpoint: Lightning's dictionary.
+            filepath: the file or directory; rank 0's is used.
+            storage_options: for the CheckpointIO of full checkpoints. Default None.
+
+        Collective: an exchange of errors; for sharded checkpoints as ``save``.
+        Raises: CheckpointError, on all ranks.
+        """
+        # Names with metrics or times in them may differ between ranks.
+        path = self.broadcast(filepath)
+        if self._state_dict_type == _FULL:
+            with checkpoints.alike_on_all_ranks():
+                self._require_no_directory(path)
+                super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with checkpoints.alike_on_all_ranks():
+            self._require_plain(checkpoint, storage_options)
+        # Without the key, the callback asked for weights alone.
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None
+        left_out = ("state_dict", "optimizer_states")
+        rest = {key: v for key, v in checkpoint.items() if key not in left_out}
+        checkpoints.write_sharded(path, self.lightning_module, optimizers, rest)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a full or a sharded checkpoint, whatever ``state_dict_type`` says.
+
+        Args:
+            checkpoint_path: the file or directory; rank 0's is used.
+            weights_only: see ``torch.load``. Default None: the strategy's.
+
+        Returns: Lightning's dictionary. For a sharded checkpoint, model and optimizers
+            are loaded already.
+        Collective: an exchange of errors; for sharded checkpoints as ``load``.
+        Raises: CheckpointError or FileNotFoundError, on all ranks.
+        """
+        # A rank whose "best" or "last" differs would load other weights.
+        path = self.broadcast(checkpoint_path)
+        if weights_only is None:
+            weights_only = self._weights_only
+        if checkpoints.is_sharded_checkpoint(path):
+            return self._load_sharded(path, weights_only)
+        with checkpoints.alike_on_all_ranks():
+            if os.path.isdir(path):
+                raise _foreign_directory(path)
+            if os.path.isfile(path):
+                found: dict[str, Any] = checkpoints.read_full(path, weights_only)
+                return found
+            # Missing, or remote: Lightning's own reader knows URLs.
+            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return loaded
+
+    def load_model_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True
+    ) -> None:
+        """Load the weights of a full checkpoint. Collective: none."""
+        if _LOADED not in checkpoint:
+            with checkpoints.alike_on_all_ranks():
+                super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers of a full checkpoint. Collective: none."""
+        if _LOADED in checkpoint:
+            return
+        states = checkpoint["optimizer_states"]
+        with checkpoints.alike_on_all_ranks():
+            if len(states) != len(self.optimizers):
+                raise CheckpointError(
+                    f"The checkpoint holds the state of {len(states)} optimizers, and "
+                    f"configure_optimizers made {len(self.optimizers)}. Make the same "
+                    "optimizers, or start from the weights alone by "
+                    "load_from_checkpoint."
+                )
+            # By position: Lightning saves a list in the order of configure_optimizers.
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                checkpoints.load_full_optimizer_state(
+                    self.lightning_module, optimizer, state
+                )
+
+    def teardown(self) -> None:
+        """Release the precision plugin and the cluster; the model stays sharded."""
+        # Lightning's own teardown would move the model to the CPU, and a later fit or
+        # test move it back.
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names of this strategy. Collective: none."""
+        for name, defaults in settings.NAMES.items():
+            # ``register`` has an argument ``strategy`` of its own, so ours are bound.
+            made = partial(cls, **defaults)
+            strategy_registry.register(name, made, cls.__name__, override=True)
+
+    def _load_sharded(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        """Load model and, to fit, optimizers; return the rest of the dictionary."""
+        module = self.lightning_module
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        # test and predict need the weights alone, also of a checkpoint with optimizers.
+        with checkpoints.alike_on_all_ranks():
+            resumes = fits and checkpoints.holds_optimizers(path)
+        rest = checkpoints.read_sharded(
+            path,
+            module,
+            self.optimizers if resumes else None,
+            strict=module.strict_loading,
+            weights_only=weights_only,
+        )
+        # Epochs and schedulers would silently start from zero.
+        if not rest and fits:
+            raise CheckpointError(
+                f"{path} holds a model and no state of the Trainer: composable_fsdp."
+                "save wrote it, or a Trainer wrote it without epochs. Load it in "
+                "on_fit_start by composable_fsdp.load(path, self), and call fit "
+                "without ckpt_path."
+            )
+        # Lightning migrates dictionaries by this version.
+        rest.setdefault("pytorch-lightning_version", pl.__version__)
+        # Without the key, Lightning says that the checkpoint has weights alone.
+        if resumes:
+            rest["optimizer_states"] = []
+        return {"state_dict": {}, **rest, _LOADED: True}
+
+    def _require_no_directory(self, path: Any) -> None:
+        """Refuse to write a file where a directory is."""
+        if os.path.isdir(path):
+            raise CheckpointError(
+                f"{path} is a directory (a sharded checkpoint?), and a full checkpoint "
+                "is a file. Remove the directory, or save under another name."
+            )
+
+    def _require_plain(self, checkpoint: dict[str, Any], storage_options: Any) -> None:
+        """Refuse arguments without a meaning for a sharded checkpoint."""
+        # A hook of the user changed the dictionary, and expects the change to be saved.
+        if checkpoint.get("state_dict"):
+            raise CheckpointError(
+                "on_save_checkpoint put "
+                f"{', '.join(list(checkpoint['state_dict'])[:3])} into "
+                "checkpoint['state_dict'], which is empty for a sharded checkpoint: "
+                "each rank writes its own weights. Put other values under another key "
+                "of checkpoint, or pass state_dict_type='full'."
+            )
+        if storage_options is not None or self._checkpoint_io is not None:
+            raise CheckpointError(
+                "A sharded checkpoint is written by every rank into a directory, and "
+                "not by a CheckpointIO. Leave CheckpointIO and storage_options away, "
+                "or pass state_dict_type='full'."
+            )
+
+
+def _foreign_directory(path: Any) -> CheckpointError:
+    """Return the error for a directory that is no checkpoint of this library."""
+    tool = "python -m lightning.pytorch.utilities.consolidate_checkpoint"
+    hint = (
+        f"Lightning's FSDPStrategy or ModelParallelStrategy wrote it: run {tool} "
+        f"{path}, and pass the file that it writes."
+        if os.path.isfile(os.path.join(path, "meta.pt"))
+        else "Expected a file, or a directory that state_dict_type='sharded' wrote."
+    )
+    return CheckpointError(f"{path} is a directory without {MANIFEST}. {hint}")
+
+
+ComposableFSDPStrategy.register_strategies(StrategyRegistry)
