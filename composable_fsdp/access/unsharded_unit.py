@@ -146,6 +146,19 @@ class UnshardedUnit:
         ]
 
 
+def _begin_block(handle: FlatParamHandle) -> None:
+    """Note that a block shows the unit. Raises: PhaseError, if the unit is in use."""
+    if handle.phase is Phase.SUMMON:
+        raise PhaseError(
+            f"Fully sharded module {handle.name} is shown by another block of "
+            "unshard_params; its end would take the parameters from both. Use one."
+        )
+    if Phase.SUMMON not in handle.phase.followers:
+        raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
+    handle.phase = Phase.SUMMON
+    UNSHARDED.add(id(handle))
+
+
 @contextmanager
 def _unshard_state(
     state: _FSDPState,
@@ -162,15 +175,7 @@ def _unshard_state(
     Raises: PhaseError, if another block shows the unit.
     """
     context, handle = ensure_root(state), state.handle
-    if handle.phase is Phase.SUMMON:
-        raise PhaseError(
-            f"Fully sharded module {handle.name} is shown by another block of "
-            "unshard_params; its end would take the parameters from both. Use one."
-        )
-    if Phase.SUMMON not in handle.phase.followers:
-        raise illegal_move(handle.name, handle.phase, Phase.SUMMON)
-    handle.phase = Phase.SUMMON
-    UNSHARDED.add(id(handle))
+    _begin_block(handle)
     # The optimizer wrote the shards on the caller's stream.
     context.streams.wait_for_caller()
     apart = offload_to_cpu or any(_casts(handle))

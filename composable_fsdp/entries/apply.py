@@ -178,14 +178,7 @@ def apply(
         synced=sync,
         api=application.request.api,
     )
-    for each, target in zip(states, targets, strict=True):
-        install_state_dict_hooks(each)
-        install_part_hooks(each, target.members)
-    # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
-    # registration of modules and parameters, DDP around units.
-    modules_were_sharded()
-    watch_registrations()
-    install_ddp_hook()
+    _install_hooks(states, targets)
     # The optimizer check warns of gradients that no rank reduces, except for parameters
     # that the caller ignored by name.
     mark_ignored(_ignored(modules, application.request))
@@ -194,6 +187,18 @@ def apply(
         # targets[0] is the root unit, whose options are the caller's own choice.
         _keep_full_precision([t.modules[0] for t in targets[1:]], options)
     return plan
+
+
+def _install_hooks(states: Sequence[_FSDPState], targets: Sequence[Target]) -> None:
+    """Install the hooks of state dicts, and those of the process."""
+    for each, target in zip(states, targets, strict=True):
+        install_state_dict_hooks(each)
+        install_part_hooks(each, target.members)
+    # Process-wide hooks, installed once: optimizer steps on sharded parameters, late
+    # registration of modules and parameters, DDP around units.
+    modules_were_sharded()
+    watch_registrations()
+    install_ddp_hook()
 
 
 def _device_of(

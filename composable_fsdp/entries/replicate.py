@@ -123,26 +123,35 @@ def replicate(
         for each in joining:
             compare_models(each, replicas=False)
     apply([module], state, application)
-    # A joining unit gets ``group`` as the replicate group: a reduction is then a
-    # reduce-scatter over the shard group and an all-reduce over ``group``.
     for each in joining:
-        handle = each.handle
-        handle.groups = Groups(handle.groups.shard, group)
-        # A unit held by a single rank had no guards; calls of the unit's parts would
-        # now bypass the average.
-        handle.guards = part_guards.find_guards(
-            handle.groups, handle.layout.owners, each.modules
-        )
-        part_guards.refuse_part_calls(handle)
-        # The divisor of the average depends on the number of ranks.
-        set_divisions(handle)
-        for region in handle.layout.regions:
-            # An empty shard has no elements on any rank of the replicate group.
-            if init_sync and region.shard.numel():
-                collectives.broadcast(region.shard, group)
-        if init_sync:
-            each.initial.forget()
+        _join(each, group, sync=init_sync)
     return module
+
+
+def _join(state: _FSDPState, group: dist.ProcessGroup, *, sync: bool) -> None:
+    """Make ``group`` the replicate group of a sharded unit; ``sync``: broadcast shards.
+
+    Collective: with ``sync`` a broadcast over ``group`` per region with elements.
+    """
+    # A reduction is then a reduce-scatter over the shard group and an all-reduce over
+    # ``group``.
+    handle = state.handle
+    handle.groups = Groups(handle.groups.shard, group)
+    # A unit held by a single rank had no guards; calls of the unit's parts would now
+    # bypass the average.
+    handle.guards = part_guards.find_guards(
+        handle.groups, handle.layout.owners, state.modules
+    )
+    part_guards.refuse_part_calls(handle)
+    # The divisor of the average depends on the number of ranks.
+    set_divisions(handle)
+    if not sync:
+        return
+    for region in handle.layout.regions:
+        # An empty shard has no elements on any rank of the replicate group.
+        if region.shard.numel():
+            collectives.broadcast(region.shard, group)
+    state.initial.forget()
 
 
 def _joins(handle: FlatParamHandle, group: dist.ProcessGroup) -> bool:

@@ -129,18 +129,7 @@ class FullyShardedDataParallel(Attributes, nn.Module):
         again = module is self  # __new__ returned the existing wrapper
         if not again:
             super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"FullyShardedDataParallel expects a module, got a "
-                f"{type(module).__name__}. One unit of several modules: fully_shard."
-            )
-        require_process_group("FullyShardedDataParallel")
-        # Only a subclass gets here: __new__ has returned a wrapper of the same class.
-        if isinstance(module, FullyShardedDataParallel) and not again:
-            raise CompositionError(
-                "FullyShardedDataParallel got a module that is wrapped already. Wrap "
-                "the plain module, or pass wrapper.module."
-            )
+        _require_plain_module(module, again=again)
         # A warning and no error, so that FSDP1 scripts which pass False run unchanged.
         if not use_orig_params:
             warnings.warn(
@@ -454,6 +443,25 @@ def _wrap(module: nn.Module, _: dict[str, Any]) -> nn.Module:
     nn.Module.__init__(wrapper)
     wrapper._take(module)
     return wrapper
+
+
+def _require_plain_module(module: object, *, again: bool) -> None:
+    """Refuse what no wrapper can hold; ``again``: ``__new__`` returned the wrapper.
+
+    Raises: TypeError; CompositionError, for a wrapper; as ``require_process_group``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"FullyShardedDataParallel expects a module, got a "
+            f"{type(module).__name__}. One unit of several modules: fully_shard."
+        )
+    require_process_group("FullyShardedDataParallel")
+    # Only a subclass gets here: __new__ has returned a wrapper of the same class.
+    if isinstance(module, FullyShardedDataParallel) and not again:
+        raise CompositionError(
+            "FullyShardedDataParallel got a module that is wrapped already. Wrap "
+            "the plain module, or pass wrapper.module."
+        )
 
 
 def _refuse_unknown(given: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, TypeVar, overload
@@ -224,28 +225,44 @@ def state_to_load(
         # No rank sends, so only this meeting tells that a rank loads alone, or another
         # state.
         meet_for_state(units, what, _brief(saved), replicas=True)
-    state_of = {}
-    # Sort by name: each tensor of the first rank is one broadcast, and the order of the
-    # parameters in the optimizers may differ between ranks.
-    for member in sorted(chain(*groups), key=attrgetter("fqn")):
-        values = saved["state"].get(member.fqn)
-        if values is not None:
-            parts = {
-                name: local_part(member, name, values[name])
-                if local
-                else _part(member, name, values[name], senders)
-                for name in sorted(values)
-            }
-            # Keep the saved order of the state names, as a plain optimizer does. Skip
-            # parameters without elements on this rank: no step would update their state
-            # here, so the state would become stale.
-            if not member.is_absent:
-                state_of[member.fqn] = {name: parts[name] for name in values}
+    part = local_part if local else partial(_part, senders=senders)
+    state_of = _own_state(chain(*groups), saved["state"], part)
     # ``groups`` are the groups of all optimizers; return them to their optimizers.
     options = _split(aligned_groups(groups, saved, own), sizes)
     chosen = [_chosen(state_of, each, named=named) for each in options]
     # A state keyed by names stays per original, because flat parameters have no names.
     return chosen if named else list(map(flatten_state, groups_of, chosen))
+
+
+def _own_state(
+    members: Iterable[Named],
+    saved: Mapping[str, Mapping[str, Any]],
+    part: Callable[[Named, str, Any], Any],
+) -> dict[str, dict[str, Any]]:
+    """Return the state of this rank by the name of the parameter.
+
+    Args:
+        members: the parameters of all optimizers.
+        saved: the saved state by the name of the parameter.
+        part: returns this rank's part of a value, given the parameter and the name of
+            the state.
+
+    Collective: those of ``part``, in the same order on all ranks.
+    """
+    found = {}
+    # Sort by name: each tensor of the first rank is one broadcast, and the order of the
+    # parameters in the optimizers may differ between ranks.
+    for member in sorted(members, key=attrgetter("fqn")):
+        values = saved.get(member.fqn)
+        if values is None:
+            continue
+        parts = {name: part(member, name, values[name]) for name in sorted(values)}
+        # Keep the saved order of the state names, as a plain optimizer does. Skip
+        # parameters without elements on this rank: no step would update their state
+        # here, so the state would become stale.
+        if not member.is_absent:
+            found[member.fqn] = {name: parts[name] for name in values}
+    return found
 
 
 def _brief(saved: dict[str, Any]) -> str:

@@ -40,7 +40,6 @@ from composable_fsdp.runtime.backward import (
     GradientOrder,
     UnitForward,
     pre_backward,
-    select_full_form,
 )
 from composable_fsdp.runtime.container_copies import (
     Copies,
@@ -144,14 +143,8 @@ def pre_forward(
             log.position += 1
         else:
             log.depart(handle, mode_of(context))
-    precision = state.precision
-    if precision is not None:
-        if (
-            handle.backward.task == NO_TASK
-            and precision.wide(module) is not handle.form.full_precision
-        ):
-            select_full_form(context, state, wide=not handle.form.full_precision)
-        cast = cast_inputs(state, args, kwargs, copies)
+    if state.precision is not None:
+        cast = cast_inputs(context, state, module, args, kwargs, copies)
         if cast is not None:
             args, kwargs = replaced = cast
     if handle.residency in NOT_GATHERED:
@@ -169,12 +162,8 @@ def pre_forward(
                 del hooks[REFUSE]
         handle.guards.open = True
     if not recomputing:
-        # Find writes through ``.data`` in the first two forwards; see ``_copy_writes``.
         if searches.looks and not calls:
-            # ``functional_call`` puts its tensors in the places of weights, and a write
-            # to those says nothing of a forward with the weights.
-            searches.looks -= not handle.running.foreign
-            searches.before = snapshot(handle) if handle.form.needs_gather else None
+            _look_for_writes(state)
         if FORWARD not in handle.phase.followers:
             raise illegal_move(handle.name, handle.phase, FORWARD)
         handle.phase = FORWARD
@@ -191,9 +180,18 @@ def pre_forward(
             call.since = sequence_number()
         calls.append(call)
         replaced = _alias_inputs(call, args, kwargs, copies) or replaced
-    if copies:
-        return record_copies(handle, copies, (args, kwargs), replaced)
-    return replaced
+    if not copies:
+        return replaced
+    return record_copies(handle, copies, (args, kwargs), replaced)
+
+
+def _look_for_writes(state: _FSDPState) -> None:
+    """Begin to find writes through ``.data`` in this forward; see ``_copy_writes``."""
+    handle, searches = state.handle, state.searches
+    # ``functional_call`` puts its tensors in the places of weights, and a write to
+    # those says nothing of a forward with the weights.
+    searches.looks -= not handle.running.foreign
+    searches.before = snapshot(handle) if handle.form.needs_gather else None
 
 
 def _alias_inputs(

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.flat.handle import NO_TASK
 from composable_fsdp.naming import TRANSPARENT, join_name, listed
 from composable_fsdp.planning.walk import named
+from composable_fsdp.runtime.backward import select_full_form
 from composable_fsdp.runtime.container_copies import CastInput, Copies
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in
-from composable_fsdp.tree.state import OWNERS, _FSDPState
+from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 
 _disable_dynamo: Any = vars(torch)["_disable_dynamo"]
 
@@ -52,23 +54,32 @@ def cast_floating(value: Any, dtype: torch.dtype, copies: Copies | None = None) 
 
 
 def cast_inputs(
+    context: RuntimeContext,
     state: _FSDPState,
+    module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     copies: Copies,
 ) -> Arguments | None:
-    """Cast floating point inputs to the compute dtype, if so configured.
+    """Select the full form of this forward, and cast floating point inputs.
 
     Args:
-        state: the unit.
+        context: the context of the unit's tree.
+        state: the unit, which has a precision.
+        module: the called module of the unit.
         args: positional arguments of the forward.
         kwargs: keyword arguments of the forward.
         copies: copied containers and tensors are appended.
 
     Returns: the new arguments, or None if the unit casts no inputs in this forward.
+    Collective: none.
     """
     precision, handle = state.precision, state.handle
     assert precision is not None
+    # A forward that is recomputed inside backward uses the form of that backward.
+    wide = not handle.form.full_precision
+    if handle.backward.task == NO_TASK and precision.wide(module) is wide:
+        select_full_form(context, state, wide=wide)
     root = state._is_root
     dtype = precision.root_input_dtype if root else precision.input_dtype
     # ``wide``: the unit computes in the parameters' own dtype in this forward.

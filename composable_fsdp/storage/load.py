@@ -96,23 +96,15 @@ def load(
             require_module(module, "load")
             source = source or open_source(path_text(path, "load"))
             optims = optimizers_in(optim, "load")
-            contents = contents_of(module, "load")
-            fit = compare_model(source, contents, report, cast=cast)
-            loads = optimizer_loads(source, contents, optims, report)
-            if strict:
-                report.require_empty(source)
-            fit.require_writable()
-            copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]
-            # The last step that reads before the ranks agree: damaged blocks must be
-            # found now, because after the agreement a failure leaves the model partly
-            # loaded.
-            source.prepare(copies)
+            compared = _prepare(
+                source, module, optims, report, strict=strict, cast=cast
+            )
             state = source.rng(team.rank, team.world_size) if rng else None
             if state is not None:
                 # Try the random state on other generators: after the agreement nothing
                 # may fail.
                 check_rng_state(state, str(getattr(source, "path", "the checkpoint")))
-            result = fit, loads, copies, state
+            result = *compared, state
         except Exception as raised:
             error = raised
         opened = () if source is None else _identity(source)
@@ -136,6 +128,42 @@ def load(
         # The caller of ``load`` closes a source that the caller has opened.
         if source is not None and source is not path:
             source.close()
+
+
+def _prepare(
+    source: Source,
+    module: nn.Module,
+    optims: Sequence[torch.optim.Optimizer],
+    report: LoadReport,
+    *,
+    strict: bool,
+    cast: bool,
+) -> tuple[ComparedModel, list[OptimizerLoad], list[Copy]]:
+    """Compare the checkpoint with model and optimizers, and verify the blocks to read.
+
+    Args:
+        source: the checkpoint.
+        module: the model; unchanged.
+        optims: the optimizers; unchanged.
+        report: gets the differences.
+        strict: raise for a difference.
+        cast: take tensors of another dtype.
+
+    Returns: the comparison of the model and of each optimizer, and all copies.
+    Raises: CheckpointError.
+    Collective: none.
+    """
+    contents = contents_of(module, "load")
+    fit = compare_model(source, contents, report, cast=cast)
+    loads = optimizer_loads(source, contents, optims, report)
+    if strict:
+        report.require_empty(source)
+    fit.require_writable()
+    copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]
+    # The last step that reads before the ranks agree: damaged blocks must be found now,
+    # because after the agreement a failure leaves the model partly loaded.
+    source.prepare(copies)
+    return fit, loads, copies
 
 
 def _tell_unfilled(module: nn.Module) -> None:
