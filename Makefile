@@ -23,8 +23,8 @@ PYTEST := $(PY) -m pytest $(SHARED)
 INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations lint check test-gpu bench bench-full docs long \
-	clean
+.PHONY: help demo examples examples-integrations test test-integrations lint check \
+	test-gpu bench bench-full docs long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,12 @@ check: lint ## lint, format, types and the fast tests
 # installed.
 test-gpu: ## run the CUDA tests with the system's python3
 	$(PYTHON) -m pytest -m gpu -rs
+
+examples: $(DEV) ## run every example twice, and on 1, 2 and 3 ranks
+	$(PY) examples/run_all.py
+
+examples-integrations: $(INTEGRATIONS)/.stamp ## run the examples that need further packages
+	$(INTEGRATIONS)/bin/python examples/run_all.py --needing-packages
 
 bench: $(DEV) ## every benchmark beside the peers, one cell each, ten minutes
 	$(PY) -m benchmarks

@@ -12,6 +12,9 @@ ranks, equal but for rounding at another.
 SIGTERM and SIGINT (Ctrl-C), on any rank, end the run after the step, with a checkpoint.
 """
 
+# example: --steps 60
+# quick: --steps 4 --save-every 2
+
 from __future__ import annotations
 
 import argparse
