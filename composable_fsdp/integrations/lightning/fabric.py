@@ -95,7 +95,6 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
     num_processes = DDPStrategy.num_processes
     distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
     process_group_backend = DDPStrategy.process_group_backend
-    setup_environment = DDPStrategy.setup_environment
     all_reduce = DDPStrategy.all_reduce
     barrier = DDPStrategy.barrier
     broadcast = DDPStrategy.broadcast
@@ -113,6 +112,11 @@ class ComposableFSDPFabricStrategy(ParallelStrategy):
     @precision.setter
     def precision(self, plugin: Any) -> None:
         self._precision = precision.for_fabric(plugin)
+
+    def setup_environment(self) -> None:
+        """Start the process group. Collective: the meeting of all ranks."""
+        super().setup_environment()
+        self._setup_distributed()
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing before sharding: a whole model need not fit into a GPU."""

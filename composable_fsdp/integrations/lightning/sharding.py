@@ -129,14 +129,12 @@ def for_steps(mixed_precision: MixedPrecision | None) -> MixedPrecision | None:
     """Return the precision of a root whose forwards are steps.
 
     A batch holds targets beside inputs. Targets must keep their dtype, so the root
-    casts no inputs; units and children of the root do.
+    casts no inputs; the children of the root do.
     """
     # Full precision: nothing is cast.
     if mixed_precision is None:
         return None
-    return replace(
-        mixed_precision, cast_root_forward_inputs=False, cast_forward_inputs=True
-    )
+    return replace(mixed_precision, cast_root_forward_inputs=False)
 
 
 def _roots(
@@ -251,8 +249,8 @@ def _cast_inputs_of_children(
     # LayerNorm refuse inputs of another dtype on a CPU, under autocast, too.
     cast = _InputCast(dtype)
     for _, child in _callable_parts(module):
-        # The pre-hooks of units cast already.
-        if child in ignored or is_unit(child) or not any(child.parameters()):
+        held = next(child.parameters(), None)
+        if child in ignored or held is None:
             continue
         # A fit after a fit must not register the pre-hook again.
         hooks = child._forward_pre_hooks.values()

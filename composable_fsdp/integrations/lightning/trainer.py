@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ParallelStrategy,
@@ -428,7 +429,9 @@ class ComposableFSDPStrategy(ParallelStrategy):
                 "each rank writes its own weights. Put other values under another key "
                 "of checkpoint, or pass state_dict_type='full'."
             )
-        if storage_options is not None or self._checkpoint_io is not None:
+        # Lightning sets its default CheckpointIO by itself.
+        is_default = type(self._checkpoint_io) in (type(None), TorchCheckpointIO)
+        if storage_options is not None or not is_default:
             raise CheckpointError(
                 "A sharded checkpoint is written by every rank into a directory, and "
                 "not by a CheckpointIO. Leave CheckpointIO and storage_options away, "
