@@ -27,7 +27,6 @@ copybutton_line_continuation_character = "\\"
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 
 # Types of other packages have no pages here; the build reads nothing from a network.
 nitpick_ignore_regex = [("py:.*", ".*")]
