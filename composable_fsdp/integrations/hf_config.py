@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from composable_fsdp.access.methods import register_forward_method
 from composable_fsdp.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -28,6 +29,7 @@ from composable_fsdp.config import (
 from composable_fsdp.entries.checkpoint import checkpoint
 from composable_fsdp.entries.fsdp2_policies import cpu_offload_of, mixed_precision_of
 from composable_fsdp.entries.fully_shard import fully_shard
+from composable_fsdp.integrations.hf_adapters import has_adapters
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.model_units import NoSplitPolicy
 from composable_fsdp.planning.policies import SizePolicy, evaluate_policy
@@ -94,6 +96,9 @@ class HFSharding:
         # The policy runs before anything is changed.
         units = self._recomputed(model, options)
         fully_shard(model, **options)
+        # ``generate`` of a PeftModel calls the base model, which is no unit.
+        if has_adapters(model) and hasattr(model, "generate"):
+            register_forward_method(model, "generate")
         # After the sharding: recomputing then gathers the parameters of the unit again.
         for unit in units:
             checkpoint(unit)

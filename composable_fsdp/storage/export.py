@@ -9,7 +9,7 @@ in place.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -34,6 +34,10 @@ from composable_fsdp.storage.opening import SAFETENSORS
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.tree.state import _FSDPState
+
+Rewrite = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Returns the tensors to write for tensors of the model; also called with meta tensors.
+"""
 
 
 def export_safetensors(
@@ -71,7 +75,7 @@ def export_safetensors(
     >>> export_safetensors("exported", model)
     """
     if isinstance(source, nn.Module):
-        _export_module(path, source, max_shard_bytes, dtype)
+        export_module(path, source, max_shard_bytes, dtype)
         return
     # A cast changes the table of tensors, so the checkpoint is opened before.
     with opened(source) as found:
@@ -84,17 +88,33 @@ def export_safetensors(
         )
 
 
-def _export_module(
+def export_module(
     path: str | PathLike[str],
     module: nn.Module,
     max_shard_bytes: int,
-    dtype: torch.dtype | None,
-) -> None:
-    """Gather the units of ``module`` in turn, and write them on the first rank."""
+    dtype: torch.dtype | None = None,
+    rewrite: Rewrite | None = None,
+) -> bool:
+    """Gather the units of ``module`` in turn, and write them on the first rank.
+
+    Args:
+        path: see ``export_safetensors``.
+        module: a module, sharded or plain.
+        max_shard_bytes: see ``export_safetensors``.
+        dtype: see ``export_safetensors``.
+        rewrite: renames, combines or drops tensors; called once with all tensors on
+            meta, which gives names, shapes and the order in the files, and then with
+            the values of each unit. Default None: every tensor as it is.
+
+    Returns: whether this rank has written the files.
+    Collective: as ``export_safetensors`` for a module.
+    Raises: as ``export_safetensors``.
+    """
     states = units_in(module)
     meet_team(module, "export_safetensors")
     team = team_of(module)
-    writing = _Writing(wanted=_is_first(states, team), dtype=dtype)
+    wanted = _is_first(states, team)
+    writing = _Writing(wanted=wanted, dtype=dtype, rewrite=rewrite)
     try:
         writing.attempt(partial(writing.start, path, module, states, max_shard_bytes))
         team.agree(writing.error)
@@ -109,6 +129,7 @@ def _export_module(
         team.agree(writing.error)
     finally:
         writing.clean_up()
+    return wanted
 
 
 def _is_first(states: list[_FSDPState], team: Team) -> bool:
@@ -119,8 +140,10 @@ def _is_first(states: list[_FSDPState], team: Team) -> bool:
 class _Writing:
     """An export on this rank: the files, if this rank writes, and the first error."""
 
-    def __init__(self, *, wanted: bool, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+    def __init__(
+        self, *, wanted: bool, dtype: torch.dtype | None, rewrite: Rewrite | None
+    ) -> None:
+        self._dtype, self._rewrite = dtype, rewrite
         self.error: Exception | None = None
         self._path = Path()
         self._wanted = wanted
@@ -176,6 +199,9 @@ class _Writing:
         # A temporary directory: readers of ``path`` never see a partial export.
         self._work = begin_output(self._path)
         tensors, aliases = _tensors(contents, self._dtype)
+        if self._rewrite is not None:
+            # Names of other tensors would not fit the tensors that are written.
+            tensors, aliases = _rewritten(tensors, self._rewrite), {}
         self._writer = SafetensorsWriter(
             self._work / OUT,
             tensors,
@@ -184,18 +210,26 @@ class _Writing:
             single=self._path.suffix == ".safetensors",
         )
         # In the original dtype: mixed precision may have cast a buffer.
-        for each in contents.tensors:
-            dtype = cast_dtype(each.dtype, self._dtype)
-            value = cast_weight(each.names[0], each.tensor.detach(), dtype)
-            self._writer.write(each.names[0], 0, value)
+        self._write(
+            {
+                each.names[0]: each.tensor.detach().to(each.dtype)
+                for each in contents.tensors
+            }
+        )
 
     def write_unit(self, handle: int, values: dict[int, Tensor]) -> None:
         """Write the full parameters of a unit; ``values`` is by slot index."""
-        if self._writer is not None:
-            for slot, value in values.items():
-                name = self._names[handle, slot]
-                dtype = cast_dtype(value.dtype, self._dtype)
-                self._writer.write(name, 0, cast_weight(name, value, dtype))
+        self._write(
+            {self._names[handle, slot]: value for slot, value in values.items()}
+        )
+
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        """Write tensors, which are given by the model's names, if this rank writes."""
+        if self._writer is None:
+            return
+        for name, value in (self._rewrite or dict)(values).items():
+            dtype = cast_dtype(value.dtype, self._dtype)
+            self._writer.write(name, 0, cast_weight(name, value, dtype))
 
     def finish(self) -> None:
         """Complete the files, and rename them to their final path."""
@@ -224,3 +258,18 @@ def _tensors(
     }
     aliases = {other: each.names[0] for each in held for other in each.names[1:]}
     return tensors, aliases
+
+
+def _rewritten(
+    tensors: Mapping[str, TensorInfo], rewrite: Rewrite
+) -> dict[str, TensorInfo]:
+    """Return names, dtypes and shapes of what ``rewrite`` makes of ``tensors``."""
+    # Without memory: the whole model may not fit.
+    metas = {
+        name: torch.empty(info.shape, dtype=info.dtype, device="meta")
+        for name, info in tensors.items()
+    }
+    return {
+        name: TensorInfo(value.dtype, tuple(value.shape))
+        for name, value in rewrite(metas).items()
+    }

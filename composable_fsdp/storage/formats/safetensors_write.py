@@ -131,16 +131,23 @@ def write_elements(file: BinaryIO, values: Tensor) -> None:
 
 def _shards(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
     """Return the names per file, in order: up to ``limit`` bytes or a single tensor."""
-    # The format cannot divide a tensor between files.
-    shards: list[list[str]] = [[]]
+    # The format cannot divide a tensor between files. The rule is huggingface_hub's, so
+    # that both write the same files: a tensor above the limit has a file of its own,
+    # before the file that is being filled.
+    shards: list[list[str]] = []
+    current: list[str] = []
     used = 0
     for name, info in tensors.items():
-        if shards[-1] and used + info.nbytes > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
+        if info.nbytes > limit:
+            shards.append([name])
+            continue
+        if used + info.nbytes > limit:
+            shards.append(current)
+            current, used = [], 0
+        current.append(name)
         used += info.nbytes
-    return shards
+    # A model without tensors still has a file.
+    return [*shards, current] if current or not shards else shards
 
 
 def _file_names(count: int) -> list[str]:

@@ -1,0 +1,171 @@
+"""Adapters of PEFT in a sharded model: their values, merging, and the names around.
+
+::
+
+    base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight   frozen region
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight   trainable
+
+PEFT puts an adapter beside the layer that the adapter changes, so both are in the same
+unit. Frozen and trainable parameters are in different regions of the unit; reading the
+adapters gathers the regions that hold adapters, and not the base model. Checked with
+peft 0.21.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.access.gather import gather_flat_values
+from composable_fsdp.access.unshard_params import unshard_params
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.runtime.offload import on_device
+from composable_fsdp.storage.contents import contents_of, units_in
+
+_PREFIX = "base_model.model."
+"""What PEFT puts in front of the names of the base model."""
+_LISTED = 5
+"""Largest number of names that a message lists."""
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether ``model`` is a ``PeftModel``."""
+    # By attributes, because peft need not be installed.
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def adapter_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return the full adapter parameters on the first rank; empty on other ranks.
+
+    Parameters that are trained are included, such as biases and heads.
+
+    Args:
+        model: a ``PeftModel``.
+
+    Returns: tensors in host memory by the names of the model's state dict.
+    Collective: a gather per region with an adapter parameter; all ranks must call.
+    """
+    made: dict[str, Tensor] = {}
+    is_adapter = _adapter_test(model)
+    contents = contents_of(model, "save_pretrained")
+    for held in contents.regions:
+        # Equal on all ranks: names and ``requires_grad`` are compared at the first
+        # gather.
+        if not any(
+            each.tensor.requires_grad or any(map(is_adapter, each.names))
+            for each in held.params
+        ):
+            continue
+        # Under CPU offload the shard is in host memory, and the backend may not be.
+        shard = on_device(held.handle, held.region.shard)
+        if held.handle.groups.in_first_replica:
+            fulls = gather_flat_values(held.handle, [shard], first_only=True)
+            for full in fulls:
+                for each in held.params:
+                    slot = each.ref.slot
+                    value = full[slot.offset : slot.offset + slot.numel]
+                    # Cloned, so that the full buffer is freed.
+                    whole = value.view(slot.shape).cpu().clone()
+                    made.update(dict.fromkeys(each.names, whole))
+    # Parameters that no unit holds, such as those of ignored modules.
+    for other in contents.tensors:
+        if other.tensor.requires_grad or any(map(is_adapter, other.names)):
+            made.update(dict.fromkeys(other.names, other.tensor.detach().cpu()))
+    return made
+
+
+def _adapter_test(model: Any) -> Callable[[str], bool]:
+    """Return a function that tells names of adapters from names of the base model."""
+    # Each method of PEFT has a prefix of its own; prompts have an encoder.
+    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
+    pattern = re.compile(rf"(^|\.)({re.escape(prefix)}\w*|modules_to_save)(\.|$)")
+    return lambda name: pattern.search(name) is not None
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Add the active adapters to the base weights of a sharded model, unit by unit.
+
+    ``merge_and_unload`` of PEFT would compute with this rank's rows. Afterwards
+    ``save_pretrained(model, directory, merged=True)`` writes the base model. Layers
+    that are merged already stay as they are; PEFT's ``unmerge_adapter`` inside of
+    ``unshard_params`` takes the adapters out again.
+
+    Args:
+        model: a ``PeftModel``, sharded or plain.
+
+    Collective: per unit an all-gather, and an exchange of outcomes; all ranks must
+        call.
+    Raises: PhaseError, inside a step; as PEFT's ``merge``.
+
+    ::
+
+        merge_adapters(model)
+        save_pretrained(model, "merged", merged=True)
+    """
+    layers = dict(_adapter_layers(model))
+    by_unit: dict[int, list[Any]] = {}
+    for layer in layers.values():
+        # The unit that holds the first parameter of the layer holds all of them.
+        found = find_leaf(next(iter(layer.parameters())))
+        by_unit.setdefault(0 if found is None else id(found[0]), []).append(layer)
+    # Layers whose parameters are whole on every rank.
+    for layer in by_unit.pop(0, ()):
+        _merge(layer)
+    for state in units_in(model):
+        own = by_unit.pop(id(state.handle), None)
+        # All ranks have the same layers in the same units.
+        if own:
+            with unshard_params(state.module, recurse=False, writeback=True):
+                for layer in own:
+                    _merge(layer)
+
+
+@torch.no_grad()
+def _merge(layer: Any) -> None:
+    """Merge one layer, unless that was done before."""
+    # PEFT warns of a second merge.
+    if not layer.merged:
+        layer.merge()
+
+
+def _adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers that PEFT has put around layers of the base model."""
+    for name, module in model.named_modules():
+        # Other layers around a base layer, as of trained tokens, cannot be merged.
+        if hasattr(module, "base_layer") and hasattr(module, "merged_adapters"):
+            yield name, module
+
+
+def require_merged(model: nn.Module) -> None:
+    """Raise ValueError if an adapter of ``model`` is not merged."""
+    left = [name for name, layer in _adapter_layers(model) if not layer.merged]
+    if left:
+        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+        raise ValueError(
+            f"save_pretrained(merged=True) expects merged adapters, and "
+            f"{', '.join(left[:_LISTED])}{more} are not. Call merge_adapters(model) "
+            "before."
+        )
+
+
+def base_names(model: nn.Module) -> Callable[[str], str | None]:
+    """Return a function from names of ``model`` to names of the base model.
+
+    The function returns None for a parameter of an adapter.
+    """
+    if not has_adapters(model):
+        return lambda name: name
+    is_adapter = _adapter_test(model)
+
+    def inner(name: str) -> str | None:
+        """Return the name in the base model."""
+        # Merged values are in the base weight.
+        if is_adapter(name):
+            return None
+        return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+    return inner

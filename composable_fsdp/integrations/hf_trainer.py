@@ -1,0 +1,223 @@
+"""The Trainer of transformers, training a sharded model.
+
+::
+
+    accelerator       a ShardedAccelerator: sharding, clipping, accumulation, bf16
+    save_model        the weights tensor by tensor, as ``save_pretrained`` writes them
+    optimizer state   the folder ``sharded_state`` of a checkpoint, by ``save``
+    resume, best      each rank reads its part of the weights
+
+Overridden methods that begin with an underscore are Trainer's hooks
+for other engines, and not documented there; checked with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from composable_fsdp.integrations.hf_accelerate import (
+    SHARDED_STATE,
+    ShardedAccelerator,
+    as_sharding,
+    save_sharded,
+)
+from composable_fsdp.integrations.hf_adapters import adapter_values, has_adapters
+from composable_fsdp.integrations.hf_config import HFSharding
+from composable_fsdp.integrations.hf_weights import load_pretrained, write_weights
+from composable_fsdp.storage.contents import units_in
+from composable_fsdp.storage.load import load
+
+_SCHEDULER = "scheduler.pt"
+_OPTIMIZER = "optimizer.pt"
+
+
+class ShardedTrainer(Trainer):
+    """A ``Trainer`` that trains a sharded model.
+
+    Units, precision and device follow ``TrainingArguments``: ``bf16=True`` is a
+    ``MixedPrecision``, ``max_grad_norm`` clips by the norm over all ranks, and
+    checkpoints can be resumed at another number of ranks. As a first base class it does
+    the same for another trainer: ``class MyTrainer(ShardedTrainer, Seq2SeqTrainer)``.
+
+    Args:
+        model: the model; sharded here unless ``fully_shard`` was applied before.
+        args: the ``TrainingArguments``. With ``fsdp=True`` the settings of
+            ``fsdp_config`` are read as ``from_hf_config`` reads them.
+        more: further arguments of the trainer.
+        sharding: an ``HFSharding``, or the settings that ``from_hf_config`` reads.
+            Default None: ``args.fsdp_config``, or a unit per layer that the model names
+            in ``_no_split_modules``.
+        kwargs: further keyword arguments of the trainer.
+
+    Collective: as ``fully_shard``; all ranks must make the trainer.
+    Raises: ValueError, for settings that contradict each other; as ``fully_shard``.
+
+    ::
+
+        trainer = ShardedTrainer(model, args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *more: Any,
+        sharding: HFSharding | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # A copy: the caller's arguments may make another trainer.
+        args = copy.copy(args or TrainingArguments("tmp_trainer"))
+        self._sharding = _sharding_of(args, sharding)
+        super().__init__(model, args, *more, **kwargs)
+
+    def _build_accelerator_args(self, **given: Any) -> dict[str, Any]:
+        """Note the arguments of the accelerator."""
+        found: dict[str, Any] = super()._build_accelerator_args(**given)
+        self._accelerator_args = found
+        return found
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make a ``ShardedAccelerator`` and shard the model; see ``Trainer``.
+
+        Collective: as ``fully_shard``.
+        """
+        super().create_accelerator_and_postprocess()
+        self.accelerator = ShardedAccelerator(
+            **self._accelerator_args, sharding=self._sharding
+        )
+        # The trainer gathers by a method of the accelerator that was replaced.
+        self.gather_function: Any = partial(
+            self.accelerator.gather_for_metrics,
+            use_gather_object=self.args.eval_use_gather_object,
+        )
+        # Before the trainer moves the model to the device as a whole.
+        if self.model is not None:
+            self.accelerator.shard(self.model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Return a new sharded model. Collective: as ``fully_shard``."""
+        return self.accelerator.shard(super().call_model_init(trial))
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the shards where they are: under CPU offload, in host memory."""
+        if not units_in(model):
+            super()._move_model_to_device(model, device)
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Save the weights tensor by tensor, and all else as ``Trainer`` does.
+
+        Collective: as ``save_pretrained``; all ranks must call.
+        """
+        # The model's parts come from all ranks, so all ranks enter.
+        folder = output_dir or self.args.output_dir
+        if not units_in(self.model):
+            super()._save(folder, state_dict)
+            return
+        # Without values, ``Trainer`` writes configuration, tokenizer and arguments; an
+        # adapter is small, so ``Trainer`` writes that, too.
+        adapter = has_adapters(self.model)
+        values = adapter_values(self.model) if adapter else {}
+        write_weights(
+            self.model,
+            folder,
+            partial(super()._save, folder, values),
+            weights=not adapter,
+            writes=self.args.should_save,
+        )
+
+    def _load_weights(self, folder: str) -> None:
+        """Load the weights in ``folder``, each rank its part."""
+        # The plain Trainer converts dtypes, too, but takes missing weights with a warning.
+        load_pretrained(self.model, folder, cast=True)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load the weights of a checkpoint. Collective: as ``load``."""
+        given = self.model if model is None else model
+        if has_adapters(given) or not units_in(given):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint. Collective: as ``load``."""
+        if has_adapters(self.model) or not units_in(self.model):
+            super()._load_best_model()
+        else:
+            self._load_weights(self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the optimizer's state sharded. Collective: as ``save``."""
+        if not units_in(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        # The file of the plain Trainer would hold rank 0's shards.
+        folder = os.path.join(output_dir, SHARDED_STATE)
+        save_sharded(folder, self.model, [_inner(self.optimizer)])
+        if self.args.should_save:
+            path = os.path.join(output_dir, _SCHEDULER)
+            torch.save(self.lr_scheduler.state_dict(), path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the state of a checkpoint. Collective: as ``load``."""
+        if not units_in(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if checkpoint is None:
+            return
+        folder = os.path.join(checkpoint, SHARDED_STATE)
+        # A checkpoint of ``save_only_model`` has weights alone.
+        if not os.path.isdir(folder):
+            _refuse_plain_state(checkpoint)
+            return
+        # The trainer restores the random states itself.
+        load(folder, self.model, [_inner(self.optimizer)], rng=False)
+        scheduler = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+
+def _sharding_of(
+    args: TrainingArguments, given: HFSharding | Mapping[str, Any] | None
+) -> HFSharding:
+    """Return the sharding to train with, and switch off torch's FSDP in ``args``."""
+    # An empty ``fsdp_config`` alone switches nothing on.
+    if not args.fsdp:
+        return as_sharding(given)
+    if given is not None:
+        raise ValueError(
+            "ShardedTrainer got settings twice: sharding=... and fsdp=True with "
+            "fsdp_config in the arguments. Leave one of the two out."
+        )
+    config = args.fsdp_config
+    # Otherwise the trainer would make accelerate's plugin for torch's FSDP.
+    args.fsdp, args.fsdp_config, args.fsdp_plugin_args = False, {}, None
+    return as_sharding(config)
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer in accelerate's wrapper."""
+    # accelerate's wrapper steps only when gradients are complete.
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _refuse_plain_state(checkpoint: str) -> None:
+    """Raise ValueError if ``checkpoint`` has the optimizer state of a plain trainer."""
+    if os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
+        raise ValueError(
+            f"{checkpoint} has the optimizer state of an unsharded Trainer "
+            f"({_OPTIMIZER}); expected the folder {SHARDED_STATE}. Remove "
+            f"{_OPTIMIZER} to train on with the weights and a new optimizer state."
+        )

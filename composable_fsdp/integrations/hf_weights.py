@@ -1,0 +1,341 @@
+"""``save_pretrained`` and ``from_pretrained`` for sharded models, part by part.
+
+::
+
+    save   first rank    gathers a unit, writes its tensors into the files, frees them
+           all ranks     send their parts
+    load   each rank     maps the files, copies the elements that the rank holds
+
+The files are those that the plain model's ``save_pretrained`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.integrations.hf_adapters import (
+    adapter_values,
+    base_names,
+    has_adapters,
+    require_merged,
+)
+from composable_fsdp.integrations.hf_names import as_model, to_file
+from composable_fsdp.runtime.meta_buffers import unfilled_buffers
+from composable_fsdp.storage.compare import LoadReport
+from composable_fsdp.storage.contents import contents_of, places, units_in
+from composable_fsdp.storage.export import export_module
+from composable_fsdp.storage.formats.safetensors_read import INDEX
+from composable_fsdp.storage.load import load
+from composable_fsdp.storage.opening import open_source
+from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.team import meet_team, team_of
+
+_SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MAX_SHARD = "50GB"
+"""The default of transformers 5."""
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_TEMPORARY = ".weights"
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = _MAX_SHARD,
+    merged: bool = False,
+) -> None:
+    """Write a sharded model as ``model.save_pretrained`` writes the plain model.
+
+    Configuration, generation configuration and weights; ``from_pretrained`` reads the
+    directory. A model with PEFT's adapters writes the adapter. Weights of an earlier
+    save in the directory are replaced when all new weights are written.
+
+    Args:
+        model: a model of transformers, or a ``PeftModel``, sharded or plain.
+        directory: the directory; made if missing. All ranks pass the same.
+        max_shard_size: the largest size of a weight file, in bytes or as text such as
+            ``"5GB"``. Default 50 GB.
+        merged: whether the base model with ``merge_adapters`` applied is written,
+            without adapters. Default False.
+
+    Collective: a gather per region to the first rank, which alone writes and holds the
+        full parameters of a unit at a time, in host memory; exchanges of outcomes. All
+        ranks must call.
+    Raises: ValueError, for a size that cannot be read, or with ``merged`` if an adapter
+        is not merged; CheckpointError or OSError, if the directory cannot be written,
+        on all ranks alike.
+
+    ::
+
+        save_pretrained(model, "tiny-llama")
+    """
+    size = _bytes_of(max_shard_size)
+    # PEFT's own files hold the adapter and a reference to the base model.
+    adapter = has_adapters(model) and not merged
+    if merged:
+        require_merged(model)
+    base: Any = _base_of(model) if merged else model
+    values = adapter_values(model) if adapter else {}
+    meet_team(model, "save_pretrained")
+    first = team_of(model).rank == 0
+    save: Callable[[], object] = partial(
+        base.save_pretrained, directory, state_dict=values, is_main_process=first
+    )
+    write_weights(
+        model, directory, save, weights=not adapter, writes=first, max_bytes=size
+    )
+
+
+def write_weights(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    others: Callable[[], object],
+    *,
+    weights: bool = True,
+    writes: bool,
+    max_bytes: int | None = None,
+) -> None:
+    """Write a directory: ``others()`` writes all but the weights of the model.
+
+    Args:
+        model: the model.
+        directory: the directory.
+        others: writes configuration and tokenizer.
+        weights: whether the weights are written. Default True.
+        writes: whether this rank calls ``others``.
+        max_bytes: the largest size of a weight file. Default None: 50 GB.
+
+    Collective: as ``save_pretrained``.
+    Raises: the first error of any rank, on all ranks.
+    """
+    team = team_of(model)
+    folder = Path(directory)
+    team.agree(_error_of(partial(_prepare, folder, others)) if writes else None)
+    if not weights:
+        return
+    size = _bytes_of(_MAX_SHARD) if max_bytes is None else max_bytes
+    names = _FileNames(model)
+    count = names.count_parameters()
+    wrote = export_module(folder / _TEMPORARY, model, size, rewrite=names.rewrite)
+    team.agree(_error_of(partial(_replace, folder, count)) if wrote else None)
+
+
+def _error_of(action: Callable[[], object]) -> Exception | None:
+    """Return the error that ``action`` raises; the other ranks wait to be told."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _prepare(folder: Path, others: Callable[[], object]) -> None:
+    """Make the folder, write all but weights, and remove an interrupted save."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Left by a process that was killed while it wrote.
+    shutil.rmtree(folder / _TEMPORARY, ignore_errors=True)
+    others()
+
+
+def _replace(folder: Path, count: int) -> None:
+    """Move complete weights into ``folder``, in the place of earlier weights."""
+    made = folder / _TEMPORARY
+    index = made / INDEX
+    # A single file has no index.
+    if index.exists():
+        told = json.loads(index.read_text())
+        told["metadata"]["total_parameters"] = count
+        index.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+    new = {each.name for each in made.iterdir()}
+    for each in folder.iterdir():
+        # An index of an earlier save would hide a single new file.
+        if _WEIGHTS.fullmatch(each.name) and each.name not in new:
+            each.unlink()
+    for name in new:
+        # A rename in the same file system: a reader sees the old or the new file.
+        (made / name).replace(folder / name)
+    made.rmdir()
+
+
+class _FileNames:
+    """The tensors of the files for the tensors of a model.
+
+    Args:
+        model: a model of transformers, or a ``PeftModel`` whose base is written.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._contents = contents_of(model, "save_pretrained")
+        self._base = _base_of(model)
+        base: Any = self._base
+        ties = dict(getattr(base, "all_tied_weights_keys", None) or {})
+        # Buffers that transformers computes again.
+        left_out = set(getattr(base, "_keys_to_ignore_on_save", None) or ())
+        inner = base_names(model)
+        self._names: dict[str, str] = {}
+        # In the order of the plain model's state dict, which decides on the files.
+        for name in sorted(self._held(), key=_order(model).__getitem__):
+            # transformers drops the same name of a tied parameter in every save.
+            file_name = inner(name)
+            if file_name is not None and file_name not in left_out:
+                self._names[name] = ties.get(file_name, file_name)
+
+    def _held(self) -> Iterator[str]:
+        return (held.names[0] for held in self._contents.each())
+
+    def count_parameters(self) -> int:
+        """Return the number of elements of the model's parameters, without buffers."""
+        return sum(
+            torch.Size(held.shape).numel()
+            for held in self._contents.each()
+            if held.names[0] in self._names and isinstance(held.tensor, nn.Parameter)
+        )
+
+    def rewrite(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of the files for some of the model's tensors."""
+        kept = {name: values[own] for own, name in self._names.items() if own in values}
+        return to_file(self._base, kept)
+
+
+def _order(model: nn.Module) -> dict[str, int]:
+    """Return the position of each name in the plain model's state dict."""
+    # As ``state_dict`` visits: a module's parameters, its buffers, its children.
+    names = (
+        f"{path}.{key}" if path else key
+        for path, each in places(model)
+        for key in (*each._parameters, *each._buffers)
+    )
+    return {name: at for at, name in enumerate(names)}
+
+
+def load_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    report: LoadReport | None = None,
+) -> None:
+    """Load what ``save_pretrained`` of transformers wrote into a sharded model.
+
+    The model may be on the meta device: parameters get memory for this rank's part
+    only. Each rank maps the files and reads the elements that the rank holds. Tied
+    weights and buffers that are in no file (frequencies of rotary embeddings) get their
+    values as in ``from_pretrained``. Tensors that transformers converts, such as
+    experts, are read by every rank as a whole, one at a time.
+
+    Args:
+        model: a model of transformers that ``fully_shard`` was applied to, or a plain
+            model.
+        directory: the directory, or a file. All ranks pass the same.
+        strict: whether a difference in names, shapes or dtypes raises. Default True.
+        cast: whether weights of another dtype are converted. Default False.
+        report: receives the differences if ``strict`` is False. Default None: a
+            warning.
+
+    Collective: as ``load``; all ranks must call.
+    Raises: CheckpointError, as ``load``.
+
+    ::
+
+        load_pretrained(model, "tiny-llama")
+    """
+    _give_memory(model)
+    _fill_buffers(model)
+    # A rank that calls alone gets an error instead of a hang.
+    meet_team(model, "load_pretrained")
+    opened: list[Source] = []
+    with ExitStack() as stack:
+        error = _error_of(partial(_open, model, directory, opened))
+        for source in opened:
+            stack.enter_context(source)
+        # Before ``load``, in which the other ranks would wait for this one.
+        team_of(model).agree(error)
+        load(opened[0], model, strict=strict, cast=cast, rng=False, report=report)
+
+
+def _open(
+    model: nn.Module, directory: str | os.PathLike[str], opened: list[Source]
+) -> None:
+    """Append the files of ``directory`` to ``opened``, as tensors of ``model``."""
+    contents = contents_of(model, "load_pretrained")
+    names = [name for held in contents.each() for name in held.names]
+    source = open_source(os.fspath(directory))
+    opened.append(as_model(_base_of(model), source, names))
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Give tensors on meta memory on the device that their unit computes on."""
+    tensors = [*model.parameters(), *model.buffers()]
+    # ``to_empty`` would discard the values of a model that has some.
+    if any(tensor.is_meta for tensor in tensors):
+        units = units_in(model)
+        device = units[0].handle.layout.device if units else torch.device("cpu")
+        model.to_empty(device=device)
+
+
+def _fill_buffers(model: nn.Module) -> None:
+    """Let transformers compute the buffers that are in no file."""
+    unfilled = unfilled_buffers(model)
+    holders = {name.rpartition(".")[0] for name in unfilled}
+    for name in sorted(holders):
+        init = _initializer(model, name)
+        # Random numbers for parameters of the same module, which the files replace.
+        with torch.random.fork_rng(devices=[]):
+            if init is not None:
+                init(model.get_submodule(name))
+
+
+def _initializer(model: nn.Module, name: str) -> Callable[[nn.Module], object] | None:
+    """Return ``_init_weights`` of the innermost model of transformers around a module.
+
+    A model may hold models with configurations of their own, such as two towers.
+    """
+    # From the module outwards.
+    parts = name.split(".") if name else []
+    for count in range(len(parts), -1, -1):
+        around = model.get_submodule(".".join(parts[:count]))
+        if callable(getattr(type(around), "_init_weights", None)):
+            init: Callable[[nn.Module], object] = getattr(around, "_init_weights")  # noqa: B009
+            return init
+    return None
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    """Return the model of transformers in a ``PeftModel``, or ``model``."""
+    if has_adapters(model) and hasattr(model, "get_base_model"):
+        base: Any = model
+        inner: nn.Module = base.get_base_model()
+        return inner
+    return model
+
+
+def _bytes_of(size: int | str) -> int:
+    """Return a size in bytes, which may be written as ``"5GB"``.
+
+    Raises: ValueError.
+    """
+    if isinstance(size, int) and size > 0:
+        return size
+    found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)\s*", str(size).upper())
+    try:
+        number = float(found[1]) if found else 0.0
+    except ValueError:
+        number = 0.0
+    if found is None or number <= 0:
+        raise ValueError(
+            f"max_shard_size expects a number of bytes or text such as '5GB' "
+            f"({', '.join(_SIZES)}), got {size!r}."
+        )
+    return int(number * _SIZES[found[2]])
