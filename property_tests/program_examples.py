@@ -147,6 +147,23 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for strategy in ("FULL_SHARD", "NO_SHARD", "HYBRID_SHARD")
     ],
+    "gradients asked for of parameters that are full by hand": [
+        Program(
+            Part(children=(Part(),)),
+            options=Options(strategy=strategy),
+            actions=(
+                ("forward", 0, "input_grad"),
+                ("unshard_unit", unit, False),
+                last,
+            ),
+        )
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+        for unit in (0, 1)
+        for last in [
+            ("parameter_gradients", 0, "unused"),
+            ("backward", 0, "inputs"),
+        ]
+    ],
     "states of a unit with two names": [
         Program(
             Part(children=(Part(), Part(again=0), Part())),

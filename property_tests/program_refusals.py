@@ -70,6 +70,7 @@ REFUSALS: list[tuple[set[str], str]] = [
     ),
     # What only the sharded parameters can serve.
     ({"action:unshard_unit"}, "is not a parameter of"),
+    ({"action:unshard_unit"}, "was asked for the gradient of full parameter"),
     ({"action:inside_summon"}, "called inside unshard_params, which shows"),
     ({"action:inside_summon", "action:unshard_unit"}, "holds the full parameters of"),
     ({"action:clip_as_plain"}, "scaled after they were averaged"),

@@ -13,7 +13,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.flat.flat_parameter import flats_in, move_own_gradients
 from composable_fsdp.flat.grad_samples import sample_again
 from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -132,7 +132,7 @@ def _require_real_gradients(optimizer: torch.optim.Optimizer) -> None:
             ref = find_param(parameter)
             if ref is None or not ref.region.gradient.shown[ref.index]:
                 continue
-            name = quoted(join_name(ref.handle.full_fqn, ref.slot.fqn))
+            name = quoted(ref.name)
             raise TypeError(
                 f"ShardedGradScaler got the gradient of parameter {name} of dtype "
                 f"{parameter.dtype}, and torch unscales real gradients only. Step "

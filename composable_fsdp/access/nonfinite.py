@@ -14,7 +14,7 @@ from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.flat.flat_parameter import find_flat, leaf_gradients
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle
 from composable_fsdp.flat.param_ref import originals_by_vars, param_refs
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
 from composable_fsdp.tree.traversal import inside_wrappers
 
@@ -172,7 +172,7 @@ def _held(handle: FlatParamHandle, chosen: Mapping[int, Tensor]) -> Iterator[_He
         flat = ref.region.flat
         if id(ref.leaf) not in chosen and (flat is None or id(flat) not in chosen):
             continue
-        name = join_name(handle.full_fqn, ref.slot.fqn)
+        name = ref.name
         # A frozen parameter may have a gradient from before, which optimizers use.
         gradient = ref.leaf.grad
         if ref.region.layout.trainable:

@@ -12,8 +12,9 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.build_region import full_views
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 
 SAMPLES = 4096
 """Most elements that ``brief`` reads of a tensor."""
@@ -32,7 +33,7 @@ def require_same_values(handle: FlatParamHandle, fulls: Sequence[Tensor]) -> Non
     for region, full in zip(handle.layout.regions, fulls, strict=True):
         pieces, _ = full_views(region.layout, full)
         for slot, piece in zip(region.layout.parameters, pieces, strict=True):
-            names.append(join_name(handle.full_fqn, slot.fqn))
+            names.append(slot_path(handle, slot))
             whole.append(piece)
     if not whole:
         return

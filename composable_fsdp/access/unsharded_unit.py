@@ -25,8 +25,9 @@ from composable_fsdp.flat import part_guards, residency
 from composable_fsdp.flat.build_region import full_leaf, full_views
 from composable_fsdp.flat.external_changes import is_at, restore_full_views
 from composable_fsdp.flat.handle import FlatParamHandle, written
+from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import version_of
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
@@ -102,9 +103,7 @@ class UnshardedUnit:
         handle = self.handle
         place = {id(leaf): i for i, leaf in enumerate(handle.leaves)}
         homes = self._homes()
-        for info, (parameters, name, sharded, _) in zip(
-            handle.infos, handle.swaps, strict=True
-        ):
+        for at, (parameters, name, sharded, _) in enumerate(handle.swaps):
             expected: nn.Parameter = sharded
             home: Tensor = sharded
             if self.leaves:
@@ -125,7 +124,7 @@ class UnshardedUnit:
                 )
                 raise PhaseError(
                     f"Inside unshard_params parameter "
-                    f"{quoted(join_name(handle.full_fqn, info.fqn))} was replaced by "
+                    f"{quoted(place_path(handle, at))} was replaced by "
                     f"{got}; "
                     f"expected {tuple(home.shape)} {home.dtype}. Write into it "
                     "in place, for example parameter.data.copy_(values)."

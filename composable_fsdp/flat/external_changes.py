@@ -43,11 +43,12 @@ from composable_fsdp.flat.handle import (
     find_leaf,
     forget_leaves,
 )
+from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.precision import take_form
 from composable_fsdp.flat.region import FullBuffer
 from composable_fsdp.flat.residency import shards_are_unchanged
-from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
 
@@ -148,10 +149,11 @@ def require_leaves(handle: FlatParamHandle) -> bool:
 def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Parameter]:
     """Return, by slot index, the parameter that the modules show; fill ``names``."""
     current: dict[int, nn.Parameter] = {}
-    for info, (parameters, key, leaf, _) in zip(
-        handle.infos, handle.swaps, strict=True
+    for at, (place, (parameters, key, leaf, _)) in enumerate(
+        zip(handle.layout.places, handle.swaps, strict=True)
     ):
-        fqn = names.setdefault(info.slot_index, join_name(handle.full_fqn, info.fqn))
+        # The first place of a tied parameter names the parameter.
+        fqn = names.setdefault(place.slot_index, place_path(handle, at))
         found = parameters.get(key)
         if not isinstance(found, nn.Parameter):
             raise PlanError(
@@ -159,7 +161,7 @@ def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Par
                 f"{type(found).__name__} after fully_shard (torch.func.functional_call "
                 "does so for a while). Change modules before fully_shard."
             )
-        first = current.setdefault(info.slot_index, found)
+        first = current.setdefault(place.slot_index, found)
         # On meta, different objects are legal: ``to_empty`` creates a parameter for
         # each place.
         if found is not first and not leaf.is_meta:
@@ -168,7 +170,7 @@ def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Par
                 "since fully_shard. Assign to all of them, or untie before fully_shard."
             )
         if first is leaf:
-            current[info.slot_index] = found
+            current[place.slot_index] = found
     return current
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 
 _COPIED = 1 << 18
 """Number of elements up to which a snapshot is a copy. A copy and a comparison take two
@@ -69,7 +70,7 @@ def _copy_write_to_shard(
     # A write to a low-precision copy would be rounded, or lost at the next all-gather.
     if full.dtype != sharded.dtype:
         raise PhaseError(
-            f"Parameter {quoted(join_name(handle.full_fqn, slot.fqn))} was written to "
+            f"Parameter {quoted(slot_path(handle, slot))} was written to "
             "in the "
             f"forward of unit {handle.name}, where it is a copy in {full.dtype} of "
             f"shards in {sharded.dtype} (MixedPrecision), so the write would be lost "

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.handle import FlatParamHandle
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.flat.param_paths import place_path
+from composable_fsdp.naming import quoted
 
 
 def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
@@ -37,7 +38,7 @@ def save_functional_params(handle: FlatParamHandle, *, over_full: bool) -> None:
         if found is sharded or found is full:
             continue
         if isinstance(found, Tensor) and found.shape != full.shape:
-            name = quoted(join_name(handle.full_fqn, handle.layout.places[at].fqn))
+            name = quoted(place_path(handle, at))
             # ``use_full`` may have registered full leaves before it found the foreign
             # tensor.
             _put_back(handle)

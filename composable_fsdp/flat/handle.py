@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -186,6 +187,7 @@ class UnitLogs(NamedTuple):
 
 
 NO_LOGS = UnitLogs()
+NO_PATHS: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -270,6 +272,7 @@ class FlatParamHandle:
         "logs",
         "memory",
         "other_form",
+        "paths",
         "phase",
         "ready",
         "reduction",
@@ -297,6 +300,9 @@ class FlatParamHandle:
         self.full_fqn = layout.plan.fqn
         """FQN of the unit's module from the root; until lazy initialization, from the
         module that ``fully_shard`` was called on."""
+        self.paths: Mapping[int, str] = NO_PATHS
+        """Unit of several modules, once its root is known: paths from the root of the
+        modules that hold parameters, by id. Other units: empty."""
         self.logs = NO_LOGS
         """The order logs; assigned by lazy initialization."""
         self.guards = guards

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
-from composable_fsdp.naming import join_name
 from composable_fsdp.planning.layout import ParameterSlot
 
 
@@ -35,7 +35,7 @@ class ParamRef:
     @property
     def name(self) -> str:
         """Return the parameter's name in the plain model, from the root."""
-        return join_name(self.handle.full_fqn, self.slot.fqn)
+        return slot_path(self.handle, self.slot)
 
     @property
     def interval(self) -> tuple[int, int]:

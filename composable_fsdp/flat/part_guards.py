@@ -31,6 +31,7 @@ from torch import nn
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import FlatParamHandle, PartGuards
+from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.naming import join_name, quoted
 from composable_fsdp.planning import walk
@@ -213,7 +214,8 @@ def _class_of(handle: FlatParamHandle) -> str:
 
 def _name(handle: FlatParamHandle, module: nn.Module) -> str:
     """Return the FQN of ``module``, by the first of its places in the unit."""
-    for place, owner in zip(handle.layout.places, handle.layout.owners, strict=True):
-        if owner is module:
-            return join_name(handle.full_fqn, place.fqn.rpartition(".")[0])
+    for at, place in enumerate(handle.layout.places):
+        if handle.layout.owners[at] is module:
+            path = place_path(handle, at)
+            return path.removesuffix(place.name).removesuffix(".")
     return ""

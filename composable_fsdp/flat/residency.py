@@ -32,8 +32,9 @@ from composable_fsdp.flat.functional_params import (
     save_functional_params,
 )
 from composable_fsdp.flat.handle import LEAVES, NO_TASK, FlatParamHandle, FullForm
+from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Residency, illegal_move
 
 SHARDED, GATHERING, UNSHARDED, HIDDEN, FREE_PENDING, COPIES_SHOWN = Residency
@@ -289,8 +290,7 @@ def find_unreadable(text: str) -> str | None:
     handles = {link() for link in LEAVES.values()}
     for handle in handles:
         if handle is not None and int(number) in handle.form.unreadable:
-            place = handle.layout.places[handle.form.unreadable.index(int(number))]
-            return quoted(join_name(handle.full_fqn, place.fqn))
+            return quoted(place_path(handle, handle.form.unreadable.index(int(number))))
     return None
 
 
@@ -307,10 +307,10 @@ def find_written(text: str) -> list[str]:
     numel = prod(int(each) for each in found[1].split(",") if each.strip())
     handles = dict.fromkeys(link() for link in LEAVES.values())
     return [
-        quoted(join_name(handle.full_fqn, place.fqn))
+        quoted(place_path(handle, at))
         for handle in handles
         if handle is not None and handle.backward.task != NO_TASK
-        for place, leaf in zip(handle.layout.places, handle.form.placed, strict=True)
+        for at, leaf in enumerate(handle.form.placed)
         if leaf._version == int(found[2]) and leaf.numel() == numel
     ]
 

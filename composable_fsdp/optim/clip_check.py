@@ -27,8 +27,9 @@ from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, SAMPLE_REQUEST, GradSample
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 from composable_fsdp.optim.full_param_checks import handles_of, parameters_of
 
 _BACKWARDS = 64
@@ -284,7 +285,7 @@ def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
                 continue
             slot, view = region.layout.parameters[index], region.gradient.views[index]
             assert view is not None  # a leaf with samples has elements here
-            name = quoted(join_name(handle.full_fqn, slot.fqn))
+            name = quoted(slot_path(handle, slot))
             is_part = view.numel() < slot.numel
             found.append(
                 _Leaf(name, slot.numel, is_part, view, *_factor(pairs, tolerance))

@@ -26,8 +26,9 @@ from composable_fsdp.flat.flat_parameter import (
     move_own_gradients,
 )
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_paths import param_path, slot_path
 from composable_fsdp.flat.param_ref import ParamRef, param_ref
-from composable_fsdp.naming import join_name, listed, quoted
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Group
 
 _PATIENCE = 5.0
@@ -102,13 +103,13 @@ def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
 
 def leaf_name(handle: FlatParamHandle, index: int) -> str:
     """Return the name of a parameter of ``handle`` for messages."""
-    return quoted(join_name(handle.full_fqn, handle._fqns[index]))
+    return quoted(param_path(handle, index))
 
 
 def flat_name(handle: FlatParamHandle, flat: FlatParamRecord) -> str:
     """Return the name of a flat parameter of ``handle`` for messages."""
     slots = flat.layout.parameters
-    names = (quoted(join_name(handle.full_fqn, slot.fqn)) for slot in slots)
+    names = (quoted(slot_path(handle, slot)) for slot in slots)
     return f"the flat parameter of {listed(names)}"
 
 

@@ -212,8 +212,8 @@ def _after_step(optim: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _only_creates_state(optim: torch.optim.Optimizer) -> bool:
     """Return whether the running step creates state and changes no value."""
-    # DCP sets ``lr`` of each group to zero. A group without ``lr`` is stepped at its own
-    # rate, and weight decay changes its parameters without any gradient.
+    # DCP sets ``lr`` of each group to zero. A group without ``lr`` is stepped at its
+    # own rate, and weight decay changes its parameters without any gradient.
     return is_state_init_step() and all("lr" in g for g in optim.param_groups)
 
 

@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.flat_parameter import (
@@ -32,9 +32,14 @@ from composable_fsdp.flat.flat_parameter import (
     move_gradients_in,
 )
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle, find_leaf
-from composable_fsdp.flat.param_ref import find_param
-from composable_fsdp.naming import join_name, quoted
-from composable_fsdp.runtime.graph_task import current_task, run_backward
+from composable_fsdp.flat.param_paths import param_path
+from composable_fsdp.flat.param_ref import find_param, originals_by_vars
+from composable_fsdp.naming import quoted
+from composable_fsdp.runtime.graph_task import (
+    current_task,
+    full_param_requested,
+    run_backward,
+)
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.second_order import capture, reduced
@@ -92,6 +97,7 @@ def _for_parameters(
     if accumulate_grad:
         return engine(accumulate_grad=True)
     _require_own_reduction(inputs)
+    _require_no_full(inputs)
     if create_graph:
         return _with_graph(engine, inputs, in_graph, allow_unused=allow_unused)
     with (
@@ -245,6 +251,21 @@ def _require_no_fill(inputs: Sequence[Any]) -> None:
             )
 
 
+def _require_no_full(inputs: Sequence[Any]) -> None:
+    """Raise if full parameters are requested beside sharded ones.
+
+    Raises: PhaseError, on all ranks alike, before the engine runs.
+    """
+    others = [each for each in inputs if isinstance(each, nn.Parameter)]
+    others = [each for each in others if not (find_leaf(each) or find_flat(each))]
+    # A search of all units, which a request of sharded parameters alone does not need.
+    originals = originals_by_vars() if others else {}
+    for each in others:
+        found = originals.get(id(vars(each)))
+        if found is not None:
+            raise full_param_requested(found[0], param_path(*found))
+
+
 def _require_own_reduction(inputs: Sequence[Any]) -> None:
     """Raise if ``torch.autograd.grad`` cannot return the gradients.
 
@@ -315,7 +336,7 @@ def _name(each: Any) -> str:
     if found is None:
         flat = find_flat(each)
         return "a flat parameter" if flat is not None else "an input"
-    return quoted(join_name(found[0].full_fqn, found[0]._fqns[found[1]]))
+    return quoted(param_path(*found))
 
 
 class _Finishing:

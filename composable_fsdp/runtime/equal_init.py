@@ -18,7 +18,8 @@ from torch import Tensor
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.flat.handle import FlatParamHandle, written
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.flat.param_paths import param_path
+from composable_fsdp.naming import quoted
 
 _LENGTH = 16
 """Number of elements that are compared; torch on CPU draws this many at a time."""
@@ -71,11 +72,11 @@ def _warn(rank: int, theirs: str, mine: str, count: int) -> None:
 def _samples(handle: FlatParamHandle) -> Iterator[tuple[str, str]]:
     """Yield a digest of a parameter's first numbers, up to a factor, and the name."""
     found = 0
-    for name, leaf in zip(handle._fqns, handle.leaves, strict=True):
+    for index, leaf in enumerate(handle.leaves):
         start = _start(leaf.detach())
         if start is not None:
             digest = hashlib.blake2b(str(start).encode(), digest_size=8).hexdigest()
-            yield digest, join_name(handle.full_fqn, name)
+            yield digest, param_path(handle, index)
             # A few parameters per unit are enough, and the text in the store stays
             # short.
             found += 1

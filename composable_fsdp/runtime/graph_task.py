@@ -37,7 +37,9 @@ from composable_fsdp.flat.handle import (
     BackwardProgress,
     FlatParamHandle,
 )
+from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import SHARDED, find_unreadable, find_written
+from composable_fsdp.naming import quoted
 from composable_fsdp.phases import BACKWARD_PRE, Phase, illegal_move
 from composable_fsdp.runtime.offload import finish_d2h_grad_copies
 from composable_fsdp.runtime.reduce import (
@@ -178,14 +180,52 @@ def begin_unit_backward(context: RuntimeContext, state: _FSDPState, task: int) -
     if BACKWARD_PRE not in handle.phase.followers:
         raise illegal_move(handle.name, handle.phase, BACKWARD_PRE)
     handle.phase = BACKWARD_PRE
-    # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a parameter if
-    # ``autograd.grad`` captures the gradient.
-    pending = 0 if context.captures else sum(map(will_run, handle.form.accumulators))
+    try:
+        # ``_will_engine_execute_node`` raises for the AccumulateGrad node of a
+        # parameter if ``autograd.grad`` captures the gradient.
+        pending = (
+            0 if context.captures else sum(map(will_run, handle.form.accumulators))
+        )
+    except RuntimeError as error:
+        raise full_param_requested(handle, _captured_name(handle)) from error
     # With ``create_graph`` the graph of this backward reads the parameters again.
     retained = RETAINED if torch.is_grad_enabled() else 0
     handle.backward = BackwardProgress(task, pending, retained)
     if pending:
         expect_gradients(handle)
+
+
+def _captured_name(handle: FlatParamHandle) -> str:
+    """Return the path of the first parameter whose gradient ``autograd.grad`` takes."""
+    captured = next(filter(_is_captured, handle.form.accumulators))
+    shown = [leaf is captured.variable for leaf in handle.form.placed]
+    return place_path(handle, shown.index(True))
+
+
+def full_param_requested(handle: FlatParamHandle, path: str) -> PhaseError:
+    """Return the error for ``autograd.grad`` with respect to a full parameter.
+
+    The engine would return the gradient of this rank's batch alone.
+    """
+    return PhaseError(
+        "torch.autograd.grad was asked for the gradient of full parameter "
+        f"{quoted(path)}, which unit {handle.name} has shown since unshard or in a "
+        "forward; expected the sharded parameter, whose gradient is averaged over "
+        "ranks. Take module.parameters() after reshard(module), or call backward() "
+        "and read .grad."
+    )
+
+
+def _is_captured(accumulator: Any) -> bool:
+    """Return whether ``autograd.grad`` takes the gradient of this AccumulateGrad node.
+
+    The engine tells by an error alone.
+    """
+    try:
+        will_run(accumulator)
+    except RuntimeError:
+        return True
+    return False
 
 
 def join_unannounced(context: RuntimeContext, state: _FSDPState, task: int) -> None:

@@ -19,8 +19,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.naming import join_name, listed, quoted
-from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.options import UnitOptions, in_force, precision_fields
 from composable_fsdp.planning.walk import modules, named
 from composable_fsdp.tree.state import OWNERS, _FSDPState
@@ -28,8 +29,9 @@ from composable_fsdp.tree.state import OWNERS, _FSDPState
 ParameterFacts: TypeAlias = tuple[
     tuple[str, ...], tuple[int, ...], str, bool, tuple[int, int]
 ]
-"""Names from the unit's module, shape, dtype, requires_grad, and the parameter's place:
-number of the region, first element in the region."""
+"""Names from the unit's module (paths, in a unit of several modules), shape, dtype,
+requires_grad, and the parameter's place: number of the region, first element in the
+region."""
 
 Options: TypeAlias = tuple[tuple[str, str], ...]
 """Pairs of an option's name and its value as text."""
@@ -42,6 +44,12 @@ class UnitFacts(NamedTuple):
     parameters: tuple[ParameterFacts, ...]
     options: Options
     buffers: tuple[str, ...]
+    several: bool
+    """Whether the unit has several modules; its parameters then have paths."""
+
+    def paths(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the paths of a parameter from its names in ``parameters``."""
+        return names if self.several else [join_name(self.name, n) for n in names]
 
 
 class Difference(NamedTuple):
@@ -71,19 +79,23 @@ def facts_of(
     found = []
     for name, state in units:
         regions = state.handle.layout.plan.regions
-        if id(regions) not in parameters:
-            parameters[id(regions)] = _parameter_facts(regions)
+        several = len(state.modules) > 1
+        # Units of several modules may share a plan; their paths differ.
+        key = id(state.handle) if several else id(regions)
+        if key not in parameters:
+            parameters[key] = _parameter_facts(state.handle, several=several)
         settings = _setting_values(state, names)
-        key = id(state.options), *settings
-        if key not in options:
+        setting = id(state.options), *settings
+        if setting not in options:
             pairs = zip(_SETTINGS, map(str, settings), strict=True)
-            options[key] = (*_option_facts(state.options), *pairs)
+            options[setting] = (*_option_facts(state.options), *pairs)
         found.append(
             UnitFacts(
                 name,
-                parameters[id(regions)],
-                options[key],
+                parameters[key],
+                options[setting],
                 tuple(buffers.get(id(state), ())),
+                several,
             )
         )
     return tuple(found)
@@ -96,7 +108,7 @@ def digest_of(facts: Sequence[UnitFacts]) -> bytes:
     numbers: dict[str, int] = {}
     known: dict[int, int] = {}
     rows = []
-    for name, parameters, options, buffers in facts:
+    for name, parameters, options, buffers, _ in facts:
         for part in (parameters, options):
             if id(part) not in known:
                 known[id(part)] = numbers.setdefault(repr(part), len(numbers))
@@ -124,17 +136,19 @@ def buffer_names(top: _FSDPState) -> dict[int, list[str]]:
     return found
 
 
-def _parameter_facts(regions: Sequence[RegionLayout]) -> tuple[ParameterFacts, ...]:
+def _parameter_facts(
+    handle: FlatParamHandle, *, several: bool
+) -> tuple[ParameterFacts, ...]:
     """Return the facts of a unit's parameters, in the order of the module."""
     found = {
         slot.index: (
-            slot.fqns,
+            tuple(slot_paths(handle, slot)) if several else slot.fqns,
             slot.shape,
             _text(region.dtype),
             region.trainable,
             (number, slot.offset),
         )
-        for number, region in enumerate(regions)
+        for number, region in enumerate(handle.layout.plan.regions)
         for slot in region.parameters
     }
     return tuple([found[index] for index in sorted(found)])
@@ -248,7 +262,7 @@ def _entries(units: Sequence[UnitFacts]) -> dict[_Key, tuple[str, str]]:
         at = f"of unit {quoted(unit.name)}"
         found[0, k, 0, 0] = f"unit number {k + 1} of the model", quoted(unit.name)
         for j, (names, shape, dtype, trainable, place) in enumerate(unit.parameters):
-            full = [join_name(unit.name, name) for name in names]
+            full = unit.paths(names)
             this = f"of parameter {quoted(full[0])}"
             tied = f" (tied to {', '.join(map(quoted, full[1:]))})" if full[1:] else ""
             found[1, k, _NAMES, j] = f"parameter {j + 1} {at}", quoted(full[0]) + tied
@@ -291,10 +305,10 @@ def _names_in(units: Iterable[UnitFacts], is_unit: bool) -> set[str]:
     if is_unit:
         return {quoted(unit.name) for unit in units}
     return {
-        quoted(join_name(unit.name, name))
+        quoted(path)
         for unit in units
         for names, *_ in unit.parameters
-        for name in names
+        for path in unit.paths(names)
     }
 
 

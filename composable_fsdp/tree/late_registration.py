@@ -25,6 +25,7 @@ from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import find_leaf
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.planning import walk
+from composable_fsdp.tree.root import outermost
 from composable_fsdp.tree.state import OWNERS, RuntimeContext, _FSDPState
 
 # An attribute and no weak set: ``torch.utils.swap_tensors`` refuses parameters that
@@ -144,12 +145,11 @@ def _warn(
     """Warn that no unit holds ``parameters`` of a registration."""
     # The FQN of the module from the root: the unit's FQN, then the path inside the
     # unit.
-    paths = (
-        join_name(state.fqn, path)
-        for top in state.modules
-        for path, each in walk.named(top)
-        if each is module
-    )
+    # A unit of several modules has no module that holds all its parts.
+    top, fqn = state.module, state.fqn
+    if len(state.modules) > 1:
+        top, fqn = outermost(state).module, ""
+    paths = (join_name(fqn, path) for path, each in walk.named(top) if each is module)
     path = next(paths, "")
     names = listed(quoted(join_name(path, each)) for each in parameters)
     added = module._modules.get(name)

@@ -36,6 +36,7 @@ from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.sequence import OrderLog
 from composable_fsdp.comm.watch import watch
 from composable_fsdp.flat.handle import NO_LOGS, FlatParamHandle, UnitLogs
+from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.tree.state import RuntimeContext, root_of
 
@@ -288,9 +289,8 @@ def without_gradient(
     handle: FlatParamHandle, arrived: Sequence[bytes | bytearray]
 ) -> list[str]:
     """Return the FQNs from the root of parameters without a gradient on this rank."""
-    prefix = f"{handle.full_fqn}." if handle.full_fqn else ""
     return [
-        prefix + slot.fqns[0]
+        slot_path(handle, slot)
         for region, hits in zip(handle.layout.trainable, arrived, strict=True)
         # Usually every gradient has arrived; then the parameters are not visited.
         if 0 in hits

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from torch import nn
 
 from composable_fsdp.comm.device import Streams, make_streams
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.planning.walk import named
 from composable_fsdp.tree.state import (
     MarkedUnits,
     RuntimeContext,
@@ -72,6 +74,7 @@ def _initialise(top: _FSDPState) -> None:
         # gather again at once.
         if state.settings.reshard_after_forward is None:
             state.settings.reshard_after_forward = state is not root
+    set_param_paths(top.module, [state for _, _, state in found])
     root._root_states = tuple(state for _, _, state in found)
     root._root_handles = tuple(state.handle for _, _, state in found)
     context.handles = root._root_handles
@@ -81,6 +84,18 @@ def _initialise(top: _FSDPState) -> None:
         any(handle.layout.offload for handle in context.handles),
     )
     set_streams(context, root.device)
+
+
+def set_param_paths(module: nn.Module, states: Sequence[_FSDPState]) -> None:
+    """Tell units of several modules the paths of their modules from ``module``."""
+    # Other units need no table: their parameters lie below the path of the unit.
+    several = [state.handle for state in states if len(state.modules) > 1]
+    if not several:
+        return
+    paths = {id(each): fqn for fqn, each in named(module)}
+    for handle in several:
+        owners = dict.fromkeys(map(id, handle.layout.owners))
+        handle.paths = {key: paths[key] for key in owners if key in paths}
 
 
 def set_streams(context: RuntimeContext, device: torch.device) -> None:

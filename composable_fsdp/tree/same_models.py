@@ -37,7 +37,7 @@ from composable_fsdp.tree.fingerprint import (
     ranks_text,
 )
 from composable_fsdp.tree.initial_weights import ALL_RANKS, SHARD_RANKS
-from composable_fsdp.tree.root import outermost
+from composable_fsdp.tree.root import outermost, set_param_paths
 from composable_fsdp.tree.same_weights import require_same_weights, weights_digest
 from composable_fsdp.tree.state import _FSDPState, _RootFSDPState
 from composable_fsdp.tree.traversal import walk_states
@@ -119,6 +119,7 @@ def _units(top: _FSDPState) -> Units:
         for module in top.modules
         for name, _, each in walk_states(module)
     }
+    set_param_paths(top.module, [each for _, each in found.values()])
     return list(found.values())
 
 

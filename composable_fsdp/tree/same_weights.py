@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.param_paths import slot_paths
 from composable_fsdp.flat.value_hash import hash_values
-from composable_fsdp.naming import join_name, quoted
+from composable_fsdp.naming import quoted
 from composable_fsdp.tree.fingerprint import ranks_text
 from composable_fsdp.tree.initial_weights import sharded_leaves
 from composable_fsdp.tree.state import _FSDPState
@@ -218,14 +219,15 @@ def _text(name: str, state: _FSDPState, said: Mapping[int, _Unit], units: int) -
     else:
         first, *others = map(ranks_text, ranks.values())
         where = f"other values on {first} than on {' than on '.join(others)}"
+    path = slot_paths(state.handle, slots[index], name)[0]
     more = f" (and so have parameters of {units - 1} more units)" if units > 1 else ""
     if state.handle.groups.replicas > 1:
         why = "Replicas that differ stay different for ever"
     else:
         why = "Each rank keeps its rows of its own values, a mixture no rank has built"
     return (
-        f"Ranks have sharded different weights: parameter "
-        f"{quoted(join_name(name, slots[index].fqn))} has {where}{more}. {why}: build "
+        f"Ranks have sharded different weights: parameter {quoted(path)} has "
+        f"{where}{more}. {why}: build "
         "the model from the same seed, load the same checkpoint on every rank, or pass "
         "sync_module_states=True to fully_shard (init_sync=True to replicate). "
         "check_weights='error' raises here, check_weights='off' compares no weights."
