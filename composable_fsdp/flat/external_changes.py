@@ -43,7 +43,7 @@ from composable_fsdp.flat.handle import (
     find_leaf,
     forget_leaves,
 )
-from composable_fsdp.flat.param_paths import place_path
+from composable_fsdp.flat.param_paths import place_path, slot_path
 from composable_fsdp.flat.param_ref import param_refs
 from composable_fsdp.flat.precision import take_form
 from composable_fsdp.flat.region import FullBuffer
@@ -95,7 +95,7 @@ def changed_flags(handle: FlatParamHandle) -> Iterator[tuple[str, bool]]:
     for region in layout.origin:
         for slot in region.parameters:
             if trains[slot.index] is not region.trainable:
-                yield join_name(handle.full_fqn, slot.fqns[0]), trains[slot.index]
+                yield slot_path(handle, slot), trains[slot.index]
 
 
 def require_leaves(handle: FlatParamHandle) -> bool:

@@ -7,6 +7,7 @@ the fields fit together.
 
 from __future__ import annotations
 
+import reprlib
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -28,6 +29,20 @@ _EXPECTED = {str: "a string", list: "a list", dict: "an object"}
 _fields = cache(lambda kind: get_type_hints(kind, include_extras=True))
 
 
+_MOST = 80
+"""Most characters of a value in a message."""
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _MOST
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MOST + 20
+
+
+def excerpt(value: object) -> str:
+    """Return the begin of ``repr(value)``, for a value of any length and nesting."""
+    # ``repr`` recurses, so for a damaged value the stack might end first.
+    text = _REPR.repr(value)
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+
+
 class _UnexpectedError(Exception):
     """A value is not as expected: (path, words for the expected values, value)."""
 
@@ -43,11 +58,9 @@ def parse_fields(document: Json, file: str) -> Manifest:
         manifest: Manifest = _parse(Manifest, document, "")
     except _UnexpectedError as error:
         where, expected, got = error.args
-        text = repr(got)
-        # A damaged value may be of any length.
-        text = text if len(text) <= 80 else f"{text[:80]}..."
         raise CheckpointError(
-            f"{file}: {where or 'the manifest'} is {text}, expected {expected}. The "
+            f"{file}: {where or 'the manifest'} is {excerpt(got)}, expected "
+            f"{expected}. The "
             "manifest is damaged or was edited; use another checkpoint."
         ) from None
     return manifest
@@ -63,7 +76,7 @@ def _require_version(document: Json, file: str) -> None:
     version = document.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{file} is of format version {str(version)[:80]}; this version of "
+            f"{file} is of format version {excerpt(version)}; this version of "
             f"composable_fsdp reads version {VERSION}. Read it with the release that "
             "wrote it, or a newer one."
         )

@@ -57,21 +57,14 @@ def parse(document: Json, file: str) -> Manifest:
     Raises: CheckpointError, naming the file, and the parameter if there is any.
     Collective: none.
     """
-    try:
-        manifest = parse_fields(document, file)
-        _check_files(manifest, file)
-        _check_names(manifest, file)
-        for region in manifest.regions:
-            _check_region(region, file)
-        # After the checks of files and regions, on which this check relies.
-        entries_by_file(manifest, file)
-        _check_values(manifest, file)
-    # Deeply nested JSON, which no save writes, exhausts the stack of ``decode``.
-    except RecursionError:
-        raise CheckpointError(
-            f"{file} is nested deeper than any checkpoint is. It is damaged or was "
-            "edited; use another checkpoint."
-        ) from None
+    manifest = parse_fields(document, file)
+    _check_files(manifest, file)
+    _check_names(manifest, file)
+    for region in manifest.regions:
+        _check_region(region, file)
+    # After the checks of files and regions, on which this check relies.
+    entries_by_file(manifest, file)
+    _check_values(manifest, file)
     return manifest
 
 

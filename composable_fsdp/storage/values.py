@@ -25,6 +25,7 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.manifest import DTYPES, dtype_name
+from composable_fsdp.storage.parse import excerpt
 
 Put = Callable[[Tensor, str], int]
 """A function that stores a tensor, given its path, and returns the tensor's number."""
@@ -33,7 +34,8 @@ Get = Callable[[int], Any]
 
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 100
-"""The deepest nesting that is written."""
+"""The deepest nesting that is written and read. By a number, and not by the recursion
+limit of Python, which programs change."""
 
 
 def encode(value: Any, where: str, put: Put, *, python_values: bool = False) -> Any:
@@ -160,18 +162,25 @@ def _float(value: float) -> Any:
     return {"$float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
 
 
-def decode(value: Any, where: str, get: Get) -> Any:
+def decode(value: Any, where: str, get: Get, depth: int = 0) -> Any:
     """Return the value that ``encode`` was given.
 
     Args:
         value: the JSON value.
         where: the start of error messages: the file, and the path in the document.
         get: returns the tensor of a number.
+        depth: the number of containers around the value. Default 0.
 
     Returns: the decoded value.
     Raises: CheckpointError, for a value that ``encode`` never writes.
     Collective: none.
     """
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(
+            f"{where[:_MAX_DEPTH]}... is nested deeper than any checkpoint is "
+            f"({_MAX_DEPTH} levels). The file is damaged or was edited; use another "
+            "checkpoint."
+        )
     if value is None or isinstance(value, (bool, int, str)):
         return value
     # Python's JSON parser accepts NaN and Infinity, although JSON lacks them.
@@ -179,24 +188,27 @@ def decode(value: Any, where: str, get: Get) -> Any:
         if not math.isfinite(value):
             raise _damaged(where, value)
         return value
+    within = depth + 1
     if isinstance(value, list):
-        return [decode(v, f"{where}[{i}]", get) for i, v in enumerate(value)]
+        return [decode(v, f"{where}[{i}]", get, within) for i, v in enumerate(value)]
     if isinstance(value, dict):
         if len(value) == 1 and next(iter(value)).startswith("$"):
-            return _decode_marked(*next(iter(value.items())), where, get)
+            return _decode_marked(*next(iter(value.items())), where, get, depth)
         if not any(key.startswith("$") for key in value):
-            return {k: decode(v, f"{where}[{k!r}]", get) for k, v in value.items()}
+            return {
+                k: decode(v, f"{where}[{k!r}]", get, within) for k, v in value.items()
+            }
     raise _damaged(where, value)
 
 
-def _decode_marked(mark: str, value: Any, where: str, get: Get) -> Any:
+def _decode_marked(mark: str, value: Any, where: str, get: Get, depth: int) -> Any:
     """Decode the value of a dict with a single key that starts with ``$``."""
     if mark == "$tensor" and type(value) is int:
         return get(value)
     if mark == "$float" and isinstance(value, str) and value in _SPECIAL:
         return _SPECIAL[value]
     if mark == "$tuple" and isinstance(value, list):
-        return tuple(decode(value, where, get))
+        return tuple(decode(value, where, get, depth))
     if mark == "$number":
         return _number(value, where)
     if mark == "$dict" and isinstance(value, list):
@@ -204,7 +216,9 @@ def _decode_marked(mark: str, value: Any, where: str, get: Get) -> Any:
         keys = [pair[0] for pair in value if isinstance(pair, list) and len(pair) == 2]
         texts = {key for key in keys if isinstance(key, str)}
         if len(texts) == len(value) and any(key.startswith("$") for key in texts):
-            return {key: decode(v, f"{where}[{key!r}]", get) for key, v in value}
+            return {
+                key: decode(v, f"{where}[{key!r}]", get, depth + 1) for key, v in value
+            }
     raise _damaged(where, {mark: value})
 
 
@@ -236,9 +250,8 @@ def _python_type(dtype: torch.dtype) -> type:
 
 def _damaged(where: str, value: Any) -> CheckpointError:
     """Return the error for a value that ``encode`` never writes."""
-    text = repr(value)
-    text = text if len(text) <= 80 else f"{text[:80]}..."
     return CheckpointError(
-        f"{where}: {text} is nothing that a checkpoint writes. The file is damaged or "
+        f"{where}: {excerpt(value)} is nothing that a checkpoint writes. The file is "
+        "damaged or "
         "was edited; use another checkpoint."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,14 @@ def by_mypy(text: str, folder: Path) -> dict[int, str]:
     api: Any = pytest.importorskip("mypy.api")
     (folder / "mypy.ini").write_text(CONFIG.format(root=ROOT, cache=folder / "cache"))
     (folder / "calls.py").write_text(text)
-    found, trouble, _ = api.run(
-        ["--config-file", str(folder / "mypy.ini"), str(folder / "calls.py")]
-    )
+    # mypy raises the recursion limit, and later tests run in the same process.
+    limit = sys.getrecursionlimit()
+    try:
+        found, trouble, _ = api.run(
+            ["--config-file", str(folder / "mypy.ini"), str(folder / "calls.py")]
+        )
+    finally:
+        sys.setrecursionlimit(limit)
     assert not trouble, trouble
     messages: dict[int, str] = {}
     for line, message in re.findall(r"calls\.py:(\d+): \w+: (.*)", found):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,8 @@ def functional(model: Twins) -> None:
 
 
 def orthogonal(model: Twins) -> None:
-    torch.optim.Muon([model.b.inner.weight], lr=0.1).step()
+    untyped: Any = torch.optim.Muon([model.b.inner.weight], lr=0.1)
+    untyped.step()
 
 
 def written(model: Twins) -> None:

@@ -288,20 +288,46 @@ def test_a_file_of_another_size_than_claimed_is_refused_before_it_is_read(
     assert "and the manifest says 439804" in text
 
 
-def test_deep_nesting_is_refused() -> None:
-    """Without exhausting the stack, whose limit other code may have raised."""
+@pytest.mark.parametrize("mark", [None, "extra", "$tuple", "$dict", "$bad"])
+def test_deep_nesting_is_refused(mark: str | None) -> None:
+    """By a number of levels, whatever recursion limit the process has."""
     document = sound()
+    inner: object = 1
     for _ in range(5000):
-        document["extra"] = [document["extra"]]
+        inner = [inner] if mark is None else {mark: [inner]}
+        inner = {"$dict": [["$a", inner]]} if mark == "$dict" else inner
+    document["extra"] = inner
 
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(1000)
-    try:
-        text = message_of(lambda: parse(document, "m.json"))
-    finally:
-        sys.setrecursionlimit(limit)
+    texts = []
+    for each in (1000, 100_000):
+        sys.setrecursionlimit(each)
+        try:
+            texts.append(message_of(lambda: parse(document, "m.json")))
+        finally:
+            sys.setrecursionlimit(limit)
 
-    assert "m.json is nested deeper than any checkpoint is" in text
+    assert texts[0] == texts[1]
+    told = "is nested deeper than any checkpoint is (100 levels)"
+    assert told in texts[0] or "is nothing that a checkpoint writes" in texts[0]
+    assert len(texts[0]) < 500
+
+
+def test_as_many_levels_as_are_written_are_read() -> None:
+    """The bound of a load is the bound of a save, for every kind of container."""
+    value: object = 1
+    for level in range(100):
+        value = [[value], (value,), {"a": value}, {"$a": value}][level % 4]
+
+    def no_tensor(*_: object) -> int:
+        raise AssertionError
+
+    written = encode(value, "extra", no_tensor, python_values=True)
+
+    assert decode(written, "extra", no_tensor) == value
+    deeper = [written]
+    with pytest.raises(CheckpointError, match="nested deeper than any checkpoint"):
+        decode(deeper, "extra", no_tensor)
 
 
 scalars = st.one_of(
