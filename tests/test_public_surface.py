@@ -58,3 +58,14 @@ def test_the_reference_has_every_public_name_once(names: Sequence[str]) -> None:
 
     assert sorted(documented) == sorted(names)
     assert set(names) - set(listed) == set()
+
+
+def test_the_reference_shows_every_name_in_an_example(names: Sequence[str]) -> None:
+    """In the examples of a topic's page, or of the docstring; all of them run."""
+    folder = Path(__file__).parents[1] / "docs" / "reference"
+    fence = re.compile(r"^```py(?:con|thon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    shown = [fence.findall(path.read_text()) for path in folder.glob("*.md")]
+    used = set(re.findall(r"\w+", " ".join(code for page in shown for code in page)))
+    docs = {name: getattr(composable_fsdp, name).__doc__ or "" for name in names}
+
+    assert [n for n in names if n not in used and ">>> " not in docs[n]] == []
