@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import begin
-from composable_fsdp.comm.reduced_slices import ReducedSlices
 from composable_fsdp.comm.sequence import Operation
+from composable_fsdp.comm.works import ReducedSlices, Works
 from composable_fsdp.errors import FSDPError
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
@@ -44,6 +44,13 @@ _REDUCE_SCATTER = "reduce_scatter_single" if _SINGLE else "_reduce_scatter_base"
 _REDUCE_SCATTER_COALESCED = (
     "reduce_scatter_single_coalesced" if _SINGLE else "reduce_scatter_tensor_coalesced"
 )
+
+# NCCL has no integers of 16 bits and no complex numbers, and gloo no complex numbers.
+_SENT_AS_IS = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    | {torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+"""Dtypes that every backend can gather; buffers of other dtypes are sent as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +155,18 @@ def all_gather_flat(
     start = _ALL_GATHER_COALESCED
     if len(full) == 1:
         start, whole, part = _ALL_GATHER, full[0], shard[0]
-        if whole.dtype.is_complex:
-            whole, part = _as_real([whole, part])
-    # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
-    # (seen on torch 2.13). An all-gather only moves bytes, so the buffers are passed as
-    # bytes.
-    elif len({tensor.dtype for tensor in full}) > 1 or full[0].dtype.is_complex:
-        whole = [tensor.view(torch.uint8) for tensor in full]
-        part = [tensor.view(torch.uint8) for tensor in shard]
+        if whole.dtype not in _SENT_AS_IS:
+            whole, part = whole.view(torch.uint8), part.view(torch.uint8)
+    else:
+        # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
+        # (seen on torch 2.13). An all-gather only moves bytes.
+        if len({t.dtype for t in full}) > 1 or full[0].dtype not in _SENT_AS_IS:
+            whole = [tensor.view(torch.uint8) for tensor in full]
+            part = [tensor.view(torch.uint8) for tensor in shard]
+        if full[0].is_cuda and not operation.log.is_nccl:
+            return operation.send(
+                _all_gather_each, whole, part, group, options, async_op=async_op
+            )
     return operation.send(
         getattr(group, start), whole, part, options, async_op=async_op
     )
@@ -217,6 +228,19 @@ def reduce_scatter_flat(
     return operation.send(
         getattr(group, start), part, whole, options, async_op=async_op
     )
+
+
+def _all_gather_each(
+    full: Sequence[Tensor],
+    shard: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    options: AllgatherOptions,
+) -> Works:
+    """Issue an all-gather per buffer."""
+    # gloo's coalesced all-gather reads CUDA tensors as host memory, and the process
+    # dies of SIGSEGV (pytorch#152645).
+    start = getattr(group, _ALL_GATHER)
+    return Works([start(*pair, options) for pair in zip(full, shard, strict=True)])
 
 
 def _all_reduce_slices(

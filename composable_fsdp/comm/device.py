@@ -193,8 +193,10 @@ class CudaStreams(Streams):
         """Make the gather stream wait for the end of the last step, if any."""
         # Needed if a backward does not follow its own forward at once: backward through
         # a retained graph, or of the first of two forwards. Waiting for the compute
-        # stream instead would also wait for all compute since the step.
-        if self.stepped is not None:
+        # stream instead would also wait for all compute since the step. A stream that
+        # captures a CUDA graph cannot wait for an event from before the capture, and
+        # need not: the stream joined the capture behind that step.
+        if self.stepped is not None and not torch.cuda.is_current_stream_capturing():
             self.gather.wait_event(self.stepped.event)
 
     def synchronize(self) -> None:
@@ -236,9 +238,10 @@ def _watch_steps(streams: Streams) -> None:
 def _wait_for_reads(optim: object, args: object, kwargs: object) -> None:
     """Optimizer step pre-hook: wait until no copy reads shards in host memory."""
     # After a backward the wait returns at once: ``finish_d2h_grad_copies`` has waited
-    # already.
+    # already. During the capture of a CUDA graph the host may not wait; a captured step
+    # belongs to a model without offload.
     for streams in _live:
-        if streams.reads_host:
+        if streams.reads_host and not torch.cuda.is_current_stream_capturing():
             streams.gather.synchronize()
 
 

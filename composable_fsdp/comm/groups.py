@@ -77,7 +77,7 @@ class Groups:
         alone = replicate is None or self.replicas == 1
         self.replicate_ref = None if alone or replicate is None else GroupRef(replicate)
         self.can_average = all(
-            _is_nccl(each.get())
+            each.operations.is_nccl
             for each in (self.shard_ref, self.replicate_ref)
             if each
         )
@@ -119,14 +119,6 @@ class Groups:
     def world_size(self) -> int:
         """Number of ranks over which gradients are averaged."""
         return self.shard_world_size * self.replicas
-
-
-def _is_nccl(group: dist.ProcessGroup) -> bool:
-    """Return whether NCCL handles GPU tensors of ``group``."""
-    # ``init_process_group()`` without a backend, or with ``"cpu:gloo,cuda:nccl"``,
-    # creates a group with a backend per device. The name of such a group is neither
-    # "nccl" nor "gloo", so the backend of the device is looked up.
-    return "cuda:nccl" in dist.get_backend_config(group)
 
 
 def group_sizes(
@@ -197,7 +189,7 @@ class RankLayout:
         """Device type of the mesh, or ``None`` without a mesh."""
         self.by_node = by_node
         """Whether the caller gave neither a group nor a mesh."""
-        self.is_nccl = _is_nccl(shard)
+        self.is_nccl = self._shard.operations.is_nccl
         self.shard_world_size = shard.size()
         self.replicas = replicate.size() if replicate is not None else 1
         self._groups: dict[ShardingStrategy, Groups] = {}
@@ -339,6 +331,8 @@ def resolve_ranks(
 
 # Layouts by group; the key is whether the caller gave no group. A layout references its
 # group weakly (``GroupRef``), so that the entry is deleted together with the group.
+_MODEL_PARALLEL = frozenset({"tp", "ep", "pp", "tensor", "expert", "pipeline"})
+"""Usual names of mesh dims whose ranks hold different parts of the model."""
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, RankLayout]] = (
     weakref.WeakKeyDictionary()
 )
@@ -390,6 +384,7 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
                 f"shard; got dimensions named {first!r} and {second!r}. Make it as "
                 "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))."
             )
+        _refuse_model_parallel(mesh, first, second)
         return RankLayout(
             _member(mesh.get_group(1)), _member(mesh.get_group(0)), mesh.device_type
         )
@@ -399,6 +394,25 @@ def _from_mesh(mesh: DeviceMesh) -> RankLayout:
         "init_device_mesh(..., mesh_dim_names=(..., 'replicate', 'shard'))"
         "['replicate', 'shard']."
     )
+
+
+def _refuse_model_parallel(mesh: DeviceMesh, *names: str) -> None:
+    """Raise if a dim of a 2-D mesh is named for ranks that hold other layers or rows.
+
+    Raises: PlanError, naming the dim and the mesh to pass.
+    """
+    # Ranks of such a dim compute other values: as shard ranks they would silently
+    # average gradients of different parameters.
+    parallel = [name for name in names if name in _MODEL_PARALLEL]
+    if parallel:
+        others = [name for name in names if name not in _MODEL_PARALLEL]
+        rest = f"mesh[{others[0]!r}]" if others else "a mesh of data-parallel ranks"
+        raise PlanError(
+            "A 2-D device_mesh expects dimensions that replicate and shard; got a "
+            f"dimension named {parallel[0]!r}, whose ranks hold different parts of the "
+            f"model: {mesh}. Pass {rest}. If its ranks hold equal parameters (context "
+            "parallelism), flatten: mesh['dp', 'cp']._flatten('dp_cp')."
+        )
 
 
 def resolve_device(

@@ -86,6 +86,7 @@ class OperationLog:
     __slots__ = (
         "__weakref__",
         "guarded",
+        "is_nccl",
         "name",
         "number",
         "operations",
@@ -102,7 +103,13 @@ class OperationLog:
         self.operations: deque[Operation] = deque(maxlen=MOST_OPERATIONS)
         # Only gloo's ``Work`` can be waited for in slices: with NCCL, a limit makes the
         # host wait for the GPU.
-        sliced = "cpu:gloo" in dist.get_backend_config(group)
+        # ``init_process_group()`` without a backend, or with ``"cpu:gloo,cuda:nccl"``,
+        # creates a group with a backend per device. The name of such a group is neither
+        # "nccl" nor "gloo", so the backend of the device is looked up.
+        backends = dist.get_backend_config(group)
+        sliced = "cpu:gloo" in backends
+        self.is_nccl = "cuda:nccl" in backends
+        """Whether the group sends CUDA tensors by NCCL."""
         self.patience = PATIENCE if sliced else _NO_LIMIT
         """Limit of a single wait of the host for a collective of CPU tensors."""
         self.watcher = watcher

@@ -59,10 +59,13 @@ def train_beside_peers(
     strategy: ShardingStrategy,
     precision: MixedPrecision,
     offload: bool,
+    frozen: bool = False,
 ) -> None:
     """Three steps on the GPU that all share, against the plain model on it."""
     world = replace(world, device=torch.device("cuda", 0))
     model = TinyGPT().to(world.device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and name.endswith("weight")))
     plain = copy.deepcopy(model)
     groups = replicas(world) if strategy is ShardingStrategy.HYBRID_SHARD else None
     sharded = apply_units(
@@ -103,3 +106,8 @@ def test_ranks_on_one_gpu_train_as_the_plain_model(
     if strategy is ShardingStrategy.HYBRID_SHARD and pool.world_size < 4:
         pytest.skip("replicas of two shards each take four ranks")
     pool.run(train_beside_peers, strategy, precision, offload)
+
+
+def test_units_of_several_regions_are_gathered_on_one_gpu(pool: RankPool) -> None:
+    """Frozen and trainable parameters of a unit: gloo has no such call for CUDA."""
+    pool.run(train_beside_peers, ShardingStrategy.FULL_SHARD, OWN, False, True)

@@ -230,6 +230,24 @@ def test_a_mesh_whose_names_say_the_opposite_is_refused(
     )
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_mesh_with_ranks_of_other_parts_of_the_model_is_refused(
+    one_rank: World, path: str
+) -> None:
+    """``("dp", "tp")`` given whole would average gradients of different rows."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model = tiny_mlp()
+
+    refused(
+        model,
+        lambda: door(path)(model, device_mesh=mesh),
+        ValueError,
+        "dimension named 'tp'",
+        "Pass mesh['dp']",
+        "_flatten('dp_cp')",
+    )
+
+
 def shard_on_mesh(world: World, ndim: int) -> tuple[int, int]:
     """Shard on a mesh; how many ranks cut the parameters, and how many copies exist."""
     model = tiny_mlp()

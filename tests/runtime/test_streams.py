@@ -167,6 +167,24 @@ def test_every_prefetch_mode_is_ordered(
         train(model.train())
 
 
+@pytest.mark.parametrize("strategy", ShardingStrategy, ids=lambda s: s.name)
+def test_a_captured_step_waits_for_nothing_from_before(
+    strategy: ShardingStrategy,
+) -> None:
+    """Neither a stream nor the host, for the warm-up or for the step of another model.
+
+    CUDA refuses the capture of a wait for an event that was recorded outside of it.
+    """
+    with watched() as order:
+        host = gpt(order, cpu_offload=ON_HOST)
+        train(host)
+        model = gpt(order, device_mesh=mesh_for(strategy), strategy=strategy)
+        train(model)
+        order.capturing = True
+        train(model, steps=1)
+        order.capturing = False
+
+
 def listed(order: StreamOrder) -> None:
     """Units are gathered by lists, two at a time."""
     model = gpt(order)

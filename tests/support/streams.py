@@ -94,6 +94,10 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         """What comes next is behind the latest record of ``event``."""
+        if self.order.capturing and not event.is_captured:
+            self.order.report(
+                f"{self} waits in {_place()} for an event from before the capture"
+            )
         if event.clock is None:
             self.order.report(f"{self} waits for an event that was never recorded")
         else:
@@ -105,6 +109,10 @@ class FakeStream:
 
     def synchronize(self) -> None:
         """The host is behind all that this stream was given."""
+        if self.order.capturing:
+            self.order.report(
+                f"the host waits for {self} in {_place()} while it captures"
+            )
         self.order.host.join(self.clock)
 
     def join(self, clock: Clock) -> None:
@@ -122,9 +130,12 @@ class FakeEvent:
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
+        self.is_captured = False
+        """Whether the latest record is part of a CUDA graph."""
 
     def record(self, stream: FakeStream) -> None:
         """Remember what ``stream`` has been given so far."""
+        self.is_captured = stream.order.capturing
         self.clock = dict(stream.clock)
 
 
@@ -141,6 +152,8 @@ class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         accumulates was made."""
         self.current = self.compute
         self.is_async = False
+        self.capturing = False
+        """Whether a CUDA graph is being captured: no wait may reach back before it."""
         self._blocks: dict[int, tuple[Any, Block]] = {}
         self._freed: dict[FakeStream, list[Access]] = {}
 
@@ -316,7 +329,7 @@ def _of_streams(order: StreamOrder) -> Patches:
     return [
         (torch.cuda, "stream", order.on),
         (torch.cuda, "current_stream", current_stream),
-        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "is_current_stream_capturing", lambda: order.capturing),
         (device_layer, "_live", weakref.WeakSet()),
         (device_layer, "_Event", FakeEvent),
         (device_layer, "_Stream", make_stream),
