@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import begin
 from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.comm.works import ReducedSlices, Works
+from composable_fsdp.comm.works import ReducedSlices, one_call_per_buffer
 from composable_fsdp.errors import FSDPError
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
@@ -153,23 +154,22 @@ def all_gather_flat(
     whole: Any = full
     part: Any = shard
     start = _ALL_GATHER_COALESCED
-    if len(full) == 1:
-        start, whole, part = _ALL_GATHER, full[0], shard[0]
-        if whole.dtype not in _SENT_AS_IS:
-            whole, part = whole.view(torch.uint8), part.view(torch.uint8)
-    else:
-        # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
-        # (seen on torch 2.13). An all-gather only moves bytes.
-        if len({t.dtype for t in full}) > 1 or full[0].dtype not in _SENT_AS_IS:
-            whole = [tensor.view(torch.uint8) for tensor in full]
-            part = [tensor.view(torch.uint8) for tensor in shard]
-        if full[0].is_cuda and not operation.log.is_nccl:
-            return operation.send(
-                _all_gather_each, whole, part, group, options, async_op=async_op
-            )
-    return operation.send(
-        getattr(group, start), whole, part, options, async_op=async_op
-    )
+    # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
+    # (seen on torch 2.13). An all-gather only moves bytes.
+    several = len(full) > 1
+    if full[0].dtype not in _SENT_AS_IS or (
+        several and len({t.dtype for t in full}) > 1
+    ):
+        whole = [tensor.view(torch.uint8) for tensor in full]
+        part = [tensor.view(torch.uint8) for tensor in shard]
+    if not several:
+        start, whole, part = _ALL_GATHER, whole[0], part[0]
+    call = getattr(group, start)
+    # gloo's coalesced all-gather reads CUDA tensors as host memory, and the process
+    # dies of SIGSEGV (pytorch#152645).
+    if several and full[0].is_cuda and not operation.log.is_nccl:
+        call = partial(one_call_per_buffer, getattr(group, _ALL_GATHER))
+    return operation.send(call, whole, part, options, async_op=async_op)
 
 
 def reduce_scatter_flat(
@@ -230,24 +230,11 @@ def reduce_scatter_flat(
     )
 
 
-def _all_gather_each(
-    full: Sequence[Tensor],
-    shard: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    options: AllgatherOptions,
-) -> Works:
-    """Issue an all-gather per buffer."""
-    # gloo's coalesced all-gather reads CUDA tensors as host memory, and the process
-    # dies of SIGSEGV (pytorch#152645).
-    start = getattr(group, _ALL_GATHER)
-    return Works([start(*pair, options) for pair in zip(full, shard, strict=True)])
-
-
 def _all_reduce_slices(
     shard: Any, full: Any, group: dist.ProcessGroup, op: Any, overwrite: bool
 ) -> ReducedSlices:
     """Issue an all-reduce of each buffer of ``full``, whose slices go to ``shard``."""
-    # gloo has no reduce-scatter: torch copies the input, all-reduces the copy, and
+    # torch's reduce-scatter over gloo copies the input, all-reduces the copy, and
     # returns a ``Work`` that ignores the limit of a wait and never completes.
     options = dist.AllreduceOptions()
     options.reduceOp = op
@@ -447,14 +434,6 @@ def _all_gather_numbers(
     operation.send(start, every, own, AllgatherOptions(), async_op=False)
     found: list[int] = every.tolist()
     return found
-
-
-def is_capturing() -> bool:
-    """Return whether the current stream captures a CUDA graph."""
-    # Not ``is_available``, which counts devices: before the first use of CUDA no stream
-    # captures.
-    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return used and torch.cuda.is_current_stream_capturing()
 
 
 @outside_transforms

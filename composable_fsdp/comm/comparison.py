@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
+from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain, return_to
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import listed, quoted
@@ -314,7 +315,7 @@ class OrderComparison:
         words = self._words
         # The host cannot read a checksum during the capture of a CUDA graph, so the
         # ranks compare in the store.
-        if collectives.is_capturing():
+        if is_capturing():
             self._say(number, at, fact)
             return
         # ``tree`` tells trees apart that share the group and the names of units.

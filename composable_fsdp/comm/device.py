@@ -261,6 +261,14 @@ def _note_step(optim: object, args: object, kwargs: object) -> None:
         streams.stepped.record(torch.cuda.current_stream(streams.device))
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream captures a CUDA graph."""
+    # Not ``is_available``, which counts devices: before the first use of CUDA no stream
+    # captures.
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return used and torch.cuda.is_current_stream_capturing()
+
+
 def copy_async(target: Tensor, source: Tensor) -> None:
     """Issue a copy on the current stream; the CPU does not wait.
 

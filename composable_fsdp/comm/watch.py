@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from composable_fsdp.comm import agreement, collectives, hang_report
+from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.hang_report import Position, lower
 from composable_fsdp.comm.nodes import group_timeout
@@ -131,7 +132,7 @@ class GroupWatch(Reporter):
         if self.left:
             self.back()
         # The comparison sends operations of its own.
-        if self.compares and not collectives.is_capturing():
+        if self.compares and not is_capturing():
             self.compares = False
             try:
                 self._compare(OperationRecord.of(operation))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -29,6 +29,17 @@ class Works:
     def is_completed(self) -> bool:
         """Return whether the next ``wait`` returns or raises at once."""
         return all(work.is_completed() for work in self._works)
+
+
+def one_call_per_buffer(
+    start: Callable[..., dist.Work],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    options: object,
+) -> Works:
+    """Return the works of ``start(output, input, options)`` for each pair."""
+    pairs = zip(outputs, inputs, strict=True)
+    return Works([start(output, each, options) for output, each in pairs])
 
 
 class ReducedSlices(Works):
