@@ -46,8 +46,8 @@ _REDUCE_SCATTER_COALESCED = (
     "reduce_scatter_single_coalesced" if _SINGLE else "reduce_scatter_tensor_coalesced"
 )
 
-# NCCL has no integers of 16 bits and no complex numbers, and gloo no complex numbers.
-_SENT_AS_IS = frozenset(
+# NCCL has no integers of 16 bits, and no backend has complex numbers.
+_AS_IS = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64}
     | {torch.uint8, torch.int8, torch.int32, torch.int64}
 )
@@ -153,21 +153,18 @@ def all_gather_flat(
     options.asyncOp = async_op
     whole: Any = full
     part: Any = shard
-    start = _ALL_GATHER_COALESCED
+    several = len(full) > 1
     # gloo's coalesced all-gather uses the dtype of the first buffer for all buffers
     # (seen on torch 2.13). An all-gather only moves bytes.
-    several = len(full) > 1
-    if full[0].dtype not in _SENT_AS_IS or (
-        several and len({t.dtype for t in full}) > 1
-    ):
+    if full[0].dtype not in _AS_IS or (several and len({t.dtype for t in full}) > 1):
         whole = [tensor.view(torch.uint8) for tensor in full]
         part = [tensor.view(torch.uint8) for tensor in shard]
+    call = getattr(group, _ALL_GATHER_COALESCED if several else _ALL_GATHER)
     if not several:
-        start, whole, part = _ALL_GATHER, whole[0], part[0]
-    call = getattr(group, start)
-    # gloo's coalesced all-gather reads CUDA tensors as host memory, and the process
-    # dies of SIGSEGV (pytorch#152645).
-    if several and full[0].is_cuda and not operation.log.is_nccl:
+        whole, part = whole[0], part[0]
+    # gloo's coalesced all-gather reads CUDA tensors as host memory: SIGSEGV
+    # (pytorch#152645).
+    elif full[0].is_cuda and not operation.log.is_nccl:
         call = partial(one_call_per_buffer, getattr(group, _ALL_GATHER))
     return operation.send(call, whole, part, options, async_op=async_op)
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from composable_fsdp.comm import collectives
 from composable_fsdp.comm.agreement import Peers
 from composable_fsdp.comm.device import is_capturing
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain, return_to
