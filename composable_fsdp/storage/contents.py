@@ -15,14 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp.compose.registry import TORCH_DDP, incompatible_api
+from composable_fsdp.compose.registry import (
+    TORCH_DDP,
+    foreign_fsdp,
+    incompatible_api,
+)
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
+from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.checks import is_dtensor
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.tree.state import _FSDPState
@@ -146,6 +152,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     others: dict[int, tuple[Tensor, list[str]]] = {}
     given = _names_given(module)
     for path, each in places(module):
+        _refuse_foreign(path, each, what)
         for key, tensor in _tensors(each):
             name = given.get(id(tensor), join_name(path, key))
             found = slot_of.get((id(each), key))
@@ -155,6 +162,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
             # A sharded parameter of a unit that is not below ``module``.
             if find_leaf(tensor) is not None:
                 raise _partly(module, name, what)
+            require_readable(tensor, name, what)
             # By identity: a tied tensor is saved once, with all names.
             others.setdefault(id(tensor), (tensor, []))[1].append(name)
     regions = tuple(
@@ -184,6 +192,62 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         if type(each).get_extra_state is not nn.Module.get_extra_state
     }
     return Contents(tuple(states.values()), regions, tensors, own_states)
+
+
+def _refuse_foreign(path: str, module: nn.Module, what: str) -> None:
+    """Raise CheckpointError if another library has sharded ``module`` itself."""
+    found = foreign_fsdp(module)
+    # ZeRO 3 marks each parameter, and leaves an empty tensor in the module.
+    for key, parameter in module._parameters.items():
+        if hasattr(parameter, "ds_id"):
+            found, path = "DeepSpeed (ZeRO)", join_name(path, key)
+    if found is not None:
+        raise CheckpointError(
+            f"{quoted(path)} was sharded by {found}, so each rank holds a part that "
+            f"{what} cannot place. Call torch.distributed.checkpoint (or that "
+            "library's own functions) for that model: load reads the checkpoints of "
+            "torch.distributed.checkpoint into a model that fully_shard was applied "
+            "to."
+        )
+
+
+def require_readable(tensor: Tensor, name: str, what: str) -> None:
+    """Raise CheckpointError for a tensor without values in memory of its own.
+
+    Args:
+        tensor: the tensor; not a part of a unit.
+        name: the name in messages.
+        what: the caller in messages.
+
+    Collective: none.
+    """
+    kind = type(tensor)
+    # A tensor that wraps others has no address: a read of the memory would end the
+    # process by a signal.
+    if is_dtensor(tensor) or is_wrapper(tensor) or _has_no_memory(tensor):
+        raise CheckpointError(
+            f"{quoted(name)} is a {kind.__module__}.{kind.__qualname__}, which wraps "
+            f"other tensors; {what} expects plain tensors, and did nothing. Pass a "
+            "module without it, and save it apart, by torch.distributed.checkpoint."
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        form = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
+        raise CheckpointError(
+            f"{quoted(name)} is {form}; {what} expects dense tensors, and did nothing. "
+            "Convert it (to_dense(), dequantize()), or leave it out."
+        )
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor of another class has elements and no address."""
+    if type(tensor) in (Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return False
+    # Past the class's own ``data_ptr``, which may raise or invent an address.
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage().data_ptr() == 0
+        except RuntimeError:  # torch refuses to tell an address that does not exist
+            return True
 
 
 def _names_given(module: nn.Module) -> dict[int, str]:

@@ -176,6 +176,7 @@ def _region(
         )
         for (name, kind), slots in slots_of.items()
     )
+    _require_same_values(first, found)
     # The state of a parameter that is not element-wise comes from the first rank that
     # holds elements of the parameter.
     values = {
@@ -195,6 +196,35 @@ def _region(
         tuple(place(r, found[r][1].key) for r in range(count)),
         states,
     )
+
+
+def _require_same_values(
+    first: RegionPart, found: dict[int, tuple[int, RegionPart]]
+) -> None:
+    """Raise CheckpointError for scalar state that differs between ranks.
+
+    Args:
+        first: the part that describes the slots.
+        found: the rank and the region part, by shard number.
+
+    Collective: none.
+    """
+    assert first.slots is not None
+    # (slot, state) -> the first rank with elements of the parameter, and the value.
+    known: dict[tuple[int, str], tuple[int, str]] = {}
+    for rank, part in found.values():
+        for i, values in part.shared.items():
+            for name, text in values.items():
+                writer, said = known.setdefault((i, name), (rank, text))
+                if said != text:
+                    raise CheckpointError(
+                        f"Optimizer state {name!r} of {quoted(first.slots[i].fqns[0])} "
+                        f"is {said[:80]} on rank {writer} of the save and {text[:80]} "
+                        f"on rank {rank}, which hold parts of the parameter; a "
+                        "checkpoint has such state once. Nothing was committed. Make "
+                        "it equal on all ranks (all-reduce it in the optimizer's "
+                        "step), or keep it out of optimizer.state."
+                    )
 
 
 def _states(

@@ -37,14 +37,19 @@ from composable_fsdp.storage.contents import (
     HeldTensor,
     named,
     not_in_module,
+    require_readable,
 )
 from composable_fsdp.storage.manifest import Json, Slot, require_storable
 from composable_fsdp.storage.rng import rng_state
+from composable_fsdp.storage.same_on_ranks import RankValues, hash_tensors, text_of
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
 
 Groups = list[tuple[Any, dict[str, Any]]]
 """All param groups, each as (optimizer, group)."""
+
+_MEMBERS = ("params", "param_names")
+"""The keys of a group that list parameters; all others are options."""
 
 StateKey = tuple[str, str]
 """The name and the dtype of an optimizer state."""
@@ -71,6 +76,8 @@ class RegionPart:
     """Per state: dtype, slots with elements and state on this rank, and entry key."""
     values: dict[int, dict[str, Json]] = field(default_factory=dict)
     """State that is not element-wise, by slot, where this rank writes the state."""
+    shared: dict[int, dict[str, str]] = field(default_factory=dict)
+    """The same as texts to compare, for slots that other ranks hold elements of."""
     slots: tuple[Slot, ...] | None = None
 
 
@@ -159,10 +166,12 @@ def add_missing(part: FilePart, pieces: list[Piece], told: Iterable[Kinds]) -> N
 class PartMaker:
     """Collects the pieces and the description of the part of this rank."""
 
-    def __init__(self, contents: Contents, *, is_first: bool) -> None:
-        self.contents, self.is_first = contents, is_first
+    def __init__(self, contents: Contents, *, is_first: bool, is_alone: bool) -> None:
+        self.contents, self.is_first, self.is_alone = contents, is_first, is_alone
         self.pieces: list[Piece] = []
         self.part = FilePart()
+        self.told = RankValues()
+        """What this rank tells of the values that rank 0 alone saves."""
 
     def make(
         self, optims: Sequence[torch.optim.Optimizer], extra: Any
@@ -189,9 +198,17 @@ class PartMaker:
         # cannot be stored raises, whichever rank passes the value.
         encoded = encode(extra, "extra", self._put)
         for name, module in self.contents.own_states.items():
+            state = module.get_extra_state()
+            if not self.is_alone:
+                self.told.buffers[name] = text_of(state, name)
             self.part.own_states[name] = encode(
-                module.get_extra_state(), name, self._put, python_values=True
+                state, name, self._put, python_values=True
             )
+        # To hash the tensors takes time, and a single rank has nothing to compare.
+        if not self.is_alone:
+            hash_tensors(self.contents.tensors, self.told)
+            self._tell_states(states)
+            self._tell_options(groups)
         for held in self.contents.regions:
             # All replicas hold equal shards, so the first replica alone writes them.
             if held.handle.groups.in_first_replica:
@@ -222,7 +239,28 @@ class PartMaker:
                 state = optim.state.get(parameter, {})
                 if state:
                     found[id(parameter)] = plain_values(optim, state)
+                    name = known[id(parameter)].names[0]
+                    for key, value in found[id(parameter)].items():
+                        if isinstance(value, Tensor):
+                            require_readable(value, f"{name} (state {key!r})", "save")
         return found
+
+    def _tell_states(self, states: dict[int, dict[str, Any]]) -> None:
+        """Add the optimizer state of parameters in no unit to ``told``."""
+        for held in self.contents.tensors:
+            for key, value in states.get(id(held.tensor), {}).items():
+                where = f"{held.names[0]} (state {key!r})"
+                self.told.parameters[where] = text_of(value, where)
+
+    def _tell_options(self, groups: Groups) -> None:
+        """Add the options of each parameter to ``told``."""
+        known = named(self.contents)
+        for g, (_, group) in enumerate(groups):
+            # The order of names is the rank's own.
+            options = {k: v for k, v in group.items() if k not in _MEMBERS}
+            text = text_of(options, f"param_groups[{g}]")
+            for parameter in group["params"]:
+                self.told.options[known[id(parameter)].names[0]] = text
 
     def _param_groups(self, groups: Groups) -> list[Json]:
         """Return the options of all groups as JSON, with the parameters by name."""
@@ -284,14 +322,19 @@ class PartMaker:
             if i in region.absent:
                 continue
             ref, fqn = param.ref, param.names[0]
-            speaks = layout.holders(ref.slot)[0] == region.rank
+            holders = layout.holders(ref.slot)
             for name, value in states.get(id(ref.leaf), {}).items():
                 # An entry has a single dtype, so parameters whose states differ in
                 # dtype get separate entries of the region.
                 if _is_elementwise(name, value, ref.leaf, fqn):
                     state = (name, str(value.dtype))
                     members.setdefault(state, []).append((i, ref.offset, value))
-                elif speaks:
+                    continue
+                if len(holders) > 1:
+                    # ``merge`` compares the texts: the checkpoint has a single value.
+                    where = f"optimizer state {name!r} of {quoted(fqn)}"
+                    part.shared.setdefault(i, {})[name] = text_of(value, where)
+                if holders[0] == region.rank:
                     told = self._value(name, value, fqn)
                     part.values.setdefault(i, {})[name] = told
         for (name, _), found in members.items():

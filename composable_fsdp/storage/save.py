@@ -41,6 +41,7 @@ from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import FilePart, PartMaker, add_missing, digest
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
+from composable_fsdp.storage.same_on_ranks import RankValues, require_same
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
@@ -77,9 +78,10 @@ def save(
             no checkpoint is removed.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
-    that other ranks have) and a broadcast of objects on a private gloo group, which the
-    first call makes. The group holds the ranks of the module's mesh (all ranks, for a
-    plain module); all of them must call. No tensor is sent.
+    that other ranks have, or other values in no unit) and a broadcast of objects on a
+    private gloo group, which the first call makes. The group holds the ranks of the
+    module's mesh (all ranks, for a plain module); all of them must call. No tensor is
+    sent.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     meet_team(module, "save")
@@ -123,11 +125,11 @@ def prepare(
 
     Returns: the job for ``write``. The pieces still refer to the live tensors.
     Collective: one all-gather of objects over the team's group; a second all-gather if
-    the ranks' regions or kinds of optimizer state differ.
+    the ranks' regions, kinds of optimizer state, or values that rank 0 saves differ.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     target, temporary, error = "", "", None
-    part, pieces = FilePart(), list[Piece]()
+    part, pieces, values = FilePart(), list[Piece](), RankValues()
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
     try:
@@ -137,7 +139,11 @@ def prepare(
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
         optims = optimizers_in(optim, "save")
         contents = contents_of(module, "save")
-        part, pieces = PartMaker(contents, is_first=team.rank == 0).make(optims, extra)
+        maker = PartMaker(
+            contents, is_first=team.rank == 0, is_alone=team.world_size == 1
+        )
+        part, pieces = maker.make(optims, extra)
+        values = maker.told
         if team.rank == 0:
             temporary = make_temporary(target)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
@@ -149,10 +155,19 @@ def prepare(
         # digests tell every rank whether a second exchange is needed, so all ranks
         # decide alike.
         kinds = part.kinds()
-        answers = team.agree(error, (target, temporary, before, digest(kinds)))
-        raise_unseen(team, [before for _, _, before, _ in answers])
-        if len({each for *_, each in answers if each}) > 1:
-            add_missing(part, pieces, team.agree(None, kinds))
+        mine = target, temporary, before, digest(kinds), values.digest()
+        answers = team.agree(error, mine)
+        raise_unseen(team, [each[2] for each in answers])
+        kinds_differ = len({each[3] for each in answers if each[3]}) > 1
+        values_differ = len({each[4] for each in answers}) > 1
+        if kinds_differ or values_differ:
+            everyone = team.agree(None, (kinds, values if values_differ else None))
+            add_missing(part, pieces, [each for each, _ in everyone])
+            if values_differ:
+                text = require_same(team.ranks, [each for _, each in everyone])
+                # Rank 0 alone saves the buffers, and a warning per rank says no more.
+                if text and team.rank == 0:
+                    warnings.warn(text, stacklevel=3)
     except BaseException:
         _discard(temporary)
         raise

@@ -1,0 +1,189 @@
+"""Compares over ranks what rank 0 alone saves, before any file is written.
+
+A checkpoint holds tensors in no unit, optimizer options and modules' extra states once,
+from rank 0. A value that only another rank has, or has differently, would be lost::
+
+    tensors in no unit          names, shapes, dtypes, values of parameters    refused
+    buffers, extra states       values                                         warned of
+    options of the optimizer    per parameter                                  refused
+
+Scalar optimizer state of a parameter that several ranks hold is compared in ``merge``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.value_hash import hash_values
+from composable_fsdp.naming import listed, quoted
+from composable_fsdp.storage.contents import HeldTensor
+from composable_fsdp.storage.manifest import Json
+from composable_fsdp.storage.values import encode
+from composable_fsdp.storage.writer import in_host_memory
+from composable_fsdp.tree.fingerprint import ranks_text
+
+
+@dataclass(slots=True)
+class RankValues:
+    """What a rank tells of the values that rank 0 alone saves; small, to be sent."""
+
+    shapes: dict[str, str] = field(default_factory=dict)
+    """Kind, shape and dtype of each tensor in no unit, by name."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """A hash of each parameter in no unit, and of the optimizer state, by name."""
+    buffers: dict[str, Any] = field(default_factory=dict)
+    """The same of each buffer and of each extra state."""
+    options: dict[str, str] = field(default_factory=dict)
+    """The options of the optimizer, as JSON, by the name of the parameter."""
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that are equal on ranks that tell the same."""
+        # Sorted: ranks may order groups and parameters differently, and a checkpoint
+        # goes by names.
+        parts = [self.shapes, self.parameters, self.buffers, self.options]
+        text = repr([sorted(part.items()) for part in parts])
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def hash_tensors(held: Sequence[HeldTensor], told: RankValues) -> None:
+    """Add names, shapes and hashes of tensors in no unit to ``told``."""
+    plain = [_hashable(each.tensor) for each in held]
+    # A copy of all hashes to the host at once: a GPU would be waited for per tensor.
+    hashes = hash_values(plain).tolist() if _on_a_device(plain) else map(_hash, plain)
+    for each, value in zip(held, hashes, strict=True):
+        name = each.names[0]
+        is_parameter = isinstance(each.tensor, nn.Parameter)
+        kind = "a parameter" if is_parameter else "a buffer"
+        tied = f", also named {listed(each.names[1:])}" if each.names[1:] else ""
+        told.shapes[name] = f"{kind} {each.shape} of {each.dtype}{tied}"
+        (told.parameters if is_parameter else told.buffers)[name] = value
+
+
+def _on_a_device(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are on the same device."""
+    return len({tensor.device for tensor in tensors}) == 1
+
+
+def _hashable(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with the values in memory that the tensor represents."""
+    # A lazily conjugated or negated tensor has other bytes than values.
+    return in_host_memory(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def _hash(tensor: Tensor) -> int:
+    """Return the hash of a tensor."""
+    return int(hash_values([tensor]).item())
+
+
+def text_of(value: Any, where: str) -> str:
+    """Return a text that is equal for equal values; tensors count by their hash."""
+
+    def put(tensor: Tensor, _: str) -> int:
+        return _hash(_hashable(tensor))
+
+    found: Json = encode(value, where, put, python_values=True)
+    return json.dumps(found, sort_keys=True)
+
+
+def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
+    """Compare the values of all ranks; return the text of a warning, or "".
+
+    Args:
+        ranks: the global ranks, in the order of ``told``.
+        told: what each rank tells.
+
+    Returns: a warning about buffers and extra states that differ.
+    Collective: none; all ranks have the same ``told``, so all decide alike.
+    Raises: CheckpointError, for tensors and options that would be lost.
+    """
+    unlike = _unlike(told, lambda each: each.shapes)
+    if unlike:
+        name = unlike[0]
+        raise CheckpointError(
+            f"{quoted(name)}{_more(unlike)} is in no unit and not the same on all "
+            f"ranks: {_who(ranks, [each.shapes.get(name) for each in told])}. Rank "
+            f"{ranks[0]} saves such tensors for all ranks, so the others' would be "
+            "lost; nothing was written. Build the same modules on every rank, or save "
+            "the part that differs apart, by torch.save of its state_dict() on each "
+            "rank."
+        )
+    unlike = _unlike(told, lambda each: each.parameters)
+    if unlike:
+        raise CheckpointError(
+            f"Parameter {quoted(unlike[0])}{_more(unlike)} is in no unit and has other "
+            f"values on {_others(ranks, told, unlike[0])} than on rank {ranks[0]}, "
+            "which saves such parameters for all ranks; nothing was written. Give all "
+            "ranks the same values (torch.distributed.broadcast), pass its module to "
+            "fully_shard, or save it apart, by torch.save on each rank."
+        )
+    _require_same_options(ranks, told)
+    unlike = _unlike(told, lambda each: each.buffers)
+    if not unlike:
+        return ""
+    return (
+        f"Buffers and extra states differ over ranks: {listed(map(quoted, unlike))}. "
+        f"The checkpoint has those of rank {ranks[0]}, and load gives them to all "
+        "ranks. Broadcast them before the save, if each rank's own are not to be lost."
+    )
+
+
+def _require_same_options(ranks: Sequence[int], told: Sequence[RankValues]) -> None:
+    """Raise CheckpointError for optimizer options that differ over ranks."""
+    for name in told[0].options:
+        texts = [each.options.get(name) for each in told]
+        first = texts[0]
+        assert first is not None
+        # A rank may leave out parameters that it holds no elements of.
+        other = next(
+            (i for i, text in enumerate(texts) if text not in (None, first)), 0
+        )
+        if other:
+            left, right = json.loads(first), json.loads(str(texts[other]))
+            key = next(k for k in {**left, **right} if left.get(k) != right.get(k))
+            raise CheckpointError(
+                f"The optimizer's option {key!r} of {quoted(name)} is "
+                f"{left.get(key)!r} on rank {ranks[0]} and {right.get(key)!r} on rank "
+                f"{ranks[other]}; a checkpoint has options once, for all ranks. "
+                "Nothing was written. Give all ranks the same options."
+            )
+
+
+def _unlike(
+    told: Sequence[RankValues], part: Callable[[RankValues], Mapping[str, Any]]
+) -> list[str]:
+    """Return the names whose values differ, or which a rank lacks."""
+    names = dict.fromkeys(name for each in told for name in part(each))
+    return [n for n in names if len({part(each).get(n) for each in told}) > 1]
+
+
+def _more(names: Sequence[str]) -> str:
+    """Return words for the names after the first."""
+    count = len(names) - 1
+    return f" (and {count} more: {listed(map(quoted, names[1:]))})" if count else ""
+
+
+def _who(ranks: Sequence[int], texts: Sequence[str | None]) -> str:
+    """Return the ranks of each text, in words."""
+    kinds = dict.fromkeys(texts)
+    return "; ".join(
+        f"{kind or 'absent'} on "
+        + ranks_text(r for r, text in zip(ranks, texts, strict=True) if text == kind)
+        for kind in kinds
+    )
+
+
+def _others(ranks: Sequence[int], told: Sequence[RankValues], name: str) -> str:
+    """Return the ranks whose parameter differs from the first rank's, in words."""
+    first = told[0].parameters.get(name)
+    return ranks_text(
+        rank
+        for rank, each in zip(ranks, told, strict=True)
+        if each.parameters.get(name) != first
+    )

@@ -1,0 +1,200 @@
+"""Nothing that a rank holds is dropped, or replaced by rank 0's, in silence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from composable_fsdp import fully_shard, save, verify
+from tests.storage.test_quantised_state import Half
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+Pair = tuple[nn.Module, optim.Optimizer | None]
+
+
+def pair() -> Any:
+    """Two equal layers on every rank; the first is a unit, the second is in none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    return model
+
+
+def stages(rank: int) -> Pair:
+    return nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)}), None
+
+
+def late_parameter(rank: int) -> Pair:
+    model = pair()
+    if rank:
+        model.register_parameter("late", nn.Parameter(torch.ones(2)))
+    return model, None
+
+
+def other_dtype(rank: int) -> Pair:
+    model = pair()
+    model[1].to(torch.float64 if rank else torch.float32)
+    return model, None
+
+
+def local_expert(rank: int) -> Pair:
+    model = pair()
+    with torch.no_grad():
+        model[1].weight.fill_(rank)
+    return model, None
+
+
+def stepped(model: nn.Module) -> optim.Optimizer:
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def own_options(rank: int) -> Pair:
+    model = pair()
+    return model, optim.AdamW(model.parameters(), lr=0.1 * (rank + 1))
+
+
+def own_scalars(rank: int) -> Pair:
+    # A single layer: the weight lies on both ranks.
+    model = fully_shard(nn.Linear(4, 16))
+    optimizer = stepped(model)
+    optimizer.state[next(model.parameters())]["norm"] = torch.tensor(float(rank))
+    return model, optimizer
+
+
+def own_momentum(rank: int) -> Pair:
+    model = pair()
+    optimizer = stepped(model)
+    optimizer.state[list(model.parameters())[3]]["exp_avg"].fill_(rank)
+    return model, optimizer
+
+
+def torch_fsdp1(rank: int) -> Pair:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    cpu = torch.device("cpu")
+    model = nn.Sequential(nn.Linear(4, 4))
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu), None
+
+
+def deepspeed(rank: int) -> Pair:
+    model: Any = nn.Linear(2, 2)
+    # ZeRO 3 marks its parameters so.
+    model.weight.ds_id = 0
+    return model, None
+
+
+def wrapper_subclass(rank: int) -> Pair:
+    model = nn.Linear(2, 2)
+    # On one rank only: all must learn of it before a byte is written.
+    if rank:
+        model.register_buffer("scales", Half(torch.ones(2)))
+    return model, None
+
+
+class Opaque(Tensor):
+    """A wrapper subclass that names no inner tensors."""
+
+    @staticmethod
+    def __new__(cls) -> Opaque:
+        made: Opaque = Tensor._make_wrapper_subclass(cls, (3,))
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as bound
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(func)
+
+
+def opaque_subclass(rank: int) -> Pair:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scales", Opaque())
+    return model, None
+
+
+CASES: dict[Callable[[int], Pair], str] = {
+    stages: "'stage0.weight' (and 3 more: ",
+    late_parameter: "absent on rank 0; a parameter (2,) of torch.float32 on rank 1",
+    other_dtype: "'1.weight' (and 1 more: '1.bias') is in no unit and not the same",
+    local_expert: "Parameter '1.weight' is in no unit and has other values on rank 1",
+    own_options: "The optimizer's option 'lr' of '0.weight' is 0.1 on rank 0 and 0.2",
+    own_scalars: "Optimizer state 'norm' of 'weight' is",
+    own_momentum: "(state 'exp_avg')\" is in no unit and has other values on rank 1",
+    torch_fsdp1: "(root) was sharded by torch's FullyShardedDataParallel (FSDP1)",
+    deepspeed: "'weight' was sharded by DeepSpeed (ZeRO)",
+    wrapper_subclass: "On rank 1: 'scales' is a tests.storage.",
+    opaque_subclass: "Opaque, which wraps other tensors",
+}
+
+
+def refused(world: World, folder: Path) -> dict[str, str]:
+    found = {}
+    for case in CASES:
+        model, optimizer = case(world.rank)
+        path = folder / case.__name__
+        found[case.__name__] = message_of(lambda: save(path, model, optimizer))  # noqa: B023  # called at once
+    return found
+
+
+@pytest.mark.req("K-01", "K-02")
+def test_a_save_that_would_lose_a_value_of_a_rank_is_refused_on_all_ranks(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """By name, with what each rank has; nothing is left in the directory."""
+    answers = ranks(2).run(refused, tmp_path)
+
+    for case, text in CASES.items():
+        for answer in answers:
+            said = answer[case.__name__]
+            assert said.startswith("CheckpointError: "), case
+            assert text in said
+    assert list(tmp_path.iterdir()) == []
+
+
+class Counting(nn.Linear):
+    """A module with an extra state."""
+
+    calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def save_with_own_buffers(world: World, folder: Path) -> list[str]:
+    model: Any = nn.Sequential(nn.BatchNorm1d(4), Counting(4, 4))
+    torch.manual_seed(0)
+    for each in model.parameters():
+        nn.init.ones_(each)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        save(folder / "same", model)
+        model[0].running_mean.fill_(world.rank)
+        model[1].calls = world.rank
+        save(folder / "own", model)
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.req("K-01")
+def test_buffers_and_extra_states_of_other_ranks_are_named_in_a_warning(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Running means differ in ordinary training: the save goes on, and says so once."""
+    first, second = ranks(2).run(save_with_own_buffers, tmp_path)
+
+    assert second == []
+    (text,) = first
+    assert "'1._extra_state', '0.running_mean'. The checkpoint has those of" in text
+    assert verify(tmp_path / "own")
