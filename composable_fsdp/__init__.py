@@ -121,6 +121,7 @@ from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
+from composable_fsdp.storage.listing import CheckpointInfo, checkpoints
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import save
@@ -134,6 +135,7 @@ __all__ = [
     "CPUOffload",
     "CheckpointError",
     "CheckpointImpl",
+    "CheckpointInfo",
     "CheckpointWrapper",
     "CollectiveError",
     "CompositionError",
@@ -183,6 +185,7 @@ __all__ = [
     "bf16_compress_hook",
     "checkpoint",
     "checkpoint_wrapper",
+    "checkpoints",
     "clip_grad_norm_",
     "contract",
     "convert",

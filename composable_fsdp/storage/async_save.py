@@ -31,6 +31,7 @@ def async_save(
     extra: Any = None,
     *,
     keep: int | None = None,
+    overwrite: bool = False,
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
@@ -50,6 +51,7 @@ def async_save(
         optim: see ``save``.
         extra: see ``save``.
         keep: see ``save``.
+        overwrite: see ``save``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the
@@ -61,7 +63,7 @@ def async_save(
     team = team_of(module)
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
-    job = prepare(team, path, module, optim, extra, keep)
+    job = prepare(team, path, module, optim, extra, keep, overwrite)
     error: Exception | None = None
     try:
         job.pieces = [_staged(piece) for piece in job.pieces]

@@ -8,6 +8,7 @@ appear at once.
     runs/
       step-100/  step-200/         whole checkpoints
       .step-300.tmp-9f3a.../       being written, or left by a process that died
+      .step-90.old-77b0.../        being removed, or left by a process that died
       latest                       text: step-200
 
 No function here uses a collective.
@@ -29,9 +30,9 @@ from composable_fsdp.naming import listed
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-# The names of unfinished directories and files; the 16 digits are random, so two saves
-# never share a name.
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.tmp-[0-9a-f]{16}\Z")
+# The names of unfinished and of replaced directories, and of unfinished files; the 16
+# digits are random, so two saves never share a name.
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-[0-9a-f]{16}\Z")
 
 
 def path_text(path: object, what: str) -> str:
@@ -45,9 +46,8 @@ def path_text(path: object, what: str) -> str:
 def make_temporary(path: str) -> str:
     """Make the directory to write the checkpoint ``path`` in, and return the new path.
 
-    Raises: CheckpointError, if ``path`` exists or the directory cannot be made.
+    Raises: CheckpointError, if the directory cannot be made.
     """
-    require_free(path)
     parent, name = os.path.split(path)
     if name == LATEST:
         raise CheckpointError(
@@ -89,7 +89,7 @@ def require_free(path: str) -> None:
     if os.path.lexists(path):
         raise CheckpointError(
             f"{path} exists already, and nothing is overwritten. Choose another name, "
-            "or remove it first."
+            "remove it first, or pass save(..., overwrite=True)."
         )
 
 
@@ -121,7 +121,7 @@ def no_checkpoint_text(path: str, where: str = "") -> str:
     )
 
 
-def commit(made: str, path: str) -> None:
+def publish(made: str, path: str) -> None:
     """Rename a complete file or directory to ``path``; on return, the name is on disk.
 
     The files in a directory must be on the disk before the call. ``path`` is absolute.
@@ -186,50 +186,25 @@ def follow_latest(path: str) -> str:
     return os.path.join(path, name)
 
 
-def remove_older(path: str, keep: int) -> list[str]:
-    """Remove all but the newest ``keep`` checkpoints of the series of ``path``.
-
-    The series contains the checkpoints beside ``path`` whose names differ from the name
-    of ``path`` in digits only: ``step-100`` and ``step-2000``, but not ``best``.
-    ``path`` counts as the newest. Return the paths that were removed.
-    """
-    parent, name = os.path.split(path)
-    series = re.compile(
-        r"\d+".join(re.escape(part) for part in re.split(r"\d+", name)) + r"\Z"
-    )
-    # By the time at which the manifest was written: the numbers in the names need not
-    # grow.
-    ages = []
-    for entry in os.scandir(parent):
-        manifest = os.path.join(entry.path, MANIFEST)
-        # Only directories with a manifest, and never the target of a link.
-        if (
-            entry.name != name
-            and series.match(entry.name)
-            and entry.is_dir(follow_symlinks=False)
-            and os.path.lexists(manifest)
-        ):
-            ages.append((os.stat(manifest).st_mtime_ns, entry.path))
-    gone = [each for _, each in sorted(ages, reverse=True)[keep - 1 :]]
-    for each in gone:
-        # Rename before removing: a directory that is removed only in part must not be
-        # taken for a checkpoint.
-        base = os.path.basename(each)
-        aside = os.path.join(parent, f".{base}.tmp-{secrets.token_hex(8)}")
-        os.rename(each, aside)
-        shutil.rmtree(aside)
-    return gone
-
-
 def stale_directories(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the leftovers of interrupted saves in ``directory``, sorted by name.
 
-    Leftovers are temporary directories, and temporary files that were to become
-    ``latest``. The directory of a running save looks the same, so call this only when
-    no save runs.
+    Leftovers are temporary directories, replaced checkpoints that were to be removed,
+    and temporary files that were to become ``latest``. A directory whose commit was
+    interrupted is no leftover: the next save finishes the commit. The directory of a
+    running save looks like a leftover, so call this only when no save runs.
     """
     found = []
+    # The record of an interrupted commit carries the name of the directory.
+    records = [n for n in os.listdir(directory) if ".commit-" in n]
+    meant = {
+        line
+        for name in records
+        for line in Path(directory, name).read_text(errors="replace").split("\n")[1:2]
+    }
     for entry in os.scandir(directory):
+        if entry.name in meant:
+            continue
         match = _TEMPORARY.match(entry.name)
         is_directory = entry.is_dir(follow_symlinks=False)
         if match and (is_directory or match["name"] == LATEST):
@@ -361,16 +336,17 @@ def begin_output(path: Path) -> Path:
 
     Raises: CheckpointError, if ``path`` exists or cannot be written.
     """
+    require_free(str(path.absolute()))
     return Path(make_temporary(str(path.absolute())))
 
 
 def finish_output(work: Path, path: Path) -> None:
     """Sync the output in ``work``, then rename the output to ``path``."""
     out = work / OUT
-    # ``commit`` syncs ``out`` itself, but not the files in it.
+    # ``publish`` syncs ``out`` itself, but not the files in it.
     for each in out.rglob("*"):
         sync(each)
-    commit(str(out), str(path.absolute()))
+    publish(str(out), str(path.absolute()))
 
 
 def unwritable(path: Path, error: Exception) -> CheckpointError:

@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.storage.directory import (
-    LATEST,
-    MANIFEST,
-    follow_latest,
-    no_checkpoint_text,
-)
+from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
+from composable_fsdp.storage.directory import LATEST, MANIFEST, no_checkpoint_text
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
 from composable_fsdp.storage.formats.dcp_read import open_dcp
 from composable_fsdp.storage.formats.safetensors_read import (
@@ -68,7 +64,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     """Open the checkpoint at ``path``, of any format; run no code of a pickle.
 
     For a directory with a text file ``latest`` and no checkpoint in it, open the
-    checkpoint that the file names.
+    checkpoint that the file names, or a newer one whose commit was interrupted.
 
     Raises: CheckpointError, if no known format lies at ``path``, or the checkpoint is
     damaged or refused.
@@ -93,9 +89,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     name = _format_at(path)
     # A checkpoint at ``path`` itself takes precedence over ``latest``. ``latest`` is
     # followed only once, so no chain of directories can lead in a circle.
-    if name is None and os.path.isfile(os.path.join(path, LATEST)):
-        path = follow_latest(path)
+    if name is None and has_newest(path):
+        path = newest_in(path)
         name = _format_at(path)
+    elif name is None and (found := interrupted(path)):
+        path, name = found, NATIVE
     if name is not None:
         return path, name
     # The message names the file ``latest``, if ``latest`` has led to this path.

@@ -61,6 +61,7 @@ def hash_tensors(held: Sequence[HeldTensor], told: RankValues) -> None:
         name = each.names[0]
         is_parameter = isinstance(each.tensor, nn.Parameter)
         kind = "a parameter" if is_parameter else "a buffer"
+        # Ties are part of the checkpoint: a tied tensor is saved once.
         tied = f", also named {listed(each.names[1:])}" if each.names[1:] else ""
         told.shapes[name] = f"{kind} {each.shape} of {each.dtype}{tied}"
         (told.parameters if is_parameter else told.buffers)[name] = value
@@ -103,6 +104,8 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     Collective: none; all ranks have the same ``told``, so all decide alike.
     Raises: CheckpointError, for tensors and options that would be lost.
     """
+    # Names and shapes first: hashes of values are compared for tensors that all ranks
+    # have.
     unlike = _unlike(told, lambda each: each.shapes)
     if unlike:
         name = unlike[0]
@@ -114,6 +117,8 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
             "the part that differs apart, by torch.save of its state_dict() on each "
             "rank."
         )
+    # Experts of a rank alone, or modules that no rank synchronizes: the values are the
+    # result of training, and only this rank has them.
     unlike = _unlike(told, lambda each: each.parameters)
     if unlike:
         raise CheckpointError(
@@ -124,6 +129,8 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
             "fully_shard, or save it apart, by torch.save on each rank."
         )
     _require_same_options(ranks, told)
+    # A warning and no error: the running means of a normalization differ in ordinary
+    # training, and DistributedDataParallel gives all ranks those of rank 0, too.
     unlike = _unlike(told, lambda each: each.buffers)
     if not unlike:
         return ""
@@ -145,6 +152,7 @@ def _require_same_options(ranks: Sequence[int], told: Sequence[RankValues]) -> N
             (i for i, text in enumerate(texts) if text not in (None, first)), 0
         )
         if other:
+            # A group has many options; the message names the first that differs.
             left, right = json.loads(first), json.loads(str(texts[other]))
             key = next(k for k in {**left, **right} if left.get(k) != right.get(k))
             raise CheckpointError(
@@ -159,6 +167,7 @@ def _unlike(
     told: Sequence[RankValues], part: Callable[[RankValues], Mapping[str, Any]]
 ) -> list[str]:
     """Return the names whose values differ, or which a rank lacks."""
+    # Names of all ranks, because rank 0 may lack the tensor.
     names = dict.fromkeys(name for each in told for name in part(each))
     return [n for n in names if len({part(each).get(n) for each in told}) > 1]
 
@@ -171,6 +180,7 @@ def _more(names: Sequence[str]) -> str:
 
 def _who(ranks: Sequence[int], texts: Sequence[str | None]) -> str:
     """Return the ranks of each text, in words."""
+    # A dict and no set: the ranks must build the same text.
     kinds = dict.fromkeys(texts)
     return "; ".join(
         f"{kind or 'absent'} on "

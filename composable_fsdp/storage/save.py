@@ -21,18 +21,23 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import listed
 from composable_fsdp.optim.names import Optimizers
+from composable_fsdp.storage.commit import (
+    commit,
+    finish_commit,
+    finish_commits,
+    remove_older,
+    require_place,
+)
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
 from composable_fsdp.storage.directory import (
     MANIFEST,
-    commit,
     make_temporary,
     path_text,
-    remove_older,
-    set_latest,
     stale_copies,
     write_synced,
 )
@@ -55,6 +60,7 @@ def save(
     extra: Any = None,
     *,
     keep: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -64,18 +70,21 @@ def save(
     checkpoint itself was committed).
 
     Args:
-        path: the directory to make, which must not exist yet. Rank 0's ``path`` is
-            used.
+        path: the directory to make. Rank 0's ``path`` is used.
         module: a module that ``fully_shard`` or the wrapper was applied to, or a plain
             module.
         optim: an optimizer over the parameters of ``module``, or a list of optimizers
             with disjoint parameters. Default None: no optimizer state is saved.
         extra: nested dicts and lists of strings, numbers, booleans, None and tensors,
             which ``load`` returns. Rank 0's ``extra`` is saved. Default None.
-        keep: the number of checkpoints to keep, ``path`` included, among the
-            directories beside ``path`` whose names differ from the name of ``path`` in
-            digits only. Older checkpoints are removed after the commit. Default None:
-            no checkpoint is removed.
+        keep: the number of checkpoints to keep, ``path`` included, among those beside
+            ``path`` whose names differ from the name of ``path`` in the last number
+            only, such as ``step-100``. Those with the smallest numbers are removed
+            after the commit, and none with a larger number than ``path``. If a removal
+            fails, ``save`` warns, and the next save tries again. Default None: no
+            checkpoint is removed.
+        overwrite: replace a checkpoint at ``path``, which stays until the new one is
+            complete, and is then removed. Default False: an existing path is an error.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
     that other ranks have, or other values in no unit) and a broadcast of objects on a
@@ -86,7 +95,7 @@ def save(
     """
     meet_team(module, "save")
     team = team_of(module)
-    write(team, prepare(team, path, module, optim, extra, keep))
+    write(team, prepare(team, path, module, optim, extra, keep, overwrite))
 
 
 @dataclass(slots=True)
@@ -103,6 +112,8 @@ class Job:
     """The entries of this rank's file, in the order of the file."""
     keep: int | None
     """See ``save``."""
+    overwrite: bool = False
+    """See ``save``."""
 
 
 def prepare(
@@ -112,6 +123,7 @@ def prepare(
     optim: Optimizers | None,
     extra: Any,
     keep: int | None,
+    overwrite: bool,
 ) -> Job:
     """Collect this rank's pieces and make the temporary directory; all ranks, or none.
 
@@ -122,6 +134,7 @@ def prepare(
         optim: see ``save``.
         extra: see ``save``.
         keep: see ``save``.
+        overwrite: see ``save``.
 
     Returns: the job for ``write``. The pieces still refer to the live tensors.
     Collective: one all-gather of objects over the team's group; a second all-gather if
@@ -145,6 +158,9 @@ def prepare(
         part, pieces = maker.make(optims, extra)
         values = maker.told
         if team.rank == 0:
+            # Before ``latest`` can name anything newer than the interrupted commit.
+            finish_commits(os.path.dirname(target))
+            require_place(target, overwrite)
             temporary = make_temporary(target)
     # Do not raise yet: the other ranks would wait in the exchange below for this rank.
     except Exception as raised:
@@ -161,6 +177,8 @@ def prepare(
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
         if kinds_differ or values_differ:
+            # Names and hashes are sent in full only now: of 10,000 tensors and 1,024
+            # ranks they are hundreds of megabytes.
             everyone = team.agree(None, (kinds, values if values_differ else None))
             add_missing(part, pieces, [each for each, _ in everyone])
             if values_differ:
@@ -173,7 +191,7 @@ def prepare(
         raise
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
-    return Job(target, temporary, part, in_order(pieces), keep)
+    return Job(target, temporary, part, in_order(pieces), keep, overwrite)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -231,28 +249,39 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
         # The manifest is written and synced before the rename, so a directory with its
         # final name is always complete.
         write_synced(os.path.join(job.temporary, MANIFEST), manifest_bytes(manifest))
-        commit(job.temporary, job.path)
+        commit(job.temporary, job.path, job.overwrite)
         committed = True
         # ``latest`` must name a checkpoint that exists, so the file changes after the
         # rename. Older checkpoints go last: at every moment at least one complete
         # checkpoint exists.
-        set_latest(job.path)
-        if job.keep is not None:
-            remove_older(job.path, job.keep)
-        stale = stale_copies(job.path)
-        if stale:
-            warnings.warn(
-                f"{', '.join(stale)} were left by saves of {job.path} that were "
-                "interrupted. Remove them, or call "
-                f"remove_stale({os.path.dirname(job.path)!r}).",
-                stacklevel=2,
-            )
+        finish_commit(job.path)
+        _tidy(job)
     except Exception as raised:
         # The checkpoint is valid although a later step failed; the message must say so.
         if committed:
             return True, _after_commit(job, raised)
         return False, raised
     return True, None
+
+
+def _tidy(job: Job) -> None:
+    """Remove older checkpoints; warn of those that stay, and of leftovers."""
+    problems = remove_older(job.path, job.keep)
+    if problems:
+        # The checkpoint itself is good, so training must go on.
+        warnings.warn(
+            f"{job.path} was committed; older checkpoints could not be removed: "
+            f"{listed(problems)}. The next save tries again.",
+            stacklevel=2,
+        )
+    stale = stale_copies(job.path)
+    if stale:
+        warnings.warn(
+            f"{', '.join(stale)} were left by saves of {job.path} that were "
+            "interrupted. Remove them, or call "
+            f"remove_stale({os.path.dirname(job.path)!r}).",
+            stacklevel=2,
+        )
 
 
 def _require_sound(manifest: Manifest, path: str) -> None:
@@ -265,7 +294,8 @@ def _after_commit(job: Job, error: Exception) -> Exception:
     return CheckpointError(
         f"The checkpoint {job.path} was committed and is whole, but what comes after "
         f"failed ({error}): 'latest' may name an older one, and older ones may still "
-        "be there."
+        "be there. load of the directory reads the new one, and the next save finishes "
+        "the rest."
     )
 
 

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.blocks import ReadRequest
-from composable_fsdp.storage.directory import (
-    LATEST,
-    MANIFEST,
-    follow_latest,
-    no_checkpoint_text,
-)
+from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
+from composable_fsdp.storage.directory import MANIFEST, no_checkpoint_text
 from composable_fsdp.storage.manifest import BLOCK
 from composable_fsdp.storage.native import NativeSource
 
@@ -68,10 +64,8 @@ def verify(
     problems: list[str] = []
     files, done = 0, 0
     try:
-        if not os.path.lexists(os.path.join(path, MANIFEST)) and os.path.isfile(
-            os.path.join(path, LATEST)
-        ):
-            path = follow_latest(path)
+        if not os.path.lexists(os.path.join(path, MANIFEST)):
+            path = newest_in(path) if has_newest(path) else interrupted(path) or path
         # Without the loose tensors: reading them would raise at the first damaged
         # block, before the other blocks are verified.
         if not os.path.lexists(os.path.join(path, MANIFEST)):

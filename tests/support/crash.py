@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from composable_fsdp.storage import directory, save, writer
+from composable_fsdp.storage import commit, save, writer
 from composable_fsdp.storage.direct import DirectFile
 
 POINTS = ("before-write", "mid-file", "after-write", "before-rename", "after-rename")
@@ -26,7 +26,7 @@ def killed_at(point: str, rank: int) -> Iterator[None]:
     if which not in ("", str(rank)):
         wanted = ""
     write = _around(writer.write_file, "write", wanted)
-    rename = _around(directory.commit, "rename", wanted)
+    rename = _around(commit.commit, "rename", wanted)
     file = _HalfFile if wanted == "mid-file" else DirectFile
     with (
         mock.patch.object(save, "write_file", write),

@@ -1,0 +1,201 @@
+"""A restart is a loop that ends: each crash leaves a checkpoint to load and save on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import CheckpointError, checkpoints, load, save, verify
+
+CALLS = ("open", "mkdir", "rename", "replace", "unlink", "fsync", "rmdir")
+
+
+def model(value: float) -> nn.Linear:
+    made = nn.Linear(2, 2)
+    with torch.no_grad():
+        made.weight.fill_(value)
+    return made
+
+
+def value_in(path: Path) -> float:
+    made = model(-1)
+    load(path, made, rng=False)
+    return made.weight[0, 0].item()
+
+
+@contextmanager
+def at_call(number: int, act: Any) -> Iterator[list[int]]:
+    """Call ``act`` after the system call ``number`` of those in ``CALLS``."""
+    count = [0]
+    with ExitStack() as stack:
+        for name in CALLS:
+            real = getattr(os, name)
+
+            def called(*args: Any, _real: Any = real, **options: Any) -> Any:
+                result = _real(*args, **options)
+                count[0] += 1
+                if count[0] == number:
+                    act()
+                return result
+
+            stack.enter_context(mock.patch.object(os, name, called))
+        yield count
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_save(path: Path, number: int, **options: Any) -> bool:
+    """Save 3.0 in a process that dies after a system call; whether the process died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads
+        child = os.fork()
+    if not child:
+        with at_call(number, die):
+            save(path, model(3.0), **options)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.req("K-03", "X-04")
+@pytest.mark.filterwarnings("ignore:.*interrupted")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_after_a_crash_at_any_system_call_a_run_goes_on(
+    overwrite: bool, tmp_path: Path
+) -> None:
+    """Load takes the newest whole checkpoint, and the same save can be repeated."""
+    found = []
+    # A save that replaces makes each call of another save, and more; of that save only
+    # the calls around the commit are tried.
+    for number in range(1 if overwrite else 9, 200):
+        runs = tmp_path / str(number)
+        save(runs / "step-1", model(1.0))
+        if overwrite:
+            save(runs / "step-2", model(2.0))
+        died = killed_save(runs / "step-2", number, keep=3, overwrite=overwrite)
+
+        value = value_in(runs)
+        assert verify(runs)
+        assert value in (3.0, 2.0 if overwrite else 1.0)
+        # Never the older one beside a new one that has its name.
+        assert value == 3.0 or overwrite or not (runs / "step-2").exists()
+        found.append(value)
+        # What was loaded stays in the list or is finished by this save.
+        save(runs / "step-2", model(4.0), overwrite=True)
+        assert value_in(runs) == 4.0
+        assert [(each.step, each.is_whole) for each in checkpoints(runs)] == [
+            (1, True),
+            (2, True),
+        ]
+        assert not [n for n in os.listdir(runs) if ".commit-" in n or ".old-" in n]
+        if not died:
+            break
+    # Once the new checkpoint is found, no later crash loses it.
+    assert found == sorted(found)
+    assert found[0] != 3.0
+    assert found[-1] == 3.0
+    assert found.count(3.0) > 3
+
+
+def fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.req("K-04", "K-03")
+def test_a_commit_is_told_as_it_is_whatever_call_fails(tmp_path: Path) -> None:
+    """An error says that the checkpoint is there if it is; the next save succeeds."""
+    both = set()
+    for number in range(1, 200):
+        runs = tmp_path / str(number)
+        with at_call(number, lambda: fail(errno.EIO)) as count:
+            text = ""
+            try:
+                save(runs / "step-1", model(3.0))
+            except CheckpointError as error:
+                text = str(error)
+        if count[0] < number:
+            break
+        # The error of a call that had an effect is the hardest case.
+        there = (runs / "step-1").exists()
+        assert there == (not text or "committed and is whole" in text), (number, text)
+        both.add(there)
+        if there:
+            assert value_in(runs) == 3.0
+        save(runs / "step-2", model(4.0))
+        assert value_in(runs) == 4.0
+    assert both == {True, False}
+
+
+@pytest.mark.req("K-04")
+def test_a_rename_that_reports_failure_and_was_done_is_a_commit(tmp_path: Path) -> None:
+    """As NFS answers when the first answer was lost."""
+    real = os.rename
+
+    def lost(old: str, new: str) -> None:
+        real(old, new)
+        fail(errno.ENOENT)
+
+    with mock.patch.object(os, "rename", lost):
+        save(tmp_path / "step-1", model(3.0))
+
+    assert value_in(tmp_path) == 3.0
+
+
+@pytest.mark.req("K-04")
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
+    """The save is good; the next one removes what stayed."""
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", model(step))
+    with (
+        mock.patch("shutil.rmtree", side_effect=OSError(errno.ENOTEMPTY, "held")),
+        pytest.warns(UserWarning, match="older checkpoints could not be removed"),
+    ):
+        save(tmp_path / "step-3", model(3.0), keep=2)
+    assert value_in(tmp_path) == 3.0
+
+    save(tmp_path / "step-4", model(4.0), keep=2)
+
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-3", "step-4"]
+
+
+@pytest.mark.req("K-04")
+def test_keep_removes_checkpoints_of_the_same_series_alone(tmp_path: Path) -> None:
+    """A series differs in the last number; none newer by that number is removed."""
+    names = ["seed1-step-1", "seed1-step-2", "lr0.1-step-9", "seed2-step-9", "best"]
+    for name in names:
+        save(tmp_path / name, model(1.0))
+    os.utime(tmp_path / "seed1-step-1" / "manifest.json")
+
+    save(tmp_path / "seed2-step-1", model(2.0), keep=1)
+    save(tmp_path / "seed1-step-10", model(2.0), keep=2)
+
+    gone = {"seed1-step-1"}
+    kept = {*names, "seed2-step-1", "seed1-step-10", "latest"} - gone
+    assert set(os.listdir(tmp_path)) == kept
+
+
+@pytest.mark.req("K-03")
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    """Overwrite is for checkpoints; a list tells damaged ones."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").touch()
+
+    with pytest.raises(CheckpointError, match="data is no checkpoint of this library"):
+        save(tmp_path / "data", model(1.0), overwrite=True)
+
+    assert (tmp_path / "data" / "precious").exists()
+    save(tmp_path / "step-7", model(1.0))
+    os.truncate(tmp_path / "step-7" / "rank00000.safetensors", 3)
+    assert [(e.step, e.is_whole) for e in checkpoints(tmp_path)] == [(7, False)]
