@@ -427,6 +427,16 @@ EXAMPLES: dict[str, list[Program]] = {
         )
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ],
+    "a first forward of whole weights inside a transform": [
+        Program(
+            Part(core="plain", children=(Part(core=core, call=call),)),
+            options=Options(strategy="NO_SHARD", apart=True),
+            actions=(action, ("forward", 0), ("backward",)),
+        )
+        for core in ("pow", "linear")
+        for call in ("jvp", "vjp", "vmap")
+        for action in [("copy_aside", 0), ("forward", 0)]
+    ],
     "a first forward inside a transform": [
         Program(
             Part(core="plain", children=(Part(call="vjp"),)),

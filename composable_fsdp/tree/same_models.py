@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.tree.fingerprint import (
@@ -159,6 +160,8 @@ def _route(groups: Groups) -> tuple[dist.ProcessGroup, ...]:
     return groups.present
 
 
+# The first forward may run inside a transform, where hashes would have no memory.
+@outside_transforms
 def _compare(scope: Scope, facts: Sequence[UnitFacts]) -> str | None:
     """Compare the units of ``scope``; return the text of a warning that is due.
 
