@@ -46,8 +46,9 @@ class Precision:
     wide_in_eval: bool
     """Whether evaluation in full precision uses other parameters or buffers than
     training."""
-    buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """Original dtypes of the buffers that were cast, by FQN from the unit's module."""
+    buffer_dtypes: dict[tuple[int, str], torch.dtype] = field(default_factory=dict)
+    """Original dtypes of the buffers that were cast, by the number of the unit's module
+    and the FQN from this module."""
 
     def wide(self, module: nn.Module) -> bool:
         """Return whether this forward computes in the parameters' own dtype."""

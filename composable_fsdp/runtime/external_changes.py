@@ -29,7 +29,7 @@ from composable_fsdp.runtime.offload import (
 from composable_fsdp.runtime.precision import own_buffers
 from composable_fsdp.runtime.reduce import finish_reduction
 from composable_fsdp.runtime.unshard import free_oldest, release
-from composable_fsdp.tree.root import set_streams
+from composable_fsdp.tree.root import set_streams, unit_paths
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState, root_of
 
 
@@ -95,9 +95,9 @@ def _place_buffers(state: _FSDPState) -> None:
     Raises: PlanError, if a buffer is still on meta.
     """
     meta = []
-    for name, buffer in own_buffers(state):
+    for number, name, buffer in own_buffers(state):
         if buffer.is_meta:
-            meta.append(quoted(join_name(state.fqn, name)))
+            meta.append(quoted(join_name(unit_paths(state)[number], name)))
         # Buffers move in place, so that modules that share a buffer keep sharing.
         elif buffer.device != state.handle.layout.device:
             buffer.data = buffer.to(state.handle.layout.device)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from composable_fsdp.errors import PlanError
 from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.runtime.precision import own_buffers
+from composable_fsdp.tree.root import unit_paths
 from composable_fsdp.tree.state import _FSDPState
 from composable_fsdp.tree.traversal import walk_states
 
@@ -94,9 +95,10 @@ def _unfilled(states: Iterable[tuple[str, _FSDPState]]) -> Iterator[str]:
     """Yield the FQNs of buffers that hold only marks."""
     for fqn, state in states:
         if state.searches.awaits_buffers:
-            for name, buffer in own_buffers(state):
+            paths = [fqn, *unit_paths(state)[1:]]
+            for number, name, buffer in own_buffers(state):
                 if _is_marked(buffer):
-                    yield join_name(fqn, name)
+                    yield join_name(paths[number], name)
 
 
 def unfilled_buffers(module: nn.Module) -> list[str]:

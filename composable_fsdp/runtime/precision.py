@@ -136,7 +136,9 @@ def cast_buffers(state: _FSDPState) -> None:
     known = precision.buffer_dtypes
     # By id, because a shared buffer is cast under the first of its names.
     just_cast: dict[int, torch.dtype] = {}
-    for name, buffer in own_buffers(state):
+    for number, fqn, buffer in own_buffers(state):
+        # Two modules of the unit may have buffers of the same name.
+        name = number, fqn
         if not buffer.is_floating_point():
             continue
         if wide:
@@ -152,8 +154,11 @@ def cast_buffers(state: _FSDPState) -> None:
             buffer.data = buffer.to(dtype)
 
 
-def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of the unit, without nested units, and their names."""
+def own_buffers(state: _FSDPState) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the unit's module, by number, the name from there, and the buffer.
+
+    Buffers of nested units are left out.
+    """
 
     def enter(module: nn.Module) -> bool:
         owner = OWNERS.get(module)
@@ -163,11 +168,11 @@ def own_buffers(state: _FSDPState) -> Iterator[tuple[str, Tensor]]:
             owner is None and any(name in module._modules for name in TRANSPARENT)
         )
 
-    for root in state.modules:
+    for number, root in enumerate(state.modules):
         for fqn, module in named(root, enter=enter, every_path=True):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    yield join_name(fqn, name), buffer
+                    yield number, join_name(fqn, name), buffer
 
 
 # Input dtypes of modules that keep full precision, during their forward.

@@ -147,9 +147,10 @@ def write_unit_values(
             state_dict[key] = values[index]
     if state.precision is not None:
         # Buffers get the dtype back that they had before mixed precision cast them.
-        for name, dtype in state.precision.buffer_dtypes.items():
+        for (number, name), dtype in state.precision.buffer_dtypes.items():
             key = prefix + name[len(reach.start) :]
-            if name.startswith(reach.start) and key in state_dict:
+            is_here = number == reach.number and name.startswith(reach.start)
+            if is_here and key in state_dict:
                 state_dict[key] = state_dict[key].to(dtype)
     # Buffers and ignored parameters, too: all entries below the unit's module.
     below = [key for key in state_dict if key.startswith(prefix)]

@@ -93,7 +93,7 @@ def _save_part(
     if keys:
         barrier_before_gather(state, module, prefix, keep_vars=False)
     # ``is_split``, because other parts have hooks, too: without keys do not gather.
-    reach = HookScope(_start(state, module), is_split=True)
+    reach = _scope(state, module)
     write_unit_values(state, reach, module, keys, state_dict, prefix, local_metadata)
 
 
@@ -104,14 +104,15 @@ def _places(state: _FSDPState) -> dict[tuple[int, str], int]:
     }
 
 
-def _start(state: _FSDPState, module: nn.Module) -> str:
-    """Return the prefix that the unit's names of this part have."""
-    for top in state.modules:
+def _scope(state: _FSDPState, module: nn.Module) -> HookScope:
+    """Return the scope of the hooks of this part."""
+    for number, top in enumerate(state.modules):
         try:
-            return walk.name_of(top, module) + "."
+            start = walk.name_of(top, module) + "."
         except KeyError:
             continue  # in another module of the unit, or moved to another place
-    return ""
+        return HookScope(start, is_split=True, number=number)
+    return HookScope(is_split=True)
 
 
 class _LoadPart:

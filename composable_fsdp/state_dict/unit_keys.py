@@ -25,10 +25,8 @@ class HookScope(NamedTuple):
     """Whether the hooks serve only the module's own parameters, not its children."""
     is_split: bool = False
     """Whether several modules of the unit have hooks."""
-
-
-_ALL = HookScope()
-"""The scope of a hook that serves the whole unit."""
+    number: int = 0
+    """The number of the unit's module that is, or contains, the module of the hooks."""
 
 
 def hook_scopes(
@@ -38,15 +36,16 @@ def hook_scopes(
     # A class that overrides ``state_dict`` may call ``state_dict`` of a child instead
     # of the base implementation; the hooks of the class's module then do not run. So
     # the children get hooks as well, each for the part below the child.
+    number = next(i for i, each in enumerate(state.modules) if each is module)
     if type(module).state_dict is nn.Module.state_dict:
-        return [(module, _ALL)]
+        return [(module, HookScope(number=number))]
     # A walk of its own: modules whose class keeps ``state_dict`` are not entered.
     found, stack = [], [("", module)]
     while stack:
         path, current = stack.pop()
         start = f"{path}." if path else ""
         alone = type(current).state_dict is not nn.Module.state_dict
-        reach = HookScope(start, alone=alone, is_split=True)
+        reach = HookScope(start, alone=alone, is_split=True, number=number)
         # A child without parameters of the unit needs no hook.
         if current is module or names_below(state, current, reach):
             found.append((current, reach))

@@ -176,7 +176,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
         for path, state in states.items()
         for i, region in enumerate(state.handle.layout.regions)
     )
-    original = _original_dtypes(states)
+    original = _original_dtypes(module, states)
     # A buffer that mixed precision has cast is saved in its original dtype, so the
     # checkpoint does not depend on the precision policy.
     tensors = tuple(
@@ -362,14 +362,22 @@ def _partly(module: nn.Module, name: str, what: str) -> CheckpointError:
     )
 
 
-def _original_dtypes(states: dict[str, _FSDPState]) -> dict[str, torch.dtype]:
+def _original_dtypes(
+    module: nn.Module, states: dict[str, _FSDPState]
+) -> dict[str, torch.dtype]:
     """Return the original dtypes of buffers that mixed precision has cast, by name."""
-    return {
-        join_name(path, name): dtype
-        for path, state in states.items()
-        if state.precision is not None
-        for name, dtype in state.precision.buffer_dtypes.items()
-    }
+    found: dict[str, torch.dtype] = {}
+    for path, state in states.items():
+        if state.precision is None or not state.precision.buffer_dtypes:
+            continue
+        paths = {id(state.module): path}
+        if len(state.modules) > 1:
+            paths |= {id(each): fqn for fqn, each in walk.named(module)}
+        for (number, name), dtype in state.precision.buffer_dtypes.items():
+            start = paths.get(id(state.modules[number]))
+            if start is not None:
+                found[join_name(start, name)] = dtype
+    return found
 
 
 def _require_values(

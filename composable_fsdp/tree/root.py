@@ -98,6 +98,14 @@ def set_param_paths(module: nn.Module, states: Sequence[_FSDPState]) -> None:
         handle.paths = {key: paths[key] for key in owners if key in paths}
 
 
+def unit_paths(state: _FSDPState) -> list[str]:
+    """Return the path of each module of a unit from the outermost unit."""
+    if len(state.modules) == 1:
+        return [state.fqn]
+    paths = {id(each): fqn for fqn, each in named(outermost(state).module)}
+    return [paths.get(id(each), state.fqn) for each in state.modules]
+
+
 def set_streams(context: RuntimeContext, device: torch.device) -> None:
     """Give the tree the side streams of its compute device."""
     context.streams = make_streams(device)

@@ -6,10 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_fsdp import ShardingStrategy, checkpoint_wrapper, fully_shard
+from composable_fsdp import (
+    MixedPrecision,
+    ShardingStrategy,
+    checkpoint_wrapper,
+    fully_shard,
+)
 from composable_fsdp.comm.collectives import record
 from composable_fsdp.phases import Residency
+from composable_fsdp.storage.contents import contents_of
 from composable_fsdp.tree.traversal import _get_fsdp_states
+from tests.support.models import module_at
 from tests.support.on_ranks import on_ranks
 from tests.support.reference import backward
 from tests.support.sharded import RankCount
@@ -101,3 +108,38 @@ def recompute(world: World) -> bool:
 def test_recomputing_a_module_begins_no_round_of_its_list(ranks: RankCount) -> None:
     """Nothing waits for the modules that are not computed again."""
     assert ranks(2).run(recompute) == [False, False]
+
+
+class Counted(nn.Module):
+    """A layer with a buffer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("third", torch.full((3,), 1 / 3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.req("B-02")
+@on_ranks(2)
+def test_buffers_of_one_name_keep_their_own_dtypes(world: World) -> None:
+    """In state dicts, of each module alone too, and in checkpoints."""
+    model = nn.Sequential(Counted(torch.float64), Counted(torch.float32))
+    given = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    low = MixedPrecision(buffer_dtype=torch.bfloat16)
+    fully_shard(list(model), mixed_precision=low)
+    fully_shard(model)
+
+    backward(model(X).sum())
+
+    assert {b.dtype for b in model.buffers()} == {torch.bfloat16}
+    whole = model.state_dict()
+    assert {name: whole[name].dtype for name in given} == given
+    for name, dtype in given.items():
+        part = module_at(model, name[0])
+        assert part.state_dict()["third"].dtype is dtype
+    saved = contents_of(model, "save").tensors
+    assert {n: t.dtype for t in saved for n in t.names if n in given} == given
