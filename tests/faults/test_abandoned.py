@@ -23,6 +23,7 @@ from composable_fsdp import DesyncError, ShardingStrategy, fully_shard
 from composable_fsdp.comm import collectives
 from composable_fsdp.runtime.recover import recover
 from composable_fsdp.tree.traversal import _get_fsdp_handles
+from tests.support.short_waits import shorten_waits
 from tests.support.world import RankPool, World
 
 RankCount = Callable[[int], RankPool]
@@ -90,6 +91,7 @@ def wait_for(*files: Path) -> None:
 def abandon(world: World, how: str, path: Path) -> tuple[int, bool, bool]:
     """The number of tensors that changed, and whether the unit and its views are as
     they were; of the late rank, nothing."""
+    shorten_waits()
     torch.manual_seed(0)
     strategy = ShardingStrategy["SHARD_GRAD_OP" if how == "reduce" else "FULL_SHARD"]
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
