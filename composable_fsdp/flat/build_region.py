@@ -123,7 +123,8 @@ def _make_sharded_leaves(
             # Setting ``.data`` keeps a ``.grad`` of the old shape, which no optimizer
             # accepts.
             parameter.grad = None
-        parameter.data = own_memory(view)
+        # ``own_memory``, inlined.
+        parameter.data = view if view.numel() else torch.empty_like(view)
         # Without ``grad_dtype``, torch refuses a ``.grad`` whose dtype differs from the
         # parameter's dtype.
         if gradient_dtype != view.dtype:
