@@ -1,4 +1,4 @@
-"""Why rounds and calls have a predictor each: what either expects of a training loop."""
+"""Why rounds and calls have a predictor each: what they expect of a training loop."""
 
 from __future__ import annotations
 
