@@ -86,7 +86,8 @@ def play(store: Any, request: str, key: str) -> None:
     elif request == "add":
         store.add(f"{key}/count", 1)
     elif request == "get":
-        store.get(key)
+        # Of a key that exists: a real rank reads what it has written before.
+        store.get("first/ready")
     elif request == "check":
         store.check([key])
     else:

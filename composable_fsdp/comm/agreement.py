@@ -7,6 +7,7 @@ before::
     say      the first rank at a place writes; later ranks read who wrote which value
     arrive   count this rank at a place
     missing  wait, for a limited time, until all ranks have arrived at a place
+    tally    the same, and the number of ranks that have set a flag
     leave    the last rank to leave removes the keys
 
 Ranks that come to the same place anyway exchange tags and objects by collectives, which
@@ -22,8 +23,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -48,6 +50,8 @@ NOTICE_AFTER = 10.0
 
 _SHARE = 0.9
 """Default wait as a fraction of the group's timeout."""
+_finished: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
+"""Keys of the last tally over a group, which the next tally removes."""
 _roots: Counter[str] = Counter()
 """Number of ``Peers`` objects per group and topic that have used the store."""
 
@@ -175,16 +179,53 @@ class Peers:
         if store.add(f"{key}/count", 1) == self._group.get().size():
             store.set(f"{key}/open", "1")
 
-    def all_arrived(self, place: str, within: float) -> bool:
-        """Wait up to ``within`` seconds until ``place`` is open; return whether so."""
-        store, key = _store(), f"{self._key(place)}/open"
-        # Poll, as in ``missing``.
-        start, between = time.monotonic(), pauses(self._group.get().size())
-        while not store.check([key]):
+    def tally(
+        self, place: str, flags: Sequence[bool], within: float
+    ) -> list[int] | None:
+        """Count this rank and its ``flags`` at ``place``; wait until all ranks have.
+
+        One round trip, and a visit after each of ``pauses`` while ranks are missing.
+
+        Args:
+            place: name of the place, equal on all ranks.
+            flags: what this rank says, equally many flags on all ranks.
+            within: seconds to wait.
+
+        Returns: per flag, the number of ranks that have set the flag; None if ranks are
+            missing, which do not count this rank either then.
+        Collective: none.
+        """
+        store, group, key = _store(), self._group.get(), f"{self._key(place)}/tally"
+        size = group.size()
+        # A single integer of the store holds all counts, a field each: a rank that has
+        # read the last arrival has read the flags of all ranks, too.
+        width = size.bit_length()
+        mine = 1 + sum(flag << n * width for n, flag in enumerate(flags, 1))
+        field = (1 << width) - 1
+        start, between = time.monotonic(), pauses(size)
+        counts = int(store.add(key, mine))
+        while counts & field < size:
             if time.monotonic() - start > within:
-                return False
+                counts = int(store.add(key, -mine))
+                if counts & field < size - 1:
+                    return None
+                # The last rank has come in between, and relies on this rank.
+                counts = int(store.add(key, mine))
+                continue
             time.sleep(next(between))
-        return True
+            # Not ``add``: a FileStore grows by each.
+            counts = int(store.get(key))
+        # A rank that came here has read what it needed of the tally before.
+        stale = _finished.get(group, [])
+        _finished[group] = [key]
+        if group.rank() == 0:
+            for each in stale:
+                store.delete_key(each)
+        return [counts >> n * width & field for n in range(1, len(flags) + 1)]
+
+    def drop_later(self, *places: str) -> None:
+        """Remove what was said at ``places`` after the next tally over the group."""
+        _finished[self._group.get()] += [self._key(place) for place in places]
 
     def missing(
         self,

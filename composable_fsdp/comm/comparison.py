@@ -405,7 +405,9 @@ class OrderComparison:
 
         # A warning names the absent ranks while this rank still waits.
         def notice(absent: list[int]) -> None:
-            warnings.warn(f"{story} Waiting for ranks {absent}.", stacklevel=2)
+            warnings.warn(
+                f"{story} Waiting for ranks [{listed(absent)}].", stacklevel=2
+            )
 
         stuck: list[str] = []
 
@@ -419,7 +421,8 @@ class OrderComparison:
                 # A rank that came later has raised instead of waiting here.
                 if refused := peers.heard(f"{place}/{_REFUSED}"):
                     self._raise(f"{story} Of {refused}")
-                why = f"Ranks {absent} did not follow within {peers.timeout():g} s."
+                late = f"Ranks [{listed(absent)}]"
+                why = f"{late} did not follow within {peers.timeout():g} s."
                 if stuck:
                     why = f"They cannot meet: {'; '.join(stuck)}."
                 self._raise(f"{story} {why} {way_out}")

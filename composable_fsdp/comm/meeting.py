@@ -44,6 +44,7 @@ from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.comm.operations import round_order
 from composable_fsdp.comm.watch import pronounce, ranks_in_vain
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.naming import ranks_named
 
 _numbers: Counter[str] = Counter()
 """Number of meetings per group that this rank has been at, by the group's name."""
@@ -271,7 +272,7 @@ class _Meeting:
         if len(by_story) < 2:
             return None
         calls = "; ".join(
-            f"{_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {story}"
+            f"{ranks_named(ranks)} {'calls' if len(ranks) == 1 else 'call'} {story}"
             for story, ranks in by_story.items()
         )
         return DesyncError(
@@ -284,7 +285,7 @@ class _Meeting:
         """Return the warning of a rank that has waited for some time."""
         return (
             f"{self._call.story} was called on this rank, which waits for "
-            f"{_ranks(self.absent)}. {self._call.way_out}"
+            f"{ranks_named(self.absent)}. {self._call.way_out}"
         )
 
     def alone(self, usual: Call | None) -> DesyncError:
@@ -295,7 +296,7 @@ class _Meeting:
             instead = f" The call that usually comes here is {usual.story}."
         return DesyncError(
             f"{self._call.story} was called on this rank, and "
-            f"{_ranks(self.absent)} did not call it within "
+            f"{ranks_named(self.absent)} did not call it within "
             f"{agreement.seconds_to_wait(self._group):g} s.{instead} "
             f"{self._call.way_out}"
         )
@@ -385,13 +386,8 @@ class RollCall:
             # The store or the group is gone, too.
             return "other ranks"
         absent = [rank for rank in everyone if rank not in set(map(int, here))]
-        return _ranks(absent) if absent else "no rank: all had come"
+        return ranks_named(absent) if absent else "no rank: all had come"
 
 
 _KEPT_ROLLS = 4
 """Number of roll calls of a group whose keys are kept."""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

@@ -47,6 +47,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.naming import listed
 
 HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
 """Environment variable: seconds after which a wait is reported; 0 for never.
@@ -154,7 +155,7 @@ class GroupWatch(Reporter):
         raise DesyncError(
             f"Ranks are about to send different collectives over process group "
             f"{self.name!r}, found by {DEBUG_VARIABLE}=1: "
-            f"{'; '.join(f'rank {rank}: {each}' for rank, each in everyone)}. Nothing "
+            f"{listed((f'rank {r}: {each}' for r, each in everyone), '; ')}. Nothing "
             "was sent. Make the same calls in the same order on every rank.",
             unit=record.unit,
             op=record.op,
@@ -200,7 +201,7 @@ class GroupWatch(Reporter):
         # that hosts it, and the error of the collective is worth more than another one.
         with suppress(Exception):
             words = _WATCH.positions(self.ranks)
-            told = "; ".join(each.told(self.name) for each in words)
+            told = listed([each.told(self.name) for each in words], "; ")
             return f"Last words: {told}. " if told else ""
         return ""
 
@@ -379,24 +380,31 @@ class _Watch:
             others = [r for r in watch.ranks if r not in said or said[r].at <= asked]
             if sum(each.at > asked for each in said.values()) >= len(watch.ranks) - 1:
                 break
-        words = []
-        for rank in watch.ranks[: _MOST_RANKS + 1]:
-            if rank == dist.get_rank():
-                continue
-            position = said.get(rank)
-            fresh = position is not None and position.at > asked - 2 * _ASK_EVERY * TICK
-            if position is not None and (fresh or "has ended" in position.program):
-                words.append(position.told(watch.name))
-            else:
-                words.append(f"rank {rank} does not answer")
+        words = _tell(watch, said, asked - 2 * _ASK_EVERY * TICK)
         written = hang_report.write(path, self._main, words)
         line = (
             f"composable_fsdp: rank {dist.get_rank()} waits {_age(waits):.0f} s for "
-            f"{lower(record.title)}; {'; '.join(words)}. Report: {written}; "
+            f"{lower(record.title)}; {listed(words, '; ')}. Report: {written}; "
             "python -m composable_fsdp hang-report merges the files of all ranks."
         )
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
+
+
+def _tell(watch: GroupWatch, said: dict[int, Position], since: float) -> list[str]:
+    """Return a text per other rank; ``since``: the oldest time of an answer."""
+    silent, heard = [], []
+    others = [rank for rank in watch.ranks if rank != dist.get_rank()]
+    for rank in others[:_MOST_RANKS]:
+        position = said.get(rank)
+        if position and (position.at > since or "has ended" in position.program):
+            done = position.groups.get(watch.name, [0])[0]
+            heard.append((done, rank, position.told(watch.name)))
+        else:
+            silent.append(f"rank {rank} does not answer")
+    # A line has five: first the ranks without an answer, then those that are behind.
+    rest = [f"rank {rank} was not asked" for rank in others[_MOST_RANKS:]]
+    return [*silent, *(text for *_, text in sorted(heard)), *rest]
 
 
 def _told(record: OperationRecord, rank: int, text: str) -> str:

@@ -219,25 +219,19 @@ def _exchange(
             wrong = _difference(said, _RankStatement(*other.value), other.rank)
             if wrong:
                 peers.say(f"{place}/wrong", wrong)
-    if has_written:
-        peers.say(f"{place}/wrote", 1)
-    if changed:
-        peers.say(f"{place}/changed", 1)
-    # Wait for all ranks before the other keys are read, so that all ranks read the
-    # same values.
-    peers.arrive(f"{place}/all")
-    check.alone = not peers.all_arrived(f"{place}/all", _PATIENCE)
-    check.writes = not check.alone and peers.heard(f"{place}/wrote") is not None
-    told: str | None = None
-    if check.writes:
-        if peers.heard(f"{place}/changed") is not None:
-            check.trust += 1
-        if check.trust >= _TRUSTED:
-            check.trust, check.writes = 0, False
-        told = peers.heard(f"{place}/wrong")
-    # The last rank that has read the keys removes the keys.
-    suffixes = ("", "/wrong", "/wrote", "/changed", "/all")
-    peers.leave(place, [place + suffix for suffix in suffixes])
+    # All ranks read the same counts, and the texts only after the last rank came.
+    counts = peers.tally(place, (has_written, changed), _PATIENCE)
+    check.alone = counts is None
+    check.writes = False
+    if counts is None or not counts[0]:
+        return None
+    told: str | None = peers.heard(f"{place}/wrong")
+    peers.drop_later(place, f"{place}/wrong")
+    check.trust += counts[1] > 0
+    if check.trust >= _TRUSTED:
+        check.trust = 0
+    else:
+        check.writes = True
     return told
 
 

@@ -193,10 +193,11 @@ def require_own_state(
             place = f"own state/{handle.name}/{counts[handle.name]}"
         if own is not None:
             peers.say(f"{place}/refused", str(own.args[0]))
-        peers.arrive(f"{place}/all")
-        if peers.all_arrived(f"{place}/all", _PATIENCE):
+        refusals = peers.tally(place, [own is not None], _PATIENCE)
+        # Usually no rank refuses, and nothing is read.
+        if refusals is not None and refusals[0]:
             told = peers.heard(f"{place}/refused") or told
-            peers.leave(place, [f"{place}/refused", f"{place}/all"])
+            peers.drop_later(f"{place}/refused")
     if own is not None:
         raise own
     if told is not None:

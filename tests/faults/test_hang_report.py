@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -142,3 +144,24 @@ def test_a_failed_collective_says_where_the_others_were(ranks: RankCount) -> Non
         r"Last words: rank 1 finished operation \d+ and is at test_hang_report.py:\d+ "
     )
     assert re.search(rf"{here}\(outlive\)", text), text
+
+
+def test_a_line_names_few_of_many_ranks(
+    one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks without an answer come first, then those that are behind."""
+    heard = {
+        rank: hang_report.Position(
+            rank, 100.0, "is asleep", {"world": [rank, None, 0, "", 0.0]}
+        )
+        for rank in (1, 2, 4)
+    }
+    watching = SimpleNamespace(name="world", ranks=list(range(50)))
+
+    words = watch._tell(cast("watch.GroupWatch", watching), heard, 99.0)
+
+    assert words[:2] == ["rank 3 does not answer", "rank 5 does not answer"]
+    assert [text.split(" and ")[0] for text in words[29:32]] == [
+        f"rank {rank} finished operation {rank}" for rank in (1, 2, 4)
+    ]
+    assert words[32:] == [f"rank {rank} was not asked" for rank in range(33, 50)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.store_load import first_step
 from composable_fsdp import ShardingStrategy, fully_shard, no_sync
 from composable_fsdp.comm import agreement, collectives
 from tests.support.models import tiny_mlp
@@ -491,6 +492,17 @@ class Wrapped(nn.Module):
         """Map ``(batch, WIDTH)`` to the same."""
         out: Tensor = self.blocks[0](x)
         return out
+
+
+@pytest.mark.req("X-12", "U-15")
+def test_the_first_step_of_many_units_asks_the_store_ten_times(
+    ranks: RankCount,
+) -> None:
+    """Forward, backward, clipping and the optimizer's first step, with what meetings
+    before have left to clean up; looks at a rank that is late (``get``) not counted."""
+    for parts in ranks(2).run(first_step, 100):
+        requests = [name for part in parts for name in part]
+        assert 0 < sum(name != "get" for name in requests) <= 10, requests
 
 
 def swap_models(world: World, at: int) -> None:
