@@ -12,7 +12,10 @@
       '- NotRootError     (AttributeError)  root-only data read from another state
 
 Every message names the expected value, the actual value, the place and the remedy. If a
-process group exists, the message ends with the rank that raised.
+process group exists, the message ends with the rank that raised. Wrong arguments raise
+a plain ``TypeError`` or ``ValueError`` without the rank: the same call raises the same
+error on every rank, and torch puts the rank before each line of an exception that ends
+a rank.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import NamedTuple, SupportsFloat, cast
+from typing import NamedTuple, NoReturn, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,9 @@ from composable_fsdp.access.nonfinite import (
 from composable_fsdp.access.schedule import set_reshard
 from composable_fsdp.access.settings import set_sync, units_of
 from composable_fsdp.comm import collectives
+from composable_fsdp.comm.agreement import can_compare
 from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.errors import DesyncError
 from composable_fsdp.flat.flat_parameter import (
     add_own_gradients,
     grad_of,
@@ -100,8 +104,9 @@ def clip_grad_norm_(
         numbers for the ``inf`` norm). All ranks must pass the same parameters. If
         ``error_if_nonfinite`` raises, also an all-gather of objects, for the message.
     Raises: DesyncError, if another rank does not make this call, before anything is
-        sent; ValueError, unless ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for
-        an argument that is no parameter; RuntimeError for ``error_if_nonfinite``, on
+        sent, or, on the CPU, passes another ``max_norm``; ValueError, unless
+        ``norm_type`` > 0 and ``max_norm`` >= 0; TypeError, for an argument that is no
+        parameter; RuntimeError for ``error_if_nonfinite``, on
         all ranks alike and before any gradient is scaled.
     """
     parameters = parameters_given(module_or_params, "clip_grad_norm_")
@@ -138,7 +143,8 @@ def clip_grad_norm_(
         # A training loop repeats this call, and an expected call visits no store.
         meet(sharded, _clip_call(norm_type, dtype, len(parameters)), always=False)
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
-    kind = _Kind(norm_type, device or torch.device("cpu"), dtype, norms)
+    device = device or torch.device("cpu")
+    kind = _Kind(norm_type, device, dtype, norms, max_norm)
     # The parts are kept apart, because an error names the gradients of a bad part.
     parts = _norm_parts(plain, sharded, kind)
     total = _joined(parts, kind)
@@ -226,6 +232,8 @@ class _Kind(NamedTuple):
     """The dtype of the norms, in which powers are summed."""
     norms: Callable[[list[Tensor], float, torch.dtype], Sequence[Tensor]]
     """Returns the norm of each tensor of a list."""
+    max_norm: float
+    """Compared over the ranks, where that costs nothing."""
 
 
 def _norms_one_by_one(
@@ -319,21 +327,53 @@ def _norm_parts(
     Gradients that are equal on all ranks count once.
     """
     infinite = kind.norm_type == float("inf")
-    parts = [_power(plain, kind)]
+    parts, differing = [_power(plain, kind)], []
+    # 18 bits: the sum of the squares of 100,000 ranks is exact in float64.
+    mark = zlib.crc32(struct.pack("d", kind.max_norm)) >> 14
     for group, gradients in sharded.items():
         part = _power(gradients, kind)
+        sent = [part]
+        # On a GPU the host would wait for the result.
+        compares = kind.device.type == "cpu" and can_compare(group)
         if infinite:
             # A maximum may lose a NaN (gloo's does), so the NaN flag is reduced as a
             # second number.
-            both = torch.stack(
-                [part.nan_to_num(0.0, posinf=math.inf), part.isnan().to(kind.dtype)]
-            )
-            collectives.all_reduce(both, group, maximum=True)
-            part = torch.where(both[1] > 0, math.nan, both[0])
-        else:
-            collectives.all_reduce(part, group)
+            sent = [part.nan_to_num(0.0, posinf=math.inf), part.isnan()]
+        if compares:
+            sent += map(torch.tensor, (mark, -mark if infinite else mark * mark))
+        wide = torch.float64 if compares else kind.dtype
+        both = torch.stack([each.to(wide) for each in sent])
+        collectives.all_reduce(both, group, maximum=infinite)
+        part = both[0].to(kind.dtype)
+        if infinite:
+            part = torch.where(both[1] > 0, math.nan, part)
         parts.append(part)
+        if compares:
+            # Integers: a square of a sum may need more bits than float64 has.
+            one, other = map(int, both[-2:].tolist())
+            # Equal marks: the largest is the least, or their variance is 0.
+            if (other != -one) if infinite else (other * group.size() != one * one):
+                differing.append(group)
+    # After the last group, whose other ranks wait for this rank.
+    for group in differing:
+        _refuse_max_norms(kind.max_norm, group)
     return parts
+
+
+def _refuse_max_norms(max_norm: float, group: dist.ProcessGroup) -> NoReturn:
+    """Raise the error of ranks that clip to different norms.
+
+    Collective: an all-gather of objects over ``group``.
+    Raises: DesyncError, on all ranks of ``group``.
+    """
+    given = collectives.all_gather_object(max_norm, group)
+    ranks = dist.get_process_group_ranks(group)
+    told = (f"{norm:g} on rank {r}" for r, norm in zip(ranks, given, strict=True))
+    raise DesyncError(
+        f"clip_grad_norm_ expects the same max_norm on all ranks, got {listed(told)}. "
+        "Each rank would scale its part of a gradient by another factor. Nothing was "
+        "scaled. Compute max_norm from values that are equal on all ranks."
+    )
 
 
 def _joined(parts: list[Tensor], kind: _Kind) -> Tensor:
@@ -346,7 +386,7 @@ def _joined(parts: list[Tensor], kind: _Kind) -> Tensor:
 
 def _power(gradients: list[Tensor], kind: _Kind) -> Tensor:
     """Return the sum of ``|g| ** norm_type``, or the maximum for the inf norm."""
-    norm_type, device, dtype, norms_of = kind
+    norm_type, device, dtype, norms_of, _ = kind
     filled = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), device=device, dtype=dtype)

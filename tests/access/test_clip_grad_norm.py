@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -99,7 +100,8 @@ def check_norm(
     assert_close(model, grads)
     sharded = world.world_size > 1 and strategy is not ShardingStrategy.NO_SHARD
     # The infinity norm sends a second number, which tells of a NaN.
-    numel = (2,) if norm_type == INF else (1,)
+    # With two numbers that compare ``max_norm``.
+    numel = (4,) if norm_type == INF else (3,)
     sent = [c.numel for c in calls if c.op == "all_reduce" and c.numel == numel]
     assert sent == [numel] * sharded
 
@@ -449,6 +451,34 @@ def test_a_negative_limit_is_refused(one_rank: World, max_norm: float) -> None:
     )
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
+
+
+def clip_to_own(world: World, norm_type: float) -> tuple[str, bool]:
+    """Clip to a norm that the last rank alone has; the error, and whether gradients
+    are as before."""
+    model = fully_shard(nn.Linear(3, 5))
+    model(torch.ones(1, 3)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    own = 0.25 if world.rank == world.world_size - 1 else 0.5
+    text = message_of(lambda: clip_grad_norm_(model, own, norm_type))
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    unchanged = all(map(torch.equal, before, after))
+    clip_grad_norm_(model, 0.5, norm_type)
+    return text, unchanged
+
+
+@pytest.mark.req("X-12")
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_clip_to_other_norms_are_refused(
+    ranks: RankCount, norm_type: float, world_size: int
+) -> None:
+    """On every rank, with the values; nothing is scaled, and clipping goes on."""
+    told = ", ".join(f"0.5 on rank {rank}" for rank in range(world_size - 1))
+    for text, unchanged in ranks(world_size).run(clip_to_own, norm_type):
+        assert unchanged
+        assert "DesyncError: clip_grad_norm_ expects the same max_norm" in text
+        assert f"got {told}, 0.25 on rank {world_size - 1}. " in text
 
 
 @both_paths
