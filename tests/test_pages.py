@@ -27,7 +27,7 @@ FENCE = re.compile(
 )
 SCRIPT = re.compile(r"# (?:torchrun .* )?(\w+\.py)\n")
 ELSEWHERE = {
-    "docs/hugging_face.md": "needs transformers",
+    "docs/hugging_face.md": "tests/integrations_env/test_hf_page.py runs the blocks",
     "docs/lightning.md": "tests/integrations_env/test_lightning_page.py runs it",
     "docs/migrate/fsdp2.md": "tests/entries/test_fsdp2.py runs its script",
 }

@@ -138,8 +138,7 @@ class ShardedTrainer(Trainer):
 
     def _load_weights(self, folder: str) -> None:
         """Load the weights in ``folder``, each rank its part."""
-        # The plain Trainer converts dtypes, too, but takes missing weights with a
-        # warning.
+        # Strict, while the plain Trainer takes missing weights with a warning.
         load_pretrained(self.model, folder, cast=True)
 
     def _load_from_checkpoint(

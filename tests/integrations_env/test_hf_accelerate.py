@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from composable_fsdp import MixedPrecision, fully_shard, unshard_params
+from composable_fsdp import (
+    CompositionError,
+    MixedPrecision,
+    fully_shard,
+    unshard_params,
+)
 from composable_fsdp.hugging_face.trainer import ShardedAccelerator
 from composable_fsdp.integrations.hf_accelerate import _require_known_engine
 from composable_fsdp.storage.contents import units_in
@@ -199,6 +205,17 @@ def test_bf16_is_a_mixed_precision_and_not_autocast(world: World) -> None:
     assert {s.options.mixed_precision for s in units_in(ready[1])} == {expected}
     assert "forward" not in vars(ready[1])
     assert ready[1](torch.tensor([[3, 4]])).logits.dtype is torch.bfloat16
+
+
+@on_ranks(2)
+def test_the_plain_accelerator_does_not_overwrite_shards(world: World) -> None:
+    """It puts DDP around a sharded model, which would send rank 0's rows to all."""
+    model = fully_shard(tiny_llama())
+
+    with as_torchrun(world), pytest.raises(CompositionError, match="leave Distributed"):
+        Accelerator(cpu=True).prepare(model)
+
+    assert distance(full(model), parameters_of(tiny_llama())) == 0.0
 
 
 @on_ranks(2)
