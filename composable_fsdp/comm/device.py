@@ -32,9 +32,14 @@ Result = TypeVar("Result")
 _Event: Callable[..., torch.cuda.Event] = torch.cuda.Event
 _Stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
 
-as_cuda = False
-"""Whether units and roots on CPU get streams and events, too: only while a step is
-simulated in the order of CUDA (``comm.simulated_world``)."""
+
+def as_cuda() -> bool:
+    """Return whether units and roots on CPU get streams and events, too.
+
+    True only in a thread that simulates a step in the order of CUDA
+    (``comm.simulated_world`` puts another function here).
+    """
+    return False
 
 
 class Waitable(Protocol):
@@ -225,10 +230,19 @@ _live: weakref.WeakSet[Streams] = weakref.WeakSet()
 _watching = False
 
 
+def live_streams() -> weakref.WeakSet[Streams]:
+    """Return the streams of this thread's process; those of a simulation have others.
+
+    ``comm.simulated_world`` puts another function here for the thread that simulates,
+    so that optimizer steps of other threads never meet a stand-in.
+    """
+    return _live
+
+
 def _watch_steps(streams: Streams) -> None:
     """Register ``streams``; install the optimizer hooks at the first call."""
     global _watching
-    _live.add(streams)
+    live_streams().add(streams)
     if not _watching:
         register_optimizer_step_pre_hook(_wait_for_reads)
         register_optimizer_step_post_hook(_note_step)
@@ -240,7 +254,7 @@ def _wait_for_reads(optim: object, args: object, kwargs: object) -> None:
     # After a backward the wait returns at once: ``finish_d2h_grad_copies`` has waited
     # already. During the capture of a CUDA graph the host may not wait; a captured step
     # belongs to a model without offload.
-    for streams in _live:
+    for streams in live_streams():
         if streams.reads_host and not torch.cuda.is_current_stream_capturing():
             streams.gather.synchronize()
 
@@ -249,13 +263,14 @@ def _note_step(optim: object, args: object, kwargs: object) -> None:
     """Optimizer step post-hook: record where the step ended, for ``wait_for_step``."""
     # Outside a CUDA graph, no stream can wait for an event that was recorded during
     # capture of the graph.
+    live = live_streams()
     if (
-        not _live
+        not live
         or torch.compiler.is_compiling()
         or torch.cuda.is_current_stream_capturing()
     ):
         return
-    for streams in _live:
+    for streams in live:
         if streams.stepped is None:
             streams.stepped = StreamEvent(streams.device)
         streams.stepped.record(torch.cuda.current_stream(streams.device))
@@ -306,12 +321,12 @@ def outside_transforms(
 
 def make_events(device: torch.device) -> UnitEvents:
     """Return events for a unit on a CUDA device, ``NO_EVENTS`` on any other device."""
-    if device.type != "cuda" and not as_cuda:
+    if device.type != "cuda" and not as_cuda():
         return NO_EVENTS
     return UnitEvents(partial(StreamEvent, device))
 
 
 def make_streams(device: torch.device) -> Streams:
     """Return side streams for a CUDA device, the null object for any other device."""
-    has_streams = device.type == "cuda" or as_cuda
+    has_streams = device.type == "cuda" or as_cuda()
     return CudaStreams(device) if has_streams else Streams(device)

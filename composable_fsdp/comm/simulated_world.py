@@ -16,8 +16,9 @@ Private names, checked on torch 2.13: ``FakeProcessGroup._create_internal``,
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -190,7 +191,7 @@ def simulated_world(
         # Units take their streams when they are made, so stand-ins come first.
         if streams:
             for target, name, value in _stand_ins(table):
-                stack.enter_context(replaced(target, name, value))
+                stack.enter_context(replaced_here(target, name, value))
         _notes.append((table, machine))
         stack.callback(_notes.pop)
         # The store is never read: groups of this backend have no peers to meet.
@@ -201,19 +202,47 @@ def simulated_world(
         yield
 
 
-def _stand_ins(table: Timetable) -> list[tuple[Any, str, Any]]:
-    """Return replacements by streams of ``table``: owner, name and value."""
+def _stand_ins(table: Timetable) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return replacements by streams of ``table``: owner, name and function."""
+    live: weakref.WeakSet[device.Streams] = weakref.WeakSet()
     return [
-        (device, "as_cuda", True),
+        (device, "as_cuda", lambda: True),
         (device, "_Stream", table.new_stream),
         (device, "_Event", SimulatedEvent),
         # Optimizer hooks see the streams of all trees of this process.
-        (device, "_live", weakref.WeakSet()),
+        (device, "live_streams", lambda: live),
         # The runtime asks torch for these three in every step.
         (torch.cuda, "stream", table.use),
         (torch.cuda, "current_stream", lambda device=None: table.current),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
     ]
+
+
+@contextmanager
+def replaced_here(
+    target: Any, name: str, function: Callable[..., Any]
+) -> Iterator[None]:
+    """Give an attribute another function in this block, for this thread alone.
+
+    Other threads, such as those of a data loader or of a training on a GPU, call what
+    was there before. The block ends with the attribute as before, also after an error.
+
+    Args:
+        target: the owner of the attribute.
+        name: the name of the attribute.
+        function: the function that calls of this thread get.
+
+    Collective: none.
+    """
+    plain, thread = getattr(target, name), threading.get_ident()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        # autograd runs the backward of CPU tensors in the thread that calls it.
+        here = threading.get_ident() == thread
+        return (function if here else plain)(*args, **kwargs)
+
+    with replaced(target, name, chosen):
+        yield
 
 
 @contextmanager
@@ -227,7 +256,7 @@ def replaced(target: Any, name: str, value: object) -> Iterator[None]:
 
     Collective: none.
     """
-    # Streams belong to torch itself, so other threads see the replacement, too.
+    # Other threads see the replacement, too: see ``replaced_here`` for functions.
     before = getattr(target, name)
     setattr(target, name, value)
     try:

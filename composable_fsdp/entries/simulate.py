@@ -24,10 +24,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from composable_fsdp.access.grads import clip_grad_norm_
-from composable_fsdp.comm.simulated_world import Machine, replaced, simulated_world
+from composable_fsdp.comm.simulated_world import (
+    Machine,
+    replaced,
+    simulated_world,
+)
 from composable_fsdp.comm.timetable import Timetable
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.entries.plan import plan
@@ -36,8 +39,9 @@ from composable_fsdp.entries.simulation import Simulation, simulation_of
 from composable_fsdp.errors import FSDPError, PlanError
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.activations import FAKE_LOG, muted
 from composable_fsdp.planning.chosen import chosen_units
+from composable_fsdp.planning.fake_step import FAKE_LOG, default_loss, muted
+from composable_fsdp.planning.fake_values import FakeValues, outside_modes
 from composable_fsdp.tree.traversal import walk_states
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -92,7 +96,8 @@ def simulate(
 
     Tensors are on the CPU, also in the order of CUDA, because torch runs no backward of
     fake CUDA tensors without CUDA. Kernels that save other tensors on a GPU are counted
-    as those of a CPU. A number that is read from a tensor, as by ``loss.item()``, is 1.
+    as those of a CPU. A real number that is read, as by ``loss.item()``, is 1; a
+    router of experts spreads the tokens evenly.
 
     Args:
         model: a module, which is not changed and may be on meta, or a function without
@@ -143,11 +148,11 @@ def simulate(
             options["device_mesh"] = init_device_mesh(
                 "cpu", shape, mesh_dim_names=names
             )
-        with _fake(machine, table) as log, _explained(model):
-            module, given = _build(model, units, options)
-            args, kwargs = _inputs(given if batch is None else batch)
+        with _fake(machine, table) as (log, values), _explained(model):
+            module, given = _build(model, units, options, values)
+            args, kwargs = _inputs(given if batch is None else batch, values)
             made = _optimizer(optimizer, module, streams=streams)
-            step = _Step(module, args, kwargs, loss or _loss, made, max_norm)
+            step = _Step(module, args, kwargs, loss or default_loss, made, max_norm)
             _run(step, table)
             _mark(step, log, streams=streams)
             # Cycles of the first step would be counted as living in the second.
@@ -210,16 +215,16 @@ def _check(
 
 
 @contextmanager
-def _fake(machine: Machine, table: Timetable) -> Iterator[MemoryLog]:
-    """Make tensors in this block fake, and follow them."""
+def _fake(machine: Machine, table: Timetable) -> Iterator[tuple[MemoryLog, FakeValues]]:
+    """Make tensors in this block fake, follow them, and keep small integers."""
     # The ranges of a profiler tell which unit is running.
     profiled = replaced(torch.autograd.profiler, "_is_profiler_enabled", True)
     with warnings.catch_warnings(), muted(FAKE_LOG), profiled:
         # Addresses are compared, never read: all fake tensors have the same.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with _real_meshes(), fake, MemoryLog(table, machine) as log:
-            yield log
+        fake, values = FakeTensorMode(allow_non_fake_inputs=True), FakeValues()
+        with _real_meshes(), fake, values, MemoryLog(table, machine) as log:
+            yield log, values
 
 
 @contextmanager
@@ -229,7 +234,7 @@ def _real_meshes() -> Iterator[None]:
     def outside(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
+            with outside_modes():
                 # ``init_device_mesh`` has made it, of all ranks in their order.
                 ranks = kwargs.get("_rank_map")
                 if isinstance(ranks, FakeTensor):
@@ -259,8 +264,8 @@ def _explained(model: object) -> Iterator[None]:
             f"The step of {name} fails on fake tensors, which have shapes and no "
             f"values: {type(error).__name__}: "
             f"{next(iter(str(error).splitlines()), '').rstrip('.')}. Check the batch "
-            "and the loss; keep tensors on the CPU; code that chooses by the values of "
-            "tensors cannot be simulated, and plan needs none of it."
+            "and the loss; keep tensors on the CPU; shapes may depend on integers, and "
+            "not on values of real numbers. plan without a batch needs no step."
         ) from error
 
 
@@ -268,6 +273,7 @@ def _build(
     model: nn.Module | Callable[[], Any],
     units: Iterable[Any] | None,
     options: dict[str, Any],
+    values: FakeValues,
 ) -> tuple[nn.Module, Any]:
     """Return the sharded model, and the arguments of its forward, None if unknown."""
     batch = None
@@ -281,7 +287,7 @@ def _build(
         # Modules in ``units`` are those of ``model``, and names hold in the copy.
         chosen = chosen_units(model, units or ())
         names = [[walk.name_of(model, m) for m in group] for group in chosen.values()]
-        module = _copy(model)
+        module = _copy(model, values)
     else:
         found = model()
         # A pair has the arguments of the forward, as for ``plan`` on the command line.
@@ -301,8 +307,8 @@ def _build(
                 "shards its module itself. Leave them out."
             )
         return module, batch
-    # Units below come before the root, as in a training script.
-    for group in names:
+    # Units below come before those above, as in a training script.
+    for group in sorted(names, key=lambda group: -group[0].count(".")):
         parts = [module.get_submodule(name) for name in group]
         fully_shard(parts[0] if len(parts) == 1 else parts, **options)
     fully_shard(module, **options)
@@ -314,7 +320,7 @@ def _is_sharded(module: nn.Module) -> bool:
     return any(True for _ in walk_states(module))
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def _copy(model: nn.Module, values: FakeValues) -> nn.Module:
     """Return a copy of ``model`` whose tensors are fake."""
     memo: dict[int, Any] = {}
     for each in walk.modules(model):
@@ -323,12 +329,12 @@ def _copy(model: nn.Module) -> nn.Module:
         for tensor in [*own, *vars(each).values()]:
             # Tied parameters get a single copy.
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = _fake_like(tensor)
+                memo[id(tensor)] = _fake_like(tensor, values)
     # ``deepcopy`` takes copies from ``memo``, so no values are copied.
     return copy.deepcopy(model, memo)
 
 
-def _fake_like(tensor: Tensor) -> Tensor:
+def _fake_like(tensor: Tensor, values: FakeValues) -> Tensor:
     """Return a fake tensor on the CPU with the shape and the dtype of ``tensor``."""
     # The strides decide which copies later operations make.
     made = torch.empty_strided(
@@ -337,10 +343,12 @@ def _fake_like(tensor: Tensor) -> Tensor:
     # A parameter stays trainable or frozen.
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    # Integers may decide shapes, as the places of tokens do.
+    values.know(made, tensor)
     return made
 
 
-def _inputs(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _inputs(batch: Any, values: FakeValues) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return the arguments of the forward, with fake tensors."""
     if isinstance(batch, Tensor):
         batch = [batch]
@@ -350,7 +358,7 @@ def _inputs(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
             "simulate expects a batch: the arguments of the forward on a single rank, "
             "such as batch=torch.zeros(8, 1024, device='meta')."
         )
-    given = pytree.tree_map_only(Tensor, _fake_like, batch)
+    given = pytree.tree_map_only(Tensor, lambda t: _fake_like(t, values), batch)
     return ((), given) if isinstance(given, Mapping) else (tuple(given), {})
 
 
@@ -368,28 +376,6 @@ def _optimizer(
     # torch chooses the form by the device, which stands for a GPU here.
     form = {"foreach": True} if streams and not given.endswith("fused") else {}
     return _OPTIMIZERS[given](parameters, lr=1e-3, **form)
-
-
-def _loss(output: Any) -> Tensor:
-    """Return the output's loss, or the sum of its tensors of real numbers."""
-    # Outputs of transformers are mappings and have attributes.
-    found = output.get("loss") if isinstance(output, Mapping) else None
-    found = getattr(output, "loss", found)
-    # A model with labels, for example of transformers, computes its loss itself.
-    if isinstance(found, Tensor):
-        return found
-    # Every output that needs gradients takes part, so backward is complete.
-    sums = [
-        each.sum()
-        for each in pytree.tree_leaves(output)
-        if isinstance(each, Tensor) and each.requires_grad
-    ]
-    if not sums:
-        raise PlanError(
-            "The output of the model has no tensor that needs gradients, so there is "
-            "no loss. Pass loss=, a function from the output to the loss."
-        )
-    return torch.stack([each.float() for each in sums]).sum() if sums[1:] else sums[0]
 
 
 def _run(

@@ -13,21 +13,17 @@ Memory that a kernel allocates and frees itself is not seen.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp.comm.ranges import OPEN
-from composable_fsdp.comm.simulated_world import Machine, replaced
+from composable_fsdp.comm.simulated_world import Machine, replaced_here
 from composable_fsdp.comm.timetable import Label, Timetable
+from composable_fsdp.planning.storages import Block, StorageMode
 
 
 @cache
@@ -77,16 +73,6 @@ class LiveMemory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-class Block:
-    """A storage."""
-
-    __slots__ = ("__weakref__", "kind", "link", "nbytes")
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.nbytes = kind, 0
-        self.link: weakref.ref[torch.UntypedStorage] | None = None
-
-
 class Change(NamedTuple):
     """A change of the size of a block.
 
@@ -114,44 +100,24 @@ class Moment(NamedTuple):
     memory: LiveMemory
 
 
-class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types
+class MemoryLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no types
     """Follows storages and costs of all operations in the block."""
 
     def __init__(self, table: Timetable, machine: Machine) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._table, self._machine = table, machine
-        self._blocks: dict[int, Block] = {}
         self._changes: list[Change] = []
         self._before = LiveMemory()
         self._resize: Any = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run ``func``, note its cost, and follow the storages that it meets."""
-        kwargs = kwargs or {}
-        try:
-            result = func(*args, **kwargs)
-        except DataDependentOutputException:
-            # Logging of a loss, steps of optimizers: a number that nobody knows is 1.
-            if func.name() not in _NUMBERS:
-                raise
-            result = _one(args[0])
-        tensors = [
-            each
-            for each in pytree.tree_leaves((args, kwargs, result))
-            # A wrapper, such as a DTensor, has no memory of its own.
-            if isinstance(each, Tensor) and not hasattr(each, "__tensor_flatten__")
-        ]
+    def _ran(
+        self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
+    ) -> None:
+        """Note the cost of an operation."""
         seconds = self._seconds(func, args, kwargs, result, tensors)
         # Operations before the first unit have no unit in their label.
         if seconds:
             self._table.compute(self.label(), seconds)
-        # A tensor on meta has no memory on any device.
-        for tensor in tensors:
-            if tensor.device.type != "meta":
-                self._meet(tensor)
-        return result
 
     def label(self) -> Label:
         """Return the stage, and the unit that is running, if any."""
@@ -179,47 +145,19 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         operations = count(*args, **kwargs, out_val=result)
         return max(moved, float(operations) / machine.operations_per_second)
 
-    def _meet(self, tensor: Tensor) -> Block:
-        """Return the block of a tensor, with the storage's size of now."""
-        storage = tensor.untyped_storage()
-        # An address may be used again by a later storage; the link tells.
-        key = storage._cdata
-        block = self._blocks.get(key)
-        if block is None or block.link is None or block.link() is None:
-            # Operations of a forward record a graph, also those that checkpointing
-            # repeats in backward; other operations do not.
-            recorded = torch.is_grad_enabled() and self._table.stage != "optimizer step"
-            block = Block("activations" if recorded else "temporaries")
-            block.link = weakref.ref(storage, partial(self._forget, key, block))
-            self._blocks[key] = block
-        self._change(block, storage.nbytes())
-        return block
+    def _new_kind(self) -> str:
+        """Return the kind of a storage that is made now."""
+        # Operations of a forward record a graph, also those that checkpointing repeats
+        # in backward; other operations do not.
+        recorded = torch.is_grad_enabled() and self._table.stage != "optimizer step"
+        return "activations" if recorded else "temporaries"
 
-    def _forget(self, key: int, block: Block, gone: object) -> None:
-        """Note that a storage is freed."""
-        self._change(block, 0)
-        # A later storage may be at the same address already.
-        if self._blocks.get(key) is block:
-            del self._blocks[key]
-
-    def _change(self, block: Block, nbytes: int) -> None:
-        """Note the size of a block, if it has changed."""
-        more = nbytes - block.nbytes
-        # Most operations meet storages that are known, and change none.
-        if more:
-            block.nbytes = nbytes
-            events = self._table.events
-            offset = events[-1].seconds if events else 0.0
-            self._changes.append(
-                Change(block, more, len(events) - 1, offset, self.label())
-            )
-
-    def mark(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Say of which kind the storages of ``tensors`` are, also in hindsight."""
-        for tensor in tensors:
-            if tensor is not None:
-                # Changes refer to the block, so earlier changes get the kind, too.
-                self._meet(tensor).kind = kind
+    def _note(self, block: Block, more: int) -> None:
+        """Note when a storage has changed its size."""
+        events = self._table.events
+        offset = events[-1].seconds if events else 0.0
+        change = Change(block, more, len(events) - 1, offset, self.label())
+        self._changes.append(change)
 
     def restart(self) -> None:
         """Forget all changes so far; live storages are there from the start."""
@@ -261,7 +199,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             return result
 
         # A resize is no operation of torch's dispatcher.
-        self._resize = replaced(torch.UntypedStorage, "resize_", resize_)
+        self._resize = replaced_here(torch.UntypedStorage, "resize_", resize_)
         # A mode is its own context manager, so the replacement is entered by hand.
         self._resize.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -272,18 +210,5 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._resize.__exit__(None, None, None)
 
 
-_NUMBERS = {"aten::_local_scalar_dense", "aten::equal"}
-"""Operations whose result is a number that depends on values."""
-
 _FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_local", "profiler::")
 """Beginnings of the names of operations that take no time on the device."""
-
-
-def _one(tensor: Tensor) -> float | complex:
-    """Return 1 as a number of the kind of ``tensor``; of booleans, True."""
-    # A condition that is true goes the way of a finite loss, for example.
-    if tensor.dtype is torch.bool:
-        return True
-    if tensor.dtype.is_complex:
-        return 1 + 0j
-    return 1.0 if tensor.dtype.is_floating_point else 1

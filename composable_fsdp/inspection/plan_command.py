@@ -48,7 +48,8 @@ examples:
 MODEL is one of:
   train:build_model     a function without arguments (or a class, or a module) of a
                         module; it is called with torch.device("meta"), so no weight
-                        takes memory. It may return (model, inputs of its forward)
+                        takes memory. It may return (model, inputs of its forward),
+                        or (model, inputs, function from the output to the loss)
   train.py:build_model  the same, in a file
   config.json           a configuration of transformers, or its directory
   plan.json             what --json printed, for --diff
@@ -204,7 +205,9 @@ def _activations(
     # The report says that activations are left out.
     if inputs is None:
         return None
-    found = measure_activations(model.module, planned, inputs, batch=batch)
+    found = measure_activations(
+        model.module, planned, inputs, loss=model.loss, batch=batch
+    )
     return found.with_checkpointing() if given.checkpointing else found
 
 

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -46,12 +46,15 @@ class Model:
         module: the model.
         source: the text that named the model.
         inputs: arguments of a forward; None if none are known.
+        loss: a function from the output to the loss; None for the default of
+            ``measure_activations``.
         config: the configuration of transformers; None for other models.
     """
 
     module: nn.Module
     source: str
     inputs: Sequence[Any] | Mapping[str, Any] | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
     config: Any = None
     notes: list[str] = field(default_factory=list)
 
@@ -154,10 +157,10 @@ def _from_object(found: Any, source: str) -> Model:
             f"values: {type(error).__name__}: {error}. Build the model alone, and load "
             "or read no values."
         ) from error
-    inputs = None
-    # A function may return the model with arguments for its forward.
-    if isinstance(made, tuple) and len(made) == 2:
-        made, inputs = made
+    inputs = loss = None
+    # A function may return the model with arguments for its forward, and a loss.
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        made, inputs, loss = (*made, None)[:3]
         if isinstance(inputs, torch.Tensor):
             inputs = [inputs]
     if not isinstance(made, nn.Module):
@@ -165,7 +168,7 @@ def _from_object(found: Any, source: str) -> Model:
             f"{source}() expects to return a module, or a pair of a module and the "
             f"arguments of its forward; got {made!r:.80}."
         )
-    return Model(made, source, inputs)
+    return Model(made, source, inputs, loss)
 
 
 def _needed_arguments(function: Any) -> list[str]:
@@ -261,9 +264,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     """Return arguments of a forward for a batch of ``shape``.
 
-    Models of transformers get ``input_ids`` (batch, time), with labels if they have a
-    loss, or ``pixel_values`` of ``shape[0]`` images. Other models get one tensor of
-    ``shape``: token ids if the model begins with an embedding, else floats.
+    Models of transformers get what their forward takes, with labels if they have a
+    loss: ``shape`` is (batch, time) of token ids or of samples, and ``shape[0]`` is the
+    number of images or of spectrograms, whose sizes the configuration has. Other models
+    get one tensor of ``shape``: token ids if the model begins with an embedding, else
+    floats.
 
     Raises: UsageError, if the model takes something else.
     """
@@ -271,29 +276,74 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
         first = next((m for m in walk.modules(model.module) if m._parameters), None)
         dtype = torch.long if isinstance(first, nn.Embedding) else torch.float32
         return [torch.zeros(*shape, dtype=dtype)]
-    name = getattr(model.module, "main_input_name", "input_ids")
-    if name == "input_ids":
-        ids = torch.zeros(*shape, dtype=torch.long)
-        takes = inspect.signature(type(model.module).forward).parameters
-        extra: dict[str, Any] = {
-            "labels": ids if type(model.module).__name__.endswith("LM") else None,
-            # A cache of keys and values is for generation.
-            "use_cache": False,
-        }
-        if getattr(model.config, "is_encoder_decoder", False):
-            extra["labels"] = extra["decoder_input_ids"] = ids
-        return {
-            "input_ids": ids,
-            **{k: v for k, v in extra.items() if k in takes and v is not None},
-        }
-    # The shape's first number is the batch; the configuration has the rest.
-    if name == "pixel_values":
-        size = getattr(model.config, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(model.config, "num_channels", 3)
-        return {name: torch.zeros(shape[0], channels, height, width)}
-    raise UsageError(
-        f"--batch makes no {name}, which {type(model.module).__name__} takes. Write a "
-        "function that returns (model, {...arguments of forward...}) and pass "
-        "MODULE:FUNCTION."
-    )
+    kind = type(model.module)
+    main = getattr(model.module, "main_input_name", "input_ids")
+    takes = inspect.signature(kind.forward).parameters
+    made = _tensors(model.config, shape)
+    # A model of two towers takes both inputs; one of images alone has no text config.
+    towers = {"vision_config": "pixel_values", "text_config": "input_ids"}
+    needed = [main, *(name for each, name in towers.items() if each in _parts(model))]
+    missing = [name for name in needed if name not in made]
+    if missing:
+        raise UsageError(
+            f"--batch makes no {missing[0]}, which {kind.__name__} takes. Write a "
+            "function that returns (model, {...arguments of forward...}) and pass "
+            "MODULE:FUNCTION."
+        )
+    extra = {
+        **_labels(kind.__name__, made),
+        # A cache of keys and values is for generation.
+        "use_cache": False,
+        # Two towers are compared by a loss, if the model is asked for one.
+        "return_loss": True,
+    }
+    # An encoder and a decoder read two texts, which are equally long here.
+    if getattr(model.config, "is_encoder_decoder", False):
+        extra["decoder_input_ids"] = made["input_ids"]
+    return {
+        **{name: made[name] for name in needed},
+        **{name: value for name, value in extra.items() if name in takes},
+    }
+
+
+def _parts(model: Model) -> set[str]:
+    """Return the names of the configurations inside that of ``model``."""
+    return {
+        name for name, each in vars(model.config).items() if hasattr(each, "to_dict")
+    }
+
+
+def _tensors(config: Any, shape: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the inputs that models of transformers take, by their names."""
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", 224)
+    # Some configurations have (height, width).
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    found = {
+        "input_ids": torch.zeros(*shape, dtype=torch.long),
+        "input_values": torch.zeros(*shape),
+        "pixel_values": torch.zeros(
+            shape[0], getattr(vision, "num_channels", 3), height, width
+        ),
+    }
+    # The encoder of Whisper halves the length of a spectrogram.
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
+        length = 2 * config.max_source_positions
+        found["input_features"] = torch.zeros(shape[0], config.num_mel_bins, length)
+    return found
+
+
+def _labels(kind: str, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return labels for the head of the class ``kind``, by the names of arguments."""
+    ids = made["input_ids"]
+    per_example = ids.reshape(ids.shape[0], -1)[:, 0]
+    # The end of the name tells the head; classes without a head have no loss.
+    if kind.endswith("QuestionAnswering"):
+        return {"start_positions": per_example, "end_positions": per_example}
+    if kind.endswith(("SequenceClassification", "ImageClassification")):
+        return {"labels": per_example}
+    if kind.endswith(
+        ("LM", "LMHeadModel", "ConditionalGeneration", "TokenClassification")
+    ):
+        return {"labels": ids}
+    return {}

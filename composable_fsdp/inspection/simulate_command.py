@@ -114,6 +114,7 @@ def _simulate(model: Model, given: argparse.Namespace) -> Simulation:
         world_size=given.world_size,
         batch=inputs,
         units=units,
+        loss=model.loss,
         shard_world_size=given.shard_world_size,
         optimizer=given.optimizer,
         max_norm=given.max_norm,

@@ -1,17 +1,17 @@
-"""Measures what a forward saves for backward, per unit, on fake tensors.
+"""Measures what a step holds beside the plan's buffers, per unit, on fake tensors.
 
-The forward computes shapes and no values, so a batch of any size takes no memory::
+The step computes shapes and no values, so a batch of any size takes no memory::
 
-    module, inputs --forward on fake tensors--> bytes saved, per unit --> Activations
+    module, inputs --step on fake tensors--> saved by forward, per unit  --> Activations
+                                        '--> more than that, per window -'
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from composable_fsdp.errors import PlanError
-from composable_fsdp.naming import join_name
-from composable_fsdp.planning import walk
-from composable_fsdp.planning.memory import Event
+from composable_fsdp.planning.fake_step import (
+    FAKE_LOG,
+    Inputs,
+    Step,
+    StepLog,
+    Window,
+    muted,
+    stand_ins,
+)
+from composable_fsdp.planning.fake_values import FakeValues
+from composable_fsdp.planning.memory import COMPUTE, Event
 from composable_fsdp.planning.plan import ShardingPlan
-
-FAKE_LOG = "torch._subclasses.fake_tensor"
-"""The logger of torch's fake tensors."""
 
 
 class UnitActivations(NamedTuple):
@@ -47,13 +52,23 @@ class UnitActivations(NamedTuple):
     outer: str
 
 
+class Held(NamedTuple):
+    """Bytes at an event: saved by forward, and beside these while the event runs."""
+
+    saved: int
+    beside: int
+
+
 @dataclass(frozen=True)
 class Activations:
-    """Tensors that a forward saves for backward.
+    """Tensors of a step beside parameters, their gradients and the optimizer.
 
     Args:
-        units: the bytes of each unit, by the unit's name.
+        units: the bytes that forward saves, by the unit's name.
         batch: the inputs as text, for a reader.
+        beside: bytes of other tensors, such as gradients of activations and the loss,
+            at the moment of a window with most of them; negative, if backward has freed
+            more by then. Default: none.
         checkpointed: whether each unit directly below the root runs under activation
             checkpointing, which keeps the unit's inputs and repeats its forward in
             backward. Default False.
@@ -63,6 +78,7 @@ class Activations:
 
     units: Mapping[str, UnitActivations]
     batch: str
+    beside: Mapping[Window, int] = field(default_factory=dict, repr=False)
     checkpointed: bool = False
     measure: Callable[[ShardingPlan], Activations] | None = field(
         default=None, repr=False, compare=False
@@ -77,6 +93,26 @@ class Activations:
         if self.measure is None:
             return self
         return replace(self.measure(plan), checkpointed=self.checkpointed)
+
+    def through(self, events: Iterable[Event], fqns: Sequence[str]) -> list[Held]:
+        """Return the bytes at each event; ``fqns`` names the units of the plan."""
+        steps = [(event, fqns[event.unit]) for event in events]
+        changes = [
+            self.change(event, fqn) if event.kind == COMPUTE else (0, 0)
+            for event, fqn in steps
+        ]
+        # What an operation allocates is there while it runs; what it frees, until then.
+        after = accumulate(more - less for more, less in changes)
+        held = [now + less for now, (_, less) in zip(after, changes, strict=True)]
+        beside = [
+            self.beside.get(_window(event, fqn), 0) if event.kind == COMPUTE else 0
+            for event, fqn in steps
+        ]
+        # Backward frees saved tensors while gradients of parameters come.
+        return [
+            Held(saved + min(0, more), max(0, more))
+            for saved, more in zip(held, beside, strict=True)
+        ]
 
     def change(self, event: Event, fqn: str) -> tuple[int, int]:
         """Return the bytes that the computation ``event`` of unit ``fqn`` allocates.
@@ -112,22 +148,27 @@ def measure_activations(
     plan: ShardingPlan,
     inputs: Sequence[Any] | Mapping[str, Any],
     *,
+    loss: Callable[[Any], Tensor] | None = None,
     batch: str | None = None,
 ) -> Activations:
-    """Return what a forward of ``module`` saves for backward, per unit of ``plan``.
+    """Return what a step of ``module`` holds beside the buffers of ``plan``.
 
-    The forward runs on fake tensors: ``module`` may be on meta, no value is computed,
-    and no parameter changes. Parameters have the compute dtype of their unit. Memory
-    inside an operation, and gradients of activations, are not counted.
+    Forward, loss and backward run on fake tensors: ``module`` may be on meta, no value
+    is computed, and no parameter changes. Parameters have the compute dtype of their
+    unit. Memory that a kernel allocates and frees itself is not counted, nor are
+    buffers of the modules. Choices that depend on values, as the router's of a mixture
+    of experts, are spread evenly.
 
     Args:
         module: the module that was planned; not sharded.
         plan: the plan of ``module``.
         inputs: positional or keyword arguments of the forward; tensors may be on meta.
+        loss: a function from the output to the loss. Default None: the output's
+            ``loss``, or else the sum of its tensors of real numbers.
         batch: the inputs as text. Default None: the shapes of the tensors.
 
     Returns: the activations.
-    Raises: PlanError, if the forward fails on fake tensors.
+    Raises: PlanError, if the step fails on fake tensors.
     Collective: none.
 
     >>> from composable_fsdp import plan
@@ -138,41 +179,67 @@ def measure_activations(
     """
     # Copies, because an iterator would be exhausted by the text of the shapes.
     given = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
-    count = _Count({unit.fqn for unit in plan.units})
+    log = StepLog({unit.fqn for unit in plan.units})
     try:
         # torch logs a traceback of each operation that fails; the error below has it.
-        with muted(FAKE_LOG), FakeTensorMode(allow_non_fake_inputs=True):
-            # The module keeps its own parameters; the forward sees the stand-ins.
-            tensors = _stand_ins(module, plan)
-            count.ignored = {_key(tensor) for tensor in tensors.values()}
-            given = pytree.tree_map_only(Tensor, _Inputs(plan), given)
-            with count.watch(module), saved_tensors_hooks(count.pack, lambda x: x):
+        with (
+            muted(FAKE_LOG),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            FakeValues() as values,
+            log,
+        ):
+            # The module keeps its own parameters; the step sees the stand-ins.
+            tensors = stand_ins(module, plan, values)
+            log.hold(tensors)
+            given = pytree.tree_map_only(Tensor, Inputs(plan, values), given)
+            with log.watch(module), saved_tensors_hooks(log.pack, lambda x: x):
                 args, kwargs = (
                     ((), given) if isinstance(given, dict) else (tuple(given), {})
                 )
-                torch.func.functional_call(module, tensors, args, kwargs)
-    # The forward is the user's code and may raise anything.
+                # The names of the module's parameters, inside the step.
+                named = {f"module.{name}": each for name, each in tensors.items()}
+                step = Step(module, loss, log)
+                torch.func.functional_call(step, named, args, kwargs, tie_weights=False)
+    # The step is the user's code and may raise anything.
     except Exception as error:
         raise PlanError(
-            "The activations could not be measured, because the forward of this "
-            f"{type(module).__name__} fails on fake tensors: {type(error).__name__}: "
-            f"{next(iter(str(error).splitlines()), '').rstrip('.')}. Check the inputs "
-            "and the dtypes; leave the batch out to plan without activations."
+            "The activations could not be measured, because the "
+            f"{log.window.phase} of this {type(module).__name__} fails on fake "
+            f"tensors: {type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '').rstrip('.')}. Check the inputs, "
+            "the loss and the dtypes; leave the batch out to plan without activations."
         ) from error
     words = batch or _shapes(inputs)
-    again = partial(measure_activations, module, inputs=inputs, batch=words)
-    return Activations(count.found(), words, measure=lambda other: again(plan=other))
+    again = partial(measure_activations, module, inputs=inputs, loss=loss, batch=words)
+    found = Activations(_by_unit(log), words, measure=lambda other: again(plan=other))
+    return replace(found, beside=_beside(found, plan, log.largest()))
 
 
-@contextmanager
-def muted(name: str) -> Iterator[None]:
-    """Turn the logger ``name`` off in this block."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+def _by_unit(log: StepLog) -> dict[str, UnitActivations]:
+    """Return what the forwards have saved, by unit."""
+    return {
+        fqn: UnitActivations(before, after, inputs, log.outer.get(fqn, fqn))
+        for fqn, (before, after, inputs) in log.saved.items()
+    }
+
+
+def _beside(
+    saved: Activations, plan: ShardingPlan, largest: Mapping[Window, int]
+) -> dict[Window, int]:
+    """Return the bytes of each window that ``saved`` does not have."""
+    events = [e for e in plan.step_memory().events if e.kind == COMPUTE]
+    fqns = [unit.fqn for unit in plan.units]
+    counted = saved.through(events, fqns)
+    found: dict[Window, int] = {}
+    for event, held in zip(events, counted, strict=True):
+        window = _window(event, fqns[event.unit])
+        found[window] = largest.get(window, held.saved) - held.saved
+    return found
+
+
+def _window(event: Event, fqn: str) -> Window:
+    """Return the window of a computation of unit ``fqn``."""
+    return Window(event.phase, fqn, event.is_entry)
 
 
 def _shapes(inputs: Sequence[Any] | Mapping[str, Any]) -> str:
@@ -180,134 +247,3 @@ def _shapes(inputs: Sequence[Any] | Mapping[str, Any]) -> str:
     # A scalar has an empty shape.
     tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     return ", ".join("x".join(map(str, tensor.shape)) or "1" for tensor in tensors)
-
-
-def _key(tensor: Tensor) -> int:
-    """Return what identifies the storage of ``tensor`` while the storage lives."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _stand_ins(module: nn.Module, plan: ShardingPlan) -> dict[str, Tensor]:
-    """Return fake tensors for all parameters and buffers of ``module``, by name."""
-    compute = {
-        join_name(unit.fqn, fqn): unit.options.dtypes(region.dtype).compute
-        for unit in plan.units
-        for region in unit.regions
-        for slot in region.parameters
-        for fqn in slot.fqns
-    }
-    mixed = plan.units[0].options.mixed_precision
-    low = mixed and mixed.buffer_dtype
-    known: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
-    for prefix, each in walk.named(module, every_path=True):
-        for name, value in [*each._parameters.items(), *each._buffers.items()]:
-            if value is None:
-                continue
-            fqn = join_name(prefix, name)
-            # Parameters that no unit holds keep their dtype.
-            dtype = compute.get(fqn, value.dtype)
-            if name in each._buffers and low and value.is_floating_point():
-                dtype = low
-            # Tied parameters share a stand-in.
-            if id(value) not in known:
-                known[id(value)] = torch.empty(
-                    value.shape,
-                    dtype=dtype,
-                    device="cpu",
-                    requires_grad=value.requires_grad,
-                )
-            found[fqn] = known[id(value)]
-    return found
-
-
-class _Inputs:
-    """Makes fake tensors of the inputs, as the root casts them."""
-
-    def __init__(self, plan: ShardingPlan) -> None:
-        mixed = plan.units[0].options.mixed_precision
-        casts = mixed is not None and mixed.cast_root_forward_inputs
-        # FSDP1's default casts the inputs of the root alone.
-        self._dtype = mixed.param_dtype if mixed is not None and casts else None
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Return a fake tensor for ``value``."""
-        dtype = value.dtype
-        if self._dtype is not None and dtype.is_floating_point:
-            dtype = self._dtype
-        return torch.empty(value.shape, dtype=dtype, device="cpu")
-
-
-class _Count:
-    """Counts the storages that autograd saves, by the innermost unit that runs."""
-
-    def __init__(self, fqns: set[str]) -> None:
-        self.ignored: set[int] = set()
-        self._fqns = fqns
-        self._running = [""]
-        # Storages that are counted already.
-        self._seen: set[int] = set()
-        # [before, after, inputs] per unit.
-        self._bytes = {fqn: [0, 0, 0] for fqn in fqns | {""}}
-        self._outer = {"": ""}
-        # Units in whose forward a nested unit has run.
-        self._entered: set[str] = set()
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Count the storage of ``tensor``, once in all; parameters do not count."""
-        key = _key(tensor)
-        # Parameters are in the plan; a storage that two operations save exists once.
-        if key not in self.ignored and key not in self._seen:
-            self._seen.add(key)
-            unit = self._running[-1]
-            size = tensor.untyped_storage().nbytes()
-            self._bytes[unit][unit in self._entered] += size
-        # The graph holds the tensor, so no later storage gets the same key.
-        return tensor
-
-    @contextmanager
-    def watch(self, module: nn.Module) -> Iterator[None]:
-        """Follow the forwards of the units of ``module`` in this block."""
-        handles = []
-        for fqn, each in walk.named(module):
-            if fqn and fqn in self._fqns:
-                # Also after an exception, so that the stack of units stays right.
-                handles += [
-                    each.register_forward_pre_hook(self._begin(fqn), with_kwargs=True),
-                    each.register_forward_hook(self._end, always_call=True),
-                ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _begin(self, fqn: str) -> Callable[..., None]:
-        """Return a hook that begins the forward of unit ``fqn``."""
-
-        def begin(module: nn.Module, *inputs: Any) -> None:
-            # What the enclosing unit saves from here on, it saves after a nested unit.
-            self._entered.add(self._running[-1])
-            self._outer.setdefault(fqn, self._outer[self._running[-1]] or fqn)
-            self._running.append(fqn)
-            # Inputs that need no gradient, as masks, are shared by all units.
-            self._bytes[fqn][2] += sum(
-                tensor.untyped_storage().nbytes()
-                for tensor in pytree.tree_leaves(inputs)
-                if isinstance(tensor, Tensor) and tensor.requires_grad
-            )
-
-        return begin
-
-    # Hooks of forward take these three arguments.
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the forward of the unit that runs."""
-        self._running.pop()
-
-    def found(self) -> dict[str, UnitActivations]:
-        """Return the counts of all units."""
-        return {
-            fqn: UnitActivations(before, after, inputs, self._outer.get(fqn, fqn))
-            for fqn, (before, after, inputs) in self._bytes.items()
-        }

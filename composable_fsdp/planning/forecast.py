@@ -9,15 +9,14 @@ A forecast adds an optimizer and, if known, activations to a plan::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
-from composable_fsdp.planning.activations import Activations
+from composable_fsdp.planning.activations import Activations, Held
 from composable_fsdp.planning.fold import Fold, fold_units
-from composable_fsdp.planning.memory import COMPUTE, Event
+from composable_fsdp.planning.memory import Event
 from composable_fsdp.planning.optimizers import (
     OPTIMIZERS,
     OptimizerMemory,
@@ -40,7 +39,8 @@ class DeviceMemory:
         reduce: buffers of the reduction in flight.
         in_flight: gradients from autograd that are not in a reduce buffer yet.
         activations: tensors that forward saved for backward.
-        temporaries: tensors that the optimizer's step allocates and frees.
+        temporaries: tensors that a computation or the optimizer's step allocates and
+            frees: gradients of activations, the loss.
     """
 
     parameters: int = 0
@@ -152,7 +152,6 @@ class Forecast:
             unit.gradient_bytes for unit in self._on_device if not unit.is_offloaded
         )
         events = self.plan.step_memory(device_type=self.device_type).events
-        saved = self._saved(events)
         found = [
             StepMoment(
                 event,
@@ -165,10 +164,11 @@ class Forecast:
                     ahead=event.moment.ahead,
                     reduce=event.moment.reduce,
                     in_flight=event.moment.in_flight,
-                    activations=activations,
+                    activations=held.saved,
+                    temporaries=held.beside,
                 ),
             )
-            for event, activations in zip(events, saved, strict=True)
+            for event, held in zip(events, self._held(events), strict=True)
         ]
         # The optimizer steps after backward, when no full parameters are left.
         end = DeviceMemory(
@@ -196,19 +196,12 @@ class Forecast:
             sum(self.optimizer.temporary_bytes(unit) for unit in units),
         )
 
-    def _saved(self, events: Iterable[Event]) -> list[int]:
-        """Return the bytes of activations at each event."""
+    def _held(self, events: Sequence[Event]) -> list[Held]:
+        """Return the bytes of activations, and beside them, at each event."""
         if self.activations is None:
-            return [0 for _ in events]
-        changes = [
-            self.activations.change(event, self.plan.units[event.unit].fqn)
-            if event.kind == COMPUTE
-            else (0, 0)
-            for event in events
-        ]
-        # What an operation allocates is there while it runs; what it frees, until then.
-        after = accumulate(more - less for more, less in changes)
-        return [now + less for now, (_, less) in zip(after, changes, strict=True)]
+            return [Held(0, 0) for _ in events]
+        fqns = [unit.fqn for unit in self.plan.units]
+        return self.activations.through(events, fqns)
 
     @property
     def peak(self) -> StepMoment:

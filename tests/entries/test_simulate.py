@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from composable_fsdp import (
     recent_operations,
     simulate,
 )
+from composable_fsdp.comm import device
 from composable_fsdp.planning.unit_plan import Traffic
 from tests.support.memory import LiveBytes
 from tests.support.tiny import TinyBlock
@@ -34,6 +36,7 @@ from tests.support.world import World, ranks, single_rank_group
 
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH = 256
+STAND_INS = ("stream", "current_stream", "is_current_stream_capturing")
 
 
 class Text(nn.Module):
@@ -211,6 +214,69 @@ def test_the_trace_has_a_row_of_compute_and_one_of_communication(
     assert [e["ts"] for e in memory] == sorted(e["ts"] for e in memory)
 
 
+@pytest.mark.req("N-02")
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_the_trace_is_one_of_the_trace_event_format(device_type: str) -> None:
+    """Keys, types, rows with names, and spans that nest, as the format asks for."""
+    options: dict[str, Any] = {"mixed_precision": LOW, "max_norm": 1.0}
+    found = run(device_type=device_type, **options)
+
+    text = json.dumps(found.trace(), allow_nan=False)
+    events = json.loads(text)["traceEvents"]
+    named: dict[str, set[int]] = {"process_name": set(), "thread_name": set()}
+    spans: dict[int, list[tuple[float, float]]] = {}
+    counters: list[float] = []
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert event["pid"] == 0
+        # Metadata has no time; counters belong to the process.
+        if event["ph"] == "M":
+            assert isinstance(event["args"]["name"], str)
+            named[event["name"]].add(event["tid"])
+            continue
+        assert isinstance(event["ts"], float | int)
+        assert event["ts"] >= 0
+        if event["ph"] == "C":
+            counters.append(event["ts"])
+            assert all(isinstance(v, int) for v in event["args"].values())
+            continue
+        assert event["ph"] == "X", "complete events: no begin is without an end"
+        assert event["dur"] >= 0
+        assert isinstance(event["cat"], str)
+        spans.setdefault(event["tid"], []).append((event["ts"], event["dur"]))
+    assert named["process_name"] == {0}
+    assert named["thread_name"] >= spans.keys()
+    assert counters == sorted(counters)
+    for row in spans.values():
+        # A row is one stream or the link, which does one thing after the other.
+        assert [begin for begin, _ in row] == sorted(begin for begin, _ in row)
+        ends = [begin + length for begin, length in row]
+        assert all(b >= e - 1e-6 for (b, _), e in zip(row[1:], ends, strict=False))
+
+
+def test_other_threads_see_no_stand_in() -> None:
+    """A thread that uses a GPU meanwhile calls torch, as before."""
+    before = {name: getattr(torch.cuda, name) for name in STAND_INS}
+    seen: list[tuple[bool, bool]] = []
+
+    def loss(output: Tensor) -> Tensor:
+        def look() -> None:
+            with pytest.raises(Exception, match=r"CUDA|NVIDIA|cuda"):
+                torch.cuda.current_stream()
+            seen.append((device.as_cuda(), device.live_streams() is device._live))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        seen.append((device.as_cuda(), device.live_streams() is device._live))
+        return output.sum()
+
+    run(loss=loss)
+
+    assert seen == 2 * [(False, True), (True, False)]
+    assert {name: getattr(torch.cuda, name) for name in STAND_INS} == before
+
+
 def test_a_slower_link_takes_longer_and_the_same_memory() -> None:
     """Times are those of the machine; bytes are not."""
     fast, slow = (
@@ -244,8 +310,7 @@ def test_a_function_may_make_a_mesh_and_its_batch() -> None:
 def test_nothing_stays_behind() -> None:
     """The module, the process groups and torch's streams are as before."""
     model = on_meta()
-    names = ("stream", "current_stream", "is_current_stream_capturing")
-    before = [getattr(torch.cuda, name) for name in names]
+    before = [getattr(torch.cuda, name) for name in STAND_INS]
 
     run(model)
     with pytest.raises(PlanError, match="fails on fake tensors"):
@@ -253,7 +318,7 @@ def test_nothing_stays_behind() -> None:
 
     assert all(p.is_meta and p.grad is None for p in model.parameters())
     assert not dist.is_initialized()
-    assert [getattr(torch.cuda, name) for name in names] == before
+    assert [getattr(torch.cuda, name) for name in STAND_INS] == before
     assert not torch.autograd.profiler._is_profiler_enabled
 
 

@@ -314,7 +314,10 @@ def test_activations_are_what_forward_saves_for_backward() -> None:
         for a in (None, found, found.with_checkpointing())
     )
     extra = [b.memory.total - a.memory.total for a, b in zip(plain, with_, strict=True)]
-    assert max(extra) == 5 * row
+    assert max(b.memory.activations for b in with_) == 5 * row
+    # Backward of exp: a loss and its gradient, which are scalars, the gradient of the
+    # layer's output, and that of its input.
+    assert max(extra) == 5 * row + 2 * 4 + 2 * row
     assert extra[-1] == 0
     kept = [b.memory.activations for b in again]
     assert max(kept) == 5 * row + row - 2 * row + row - row
@@ -329,7 +332,8 @@ def test_the_peak_with_activations_is_that_of_a_step(
 ) -> None:
     """Counted op by op, with activations that are up to half of the peak.
 
-    Gradients of activations, and memory inside of operations, are not predicted.
+    Memory inside of operations is not predicted. Checkpointing is computed from the
+    step without checkpointing, and so less exactly.
     """
     tokens = torch.zeros(*batch, dtype=torch.long)
     with fake_world(8):
@@ -350,11 +354,14 @@ def test_the_peak_with_activations_is_that_of_a_step(
             with cuda_order(_get_fsdp_handles(model)):
                 for _ in range(2):
                     live.reset()
-                    backward(model(tokens).float().sum())
+                    # Scripts keep the output until the next step, too.
+                    output = model(tokens)
+                    backward(output.float().sum())
                     model.zero_grad()
+                    del output
 
-    assert found.peak.memory.activations > 0.03 * live.peak
-    assert found.total == pytest.approx(live.peak, rel=0.055)
+    assert found.peak.memory.activations > 0.02 * live.peak
+    assert found.total == pytest.approx(live.peak, rel=0.015 if again else 0.001)
 
 
 @pytest.mark.req("N-01")

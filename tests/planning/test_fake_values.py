@@ -1,0 +1,91 @@
+"""Integers on fake tensors keep values, so that a router's choices have shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from composable_fsdp import forecast, measure_activations, plan, simulate
+from composable_fsdp.planning.fake_values import LARGEST, FakeValues
+
+EXPERTS, CHOSEN, TOKENS, WIDTH = 4, 2, 64, 32
+
+
+class Experts(nn.Module):
+    """Sends each token to two of four experts, by the places of their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(tokens, width)`` to the same."""
+        weight, chosen = self.router(x).softmax(-1).topk(CHOSEN, dim=-1)
+        mask = nn.functional.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        result = torch.zeros_like(x)
+        for index in mask.sum((1, 2)).nonzero().flatten().tolist():
+            rank, token = torch.where(mask[index])
+            self.sizes.append(len(token))
+            output = self.experts[index](x[token]) * weight[token, rank, None]
+            result = result.index_add(0, token, output)
+        return x + result
+
+
+def model() -> nn.Module:
+    """Two layers of experts."""
+    return nn.Sequential(Experts(), Experts())
+
+
+@pytest.mark.req("N-02", "U-08")
+def test_a_mixture_of_experts_is_planned_and_simulated() -> None:
+    """Each expert gets an equal share, and both ways count the same bytes."""
+    with torch.device("meta"):
+        whole = model()
+    batch = torch.zeros(TOKENS, WIDTH)
+
+    found = simulate(whole, world_size=4, batch=batch, units=["*"], optimizer="none")
+    planned = plan(whole, world_size=4, units=["*"])
+    saved = measure_activations(whole, planned, [batch])
+
+    total = forecast(planned, optimizer="none", activations=saved).total
+    assert found.peak.memory.total == pytest.approx(total, rel=0.01)
+    layer = whole[0]
+    assert isinstance(layer, Experts)
+    assert set(layer.sizes) == {TOKENS * CHOSEN // EXPERTS}
+
+
+@pytest.mark.parametrize("masked", [lambda x, m: x[m], torch.masked_select])
+def test_masks_select_by_their_values(masked: object) -> None:
+    """What follows from integers is computed, also behind real numbers."""
+    with FakeTensorMode(), FakeValues():
+        places = torch.arange(10)
+        counts = torch.histc((places % 3).float(), 3, 0, 2).to(torch.int64)
+        x = torch.randn(10, requires_grad=True)
+        mask = (places % 3).eq(0)
+        chosen = masked(x, mask)  # type: ignore[operator]
+        chosen.sum().backward()
+        places[mask] = 7
+
+        assert counts.tolist() == [4, 3, 3]
+        assert chosen.shape == (4,)
+        assert x.grad is not None
+        assert x.grad.shape == (10,)
+        assert places.tolist() == [7, 1, 2, 7, 4, 5, 7, 7, 8, 7]
+        assert bool(torch.isfinite(x).all())
+        assert not bool(torch.isnan(x).any())
+        assert x.sum().item() == 1.0
+
+
+def test_large_masks_have_no_values() -> None:
+    """A mask of a long sequence would take the memory that fake tensors save."""
+    with FakeTensorMode(), FakeValues() as values:
+        side = torch.arange(2048)
+        mask = side[:, None] >= side
+
+        assert mask.numel() > LARGEST
+        assert mask not in values._values
+        assert side in values._values
