@@ -59,7 +59,7 @@ def begin_range(kind: str, tree: object, unit: str) -> None:
     """Open the range of a unit's forward or backward.
 
     Ranges of a tree are nested as the units are: the range of a unit beside ``unit`` is
-    closed. No range is opened around that of a unit below, whose end would come first.
+    closed. Ranges of units below are closed, and opened again inside the new range.
 
     Args:
         kind: "forward" or "backward".
@@ -69,17 +69,20 @@ def begin_range(kind: str, tree: object, unit: str) -> None:
     Collective: none.
     """
     opened = OPEN.setdefault((kind, id(tree)), [])
+    below: list[str] = []
     while opened and not _is_at_or_below(unit, opened[-1].unit):
+        last = opened.pop()
+        last.record.__exit__(None, None, None)
         # The output of the last unit of a model is an output of the root, too, and the
-        # hook of the root runs after that of the unit.
-        if _is_at_or_below(opened[-1].unit, unit):
-            return
-        opened.pop().record.__exit__(None, None, None)
-    # Torch's own ranges of a backward are those of nodes, so a range over several nodes
-    # begins inside a node's range and ends inside another.
-    record = profiler.record_function(range_name(kind, unit))
-    record.__enter__()
-    opened.append(Range(unit, record))
+        # hook of the root runs right after that of the unit, which is empty so far.
+        if _is_at_or_below(last.unit, unit):
+            below.append(last.unit)
+    for each in (unit, *reversed(below)):
+        # Torch's own ranges of a backward are those of nodes, so a range over several
+        # nodes begins inside a node's range and ends inside another.
+        record = profiler.record_function(range_name(kind, each))
+        record.__enter__()
+        opened.append(Range(each, record))
 
 
 def _is_at_or_below(unit: str, above: str) -> bool:
@@ -99,7 +102,6 @@ def end_range(kind: str, tree: object, unit: str) -> None:
     """
     opened = OPEN.get((kind, id(tree)), [])
     # The profiler may have started after the begin.
-    # Nor has a range if that of a unit below was open at the begin.
     while any(each.unit == unit for each in opened):
         last = opened.pop()
         last.record.__exit__(None, None, None)

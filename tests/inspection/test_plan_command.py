@@ -296,7 +296,7 @@ def test_every_family_is_planned_with_a_batch(
     run: Run, tmp_path: Path, name: str
 ) -> None:
     """Token ids, images or sound, labels, experts in float32: nothing is left out."""
-    model = ARCHITECTURES[name]().model
+    model: Any = ARCHITECTURES[name]().model
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
 

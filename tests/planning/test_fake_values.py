@@ -35,7 +35,7 @@ class Experts(nn.Module):
         return x + result
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     """Two layers of experts."""
     return nn.Sequential(Experts(), Experts())
 

@@ -88,6 +88,36 @@ def test_ranges_are_nested_as_the_units_are() -> None:
     assert len(spans) == 6
 
 
+@pytest.mark.req("N-07")
+def test_the_root_has_a_range_where_a_unit_makes_its_output() -> None:
+    """The last unit's gradient is the root's, too; the root's range is around it."""
+    with fake_world(4):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+        fully_shard(model[1][0])
+        fully_shard(model[1])
+        fully_shard(model)
+        with profile() as prof:
+            torch.autograd.backward(model(torch.ones(2, 4)).sum())
+
+    spans = {
+        event.name: (event.time_range.start, event.time_range.end)
+        for event in sorted(events_of(prof), key=lambda e: e.time_range.start)
+        if event.name.startswith("composable_fsdp::backward")
+    }
+    root, block, inner = (
+        spans[f"composable_fsdp::backward {name}"]
+        for name in ("(root)", "(1)", "(1.0)")
+    )
+    assert root[0] <= block[0] <= inner[0] <= inner[1] <= block[1] <= root[1]
+    reduced = [
+        event.time_range.start
+        for event in events_of(prof)
+        if event.name == "composable_fsdp::reduce_scatter (1.0)"
+    ]
+    assert all(root[0] <= start <= root[1] for start in reduced)
+    assert OPEN == {}
+
+
 def test_an_error_and_a_profiler_that_stops_leave_no_range_open() -> None:
     """In forward, in backward, and where the profiler ends between the two."""
     with fake_world(4):
