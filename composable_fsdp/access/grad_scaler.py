@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,28 +96,52 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
         Raises: TypeError, on all ranks, for the gradient of a complex parameter.
         """
-        # Gradients that the caller set on single parameters of a flat parameter are
-        # moved into the flat gradient that the optimizer sees.
-        move_own_gradients(flats_in(optimizer.param_groups))
-        _require_real_gradients(optimizer)
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        sample_again()
-        # The base class checks only devices that hold a gradient. A rank without a
-        # gradient must still take part in the all-reduce.
-        found = found or {found_inf.device: found_inf}
-        # A rank sees only the gradients of its own shards. If a rank alone found an
-        # inf, this rank would skip the step and lower the scale while the others step:
-        # reduce the flag before any rank decides.
         group = self.process_group or dist.group.WORLD
-        if group is not None and group.size() > 1:
-            together = torch.stack(
-                [flag.to(found_inf.device) for flag in found.values()]
-            )
-            any_found = together.amax()
-            collectives.all_reduce(any_found, group, maximum=True)
-            for flag in found.values():
-                flag.copy_(any_found)
+        unscale = partial(
+            super()._unscale_grads_, optimizer, inv_scale, found_inf, True
+        )
+        return unscale_together(optimizer, unscale, found_inf, [group])
+
+
+def unscale_together(
+    optimizer: torch.optim.Optimizer,
+    unscale: Callable[[], dict[torch.device, Tensor]],
+    found_inf: Tensor,
+    groups: Sequence[dist.ProcessGroup | None],
+) -> dict[torch.device, Tensor]:
+    """Unscale the gradients; return per device whether any rank found an inf.
+
+    Args:
+        optimizer: holds the parameters.
+        unscale: torch's method, which unscales the gradients of this rank.
+        found_inf: the flag of a rank without a gradient.
+        groups: the ranks that decide together; None for this rank alone.
+
+    Collective: an all-reduce of a number over each of ``groups``.
+    Raises: TypeError, on all ranks, for the gradient of a complex parameter.
+    """
+    # Gradients that the caller set on single parameters of a flat parameter are
+    # moved into the flat gradient that the optimizer sees.
+    move_own_gradients(flats_in(optimizer.param_groups))
+    _require_real_gradients(optimizer)
+    # torch checks only devices that hold a gradient. A rank without a gradient must
+    # still take part in the all-reduce.
+    found = unscale() or {found_inf.device: found_inf}
+    sample_again()
+    together = [each for each in groups if each is not None and each.size() > 1]
+    if not together:
         return found
+    # A rank sees only the gradients of its own shards. If a rank alone found an inf,
+    # this rank would skip the step and lower the scale while the others step: reduce
+    # the flag before any rank decides.
+    flags = [flag.to(found_inf.device) for flag in found.values()]
+    any_found = torch.stack(flags).amax()
+    # Of several groups, the last may tell of an inf that ranks of the first must know.
+    for group in together * min(2, len(together)):
+        collectives.all_reduce(any_found, group, maximum=True)
+    for flag in found.values():
+        flag.copy_(any_found)
+    return found
 
 
 def _require_real_gradients(optimizer: torch.optim.Optimizer) -> None:

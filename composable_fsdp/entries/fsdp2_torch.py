@@ -1,14 +1,16 @@
-"""The two places where the door of FSDP2 changes torch, so that scripts may stay.
+"""The three places where the door of FSDP2 changes torch, so that scripts may stay.
 
 ::
 
     torch.nn.utils.clip_grad_norm_(parameters)   units of the door: clip_grad_norm_ of
                                                  this package; all others: as before
+    torch.amp.GradScaler                         ranks agree whether there is an inf in
+                                                 gradients of units of the door
     parameter.full_tensor                        an AttributeError, with the way out
 
-Both are installed by the first ``fully_shard`` of the door and stay. Private:
+All are installed by the first ``fully_shard`` of the door and stay. Private:
 ``torch.nn.utils.clip_grad_norm_`` is a wrapper that calls the variable ``func`` of its
-closure (checked on torch 2.13).
+closure; ``GradScaler._unscale_grads_`` (checked on torch 2.13).
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.access.grad_scaler import ShardedGradScaler, unscale_together
 from composable_fsdp.access.grads import clip_grad_norm_ as own_clip
 from composable_fsdp.entries.fsdp2_module import FSDPModule
-from composable_fsdp.flat.handle import LEAVES, find_leaf
+from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
+from composable_fsdp.optim.scaler_check import AGREED
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
 _MARK = "_composable_fsdp"
@@ -34,7 +38,7 @@ _MARK = "_composable_fsdp"
 
 
 def change_torch() -> None:
-    """Install both changes; a second call does nothing."""
+    """Install the changes; a second call does nothing."""
     if "full_tensor" not in vars(nn.Parameter):
         # A property that raises, so ``hasattr`` stays False. DTensor parameters are of
         # another class, and keep their method.
@@ -42,6 +46,11 @@ def change_torch() -> None:
     cell = _clip_cell()
     if cell is not None and not hasattr(cell.cell_contents, _MARK):
         cell.cell_contents = _clip_by_kind(cell.cell_contents)
+    scaler: Any = torch.amp.GradScaler
+    if not hasattr(scaler._unscale_grads_, _MARK):
+        scaler._unscale_grads_ = _unscale_by_kind(scaler._unscale_grads_)
+        # Steps of torch's scaler are refused for all other sharded parameters.
+        AGREED.append(_is_of_the_door)
 
 
 def _clip_cell() -> CellType | None:
@@ -72,18 +81,57 @@ def _clip_by_kind(plain: Any) -> Any:
     return clip
 
 
-def _is_of_the_door(parameter: Tensor) -> bool:
-    """Return whether a unit that the door has sharded holds ``parameter``.
+def _unscale_by_kind(plain: Any) -> Any:
+    """Return a method that unscales, and asks all ranks of a unit for infs."""
 
-    Other units keep the check of ``optim.clip_check``: their scripts are not FSDP2's.
+    @functools.wraps(plain)
+    def unscale(
+        self: object,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        *args: Any,
+    ) -> dict[torch.device, Tensor]:
+        torchs = functools.partial(plain, self, optimizer, inv_scale, found_inf, *args)
+        # ``ShardedGradScaler`` calls this method, too, and asks the ranks itself.
+        if isinstance(self, ShardedGradScaler):
+            found: dict[torch.device, Tensor] = torchs()
+            return found
+        # Equal on all ranks, as the optimizers are.
+        groups = [
+            handle.groups.shard
+            for group in optimizer.param_groups
+            for handle in map(_handle_of_the_door, group["params"])
+            if handle is not None
+        ]
+        if not groups:
+            return dict(torchs())
+        return unscale_together(
+            optimizer, torchs, found_inf, list(dict.fromkeys(groups))
+        )
+
+    setattr(unscale, _MARK, True)
+    return unscale
+
+
+def _is_of_the_door(parameter: Tensor) -> bool:
+    """Return whether a unit that the door has sharded holds ``parameter``."""
+    return _handle_of_the_door(parameter) is not None
+
+
+def _handle_of_the_door(parameter: Tensor) -> FlatParamHandle | None:
+    """Return the unit of ``parameter``, if the door has sharded it.
+
+    Other units keep the checks of ``optim``: their scripts are not FSDP2's.
     """
     found = find_leaf(parameter) if id(parameter) in LEAVES else None
     if found is None:
-        return False
+        return None
     # The class of the module tells, also of a copied module. Any owner will do: all
     # modules of a unit share its state.
     state = _get_module_fsdp_state(found[0].layout.owners[0])
-    return state is not None and isinstance(state.module, FSDPModule)
+    of_the_door = state is not None and isinstance(state.module, FSDPModule)
+    return found[0] if of_the_door else None
 
 
 def _own_names(

@@ -24,7 +24,7 @@ KINDS = {
     "reduce": "reduction buffers",
     "in_flight": "gradients not reduced yet",
     "activations": "activations",
-    "temporaries": "temporaries of the optimizer's step",
+    "temporaries": "temporaries",
 }
 """Kinds of memory, with the words that a reader sees."""
 

@@ -6,6 +6,7 @@ the gradients, and lowers the scale of that rank, while the other ranks step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
@@ -20,6 +21,10 @@ _stepping: ContextVar[torch.amp.GradScaler | None] = ContextVar(
     "stepping_scaler", default=None
 )
 """The scaler whose ``step`` is running."""
+
+AGREED: list[Callable[[torch.Tensor], bool]] = []
+"""Each says whether ranks decide together about a parameter under torch's own scaler,
+as those do whose module ``composable_fsdp.fsdp2`` has sharded."""
 
 
 def note_scaler_steps() -> None:
@@ -52,6 +57,8 @@ def require_common_decision(optim: torch.optim.Optimizer) -> None:
     if scaler is None or not scaler.is_enabled() or not _decides_locally(scaler):
         return
     for parameter in (p for group in optim.param_groups for p in group["params"]):
+        if any(agreed(parameter) for agreed in AGREED):
+            continue
         leaf, flat = cut_leaf(parameter), find_flat(parameter)
         if leaf is not None:
             name = leaf_name(*leaf)

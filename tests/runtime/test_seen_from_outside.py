@@ -92,9 +92,10 @@ def test_ranges_are_nested_as_the_units_are() -> None:
 def test_the_root_has_a_range_where_a_unit_makes_its_output() -> None:
     """The last unit's gradient is the root's, too; the root's range is around it."""
     with fake_world(4):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-        fully_shard(model[1][0])
-        fully_shard(model[1])
+        block = nn.Sequential(nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(4, 4), block)
+        fully_shard(block[0])
+        fully_shard(block)
         fully_shard(model)
         with profile() as prof:
             torch.autograd.backward(model(torch.ones(2, 4)).sum())
@@ -104,11 +105,11 @@ def test_the_root_has_a_range_where_a_unit_makes_its_output() -> None:
         for event in sorted(events_of(prof), key=lambda e: e.time_range.start)
         if event.name.startswith("composable_fsdp::backward")
     }
-    root, block, inner = (
+    root, outer, inner = (
         spans[f"composable_fsdp::backward {name}"]
         for name in ("(root)", "(1)", "(1.0)")
     )
-    assert root[0] <= block[0] <= inner[0] <= inner[1] <= block[1] <= root[1]
+    assert root[0] <= outer[0] <= inner[0] <= inner[1] <= outer[1] <= root[1]
     reduced = [
         event.time_range.start
         for event in events_of(prof)
