@@ -91,10 +91,12 @@ def fully_shard(
         mesh: The ranks: a 1-D mesh shards, a 2-D mesh is (replicate, shard). Default
             None: all ranks; torch.distributed is initialized if need be.
         reshard_after_forward: True frees full parameters between forward and backward;
-            False keeps them. Default None: True, but False for the root. The number of
-            ranks that shard means True, and 1 means False; other numbers are refused.
-        shard_placement_fn: Called with each parameter; may return None or ``Shard(0)``,
-            because every parameter is cut between its rows. Default None.
+            False keeps them. Default None: True, but False for the root. A number of
+            ranks above 1 means True, with a warning below the number of ranks that
+            shard; 1 means False.
+        shard_placement_fn: Called with each parameter; may return None or a ``Shard``.
+            Every parameter is cut between its rows, so other dims than 0 are warned of,
+            and change no value. Default None.
         mp_policy: The dtypes of compute and reduction. Default: no cast.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory. Default: no
             offload.
@@ -200,8 +202,7 @@ def _reshards(
 ) -> tuple[ShardingStrategy, bool | None]:
     """Return the strategy, and whether the unit reshards; None if its place decides.
 
-    Raises: ValueError, for a number that does not divide the ranks that shard;
-        PlanError, for a number between 1 and all of these ranks.
+    Raises: ValueError, for a number that does not divide the ranks that shard.
     """
     if given is None:
         return ShardingStrategy.FULL_SHARD, None
@@ -219,12 +220,15 @@ def _reshards(
                 f"reshard_after_forward expects a divisor of the {ranks} ranks that "
                 f"shard, got {given}. Pass True or False."
             )
+        # A shard over fewer ranks would be a second copy, and a second group.
         if 1 < given < ranks:
-            raise PlanError(
-                f"reshard_after_forward={given} would reshard to {given} of {ranks} "
-                "ranks; here a unit is sharded over all of them or full. Pass True "
-                "for the least memory, False for the least communication, or a 2-D "
-                f"mesh (replicate, shard) whose shard dim has {given} ranks."
+            warnings.warn(
+                f"reshard_after_forward={given} reshards to all {ranks} ranks here: "
+                "less memory between forward and backward, and an all-gather over "
+                f"{ranks} ranks in backward. Pass True to mean this, False to save the "
+                "all-gather, or a 2-D mesh (replicate, shard) whose shard dim has "
+                f"{given} ranks.",
+                stacklevel=3,
             )
         if given == 1:
             warnings.warn(
@@ -233,7 +237,7 @@ def _reshards(
                 stacklevel=3,
             )
         # With a single rank both answers are right, and False sends less.
-        given = given == ranks and given > 1
+        given = given > 1
     if given:
         return ShardingStrategy.FULL_SHARD, True
     return ShardingStrategy.SHARD_GRAD_OP, False
@@ -244,7 +248,8 @@ def _require_rows(
     placement_of: Callable[[nn.Parameter], object],
     ignored: set[nn.Parameter],
 ) -> None:
-    """Raise PlanError if ``placement_of`` asks for another cut than between rows."""
+    """Raise PlanError unless ``placement_of`` returns placements; warn of columns."""
+    columns: list[str] = []
     for name, parameter in _new_parameters(modules, ignored):
         placement = placement_of(parameter)
         if placement is None:
@@ -260,12 +265,16 @@ def _require_rows(
             )
         # The modulus turns a negative dim into the dim that is meant.
         if dim % max(parameter.ndim, 1):
-            raise PlanError(
-                f"shard_placement_fn returned {placement!r} for {quoted(name)} of "
-                f"shape {tuple(parameter.shape)}; expected None or Shard(0), because "
-                "flat buffers are cut between rows. Leave shard_placement_fn out: the "
-                "numbers of rows need not be divisible here."
-            )
+            columns.append(f"{quoted(name)} ({placement!r})")
+    # One warning for a call, because a function answers alike for a whole model.
+    if columns:
+        more = f" and {len(columns) - 1} more" if columns[1:] else ""
+        warnings.warn(
+            f"shard_placement_fn asks for another dim than 0 for {columns[0]}{more}. "
+            "Flat buffers are cut between rows, and the numbers of rows need not be "
+            "divisible, so the dim changes no value. Leave shard_placement_fn out.",
+            stacklevel=3,
+        )
 
 
 def _new_parameters(

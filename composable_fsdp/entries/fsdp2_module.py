@@ -212,14 +212,20 @@ class FSDPModule(nn.Module):
             )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Refuse a backward that leaves the unit sharded; accept True."""
+        """Accept True; warn for False, because backward gathers the unit all the same.
+
+        The gradients are the same: False saves an all-gather in FSDP2, for a unit whose
+        backward reads no parameter.
+        """
+        state = schedule.state_of_unit(self, "set_unshard_in_backward")
         # Hooks of backward read the full leaves, which a sharded unit does not show.
         if not unshard_in_backward:
-            _refuse(
-                "set_unshard_in_backward(False)",
-                "the gradients of a unit are those of its full parameters",
-                "To save the all-gather in backward, call "
-                "set_reshard_after_forward(False, recurse=False) on this module",
+            warnings.warn(
+                f"set_unshard_in_backward(False) is ignored for {state.handle.name}: "
+                "backward reads the full parameters of a unit, if only to place their "
+                "gradients. To save the all-gather, call "
+                "set_reshard_after_forward(False, recurse=False) on this module.",
+                stacklevel=2,
             )
 
     def set_custom_all_gather(self, comm: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import warnings
 from functools import partial
 from typing import Any
 
@@ -166,10 +167,8 @@ def test_values_of_state_dicts_say_what_stands_in_for_a_dtensor(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"shard_placement_fn": lambda p: Shard(1)}, ["Shard(dim=1)", "'0.weight'"]),
         ({"shard_placement_fn": lambda p: "row"}, ["'row'", "apply fully_shard("]),
         ({"dp_mesh_dims": fsdp2.DataParallelMeshDims("a")}, ["mesh=mesh['shard']"]),
-        ({"reshard_after_forward": 2}, ["reshard_after_forward=2", "of 4", "2-D"]),
         ({"reshard_after_forward": 3}, ["a divisor of the 4 ranks", "got 3"]),
         ({"reshard_after_forward": "yes"}, ["True, False, None", "'yes'"]),
         ({"mp_policy": torch.bfloat16}, ["mp_policy", "composable_fsdp.fsdp2"]),
@@ -206,7 +205,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "set_symm_mem_for_comm": (),
     "set_separate_reduce_scatter_group": (),
     "set_reduce_scatter_max_input_buffers": (2,),
-    "set_unshard_in_backward": (False,),
 }
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "set_allocate_memory_from_process_group_for_comm": (False,),
@@ -366,6 +364,54 @@ def test_torchs_own_scaler_decides_for_all_ranks(
     """As over DTensors: the same scales and weights, if one rank sees an inf, too."""
     for scales in ranks(ranks_of).run(check_scaler):
         assert scales == [8.0, 4.0, 4.0]
+
+
+def trained(api: Any, world: World, **options: Any) -> list[torch.Tensor]:
+    """The loss of each of two steps, and the weights behind them."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    for layer in (model[0], model[2], model):
+        api.fully_shard(layer, **options)
+    model[0].set_unshard_in_backward(bool(options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for step in range(2):
+        loss = loss_of(model, wide_input(8)(step, world.rank))
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(v.full_tensor() for v in model.state_dict().values())]
+
+
+def check_layout_options(world: World) -> list[str]:
+    # Apart, because torch's FSDP2 raises for the first two together.
+    choices: list[dict[str, Any]] = [
+        {"reshard_after_forward": world.world_size // 2},
+        {"shard_placement_fn": lambda p: Shard(p.ndim - 1)},
+        {},
+    ]
+    texts = []
+    for options in choices:
+        theirs = trained(importlib.import_module(TORCH), world, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = trained(fsdp2, world, **options)
+        torch.testing.assert_close(ours, theirs)
+        texts += [str(each.message) for each in caught]
+    return texts
+
+
+@pytest.mark.req("N-05")
+def test_options_of_memory_alone_are_taken_with_a_warning(ranks: RankCount) -> None:
+    """Fewer ranks to reshard to, columns, a backward without gather: equal numbers."""
+    for texts in ranks(4).run(check_layout_options):
+        for words in (
+            "reshard_after_forward=2 reshards to all 4 ranks",
+            "another dim than 0 for 'weight' (Shard(dim=1))",
+            "set_unshard_in_backward(False) is ignored",
+        ):
+            assert any(words in text for text in texts)
 
 
 def check_scaler(world: World) -> list[float]:
