@@ -167,15 +167,16 @@ class Simulation:
         for each in self.operations:
             row = LINK_ROW if each.kind == COMMUNICATION else _row(each.stream)
             rows.setdefault(row, f"copies and casts of stream {each.stream}")
-            # A complete event; its times are in microseconds.
+            # A complete event.
             yield {
                 "ph": "X",
                 "pid": 0,
                 "tid": row,
                 "cat": each.kind,
                 "name": each.title,
-                "ts": 1e6 * each.begin,
-                "dur": 1e6 * (each.end - each.begin),
+                "ts": _microseconds(each.begin),
+                # By the ends, so that the next event begins where this one ends.
+                "dur": _microseconds(each.end, since=each.begin),
                 "args": {
                     "unit": None if each.unit is None else _name(each.unit),
                     "phase": each.phase or each.name,
@@ -191,7 +192,7 @@ class Simulation:
                 "ph": "C",
                 "pid": 0,
                 "name": "live bytes",
-                "ts": 1e6 * moment.seconds,
+                "ts": _microseconds(moment.seconds),
                 "args": moment.memory.by_kind(),
             }
 
@@ -201,6 +202,14 @@ COMMUNICATION = "communication"
 
 LINK_ROW = 1
 """The row of collectives in a trace; 0 is that of the program's computations."""
+
+
+def _microseconds(seconds: float, *, since: float = 0.0) -> float:
+    """Return the whole nanoseconds from ``since`` to ``seconds``, in microseconds."""
+    nanoseconds = round(1e9 * seconds) - round(1e9 * since)
+    # Perfetto cuts to nanoseconds, and drops events that overlap. The product with 1000
+    # may be just below the whole number, so a quarter is added.
+    return (nanoseconds + 0.25) / 1e3
 
 
 def _row(stream: int) -> int:

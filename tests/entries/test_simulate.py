@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -204,11 +205,11 @@ def test_the_trace_has_a_row_of_compute_and_one_of_communication(
             (e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row
         ]
         ends = [begin + length for begin, length in spans]
-        assert all(b[0] >= end - 1e-6 for b, end in zip(spans[1:], ends, strict=False))
+        assert all(b[0] >= end - 1e-3 for b, end in zip(spans[1:], ends, strict=False))
     compute = {e["name"]: e for e in events if e["ph"] == "X" and e["tid"] == 0}
     sent = [e for e in events if e.get("cat") == "communication"]
     gathered = next(e for e in sent if e["name"] == "all_gather blocks.1")
-    assert compute["forward blocks.1"]["ts"] >= gathered["ts"] + gathered["dur"] - 1e-6
+    assert compute["forward blocks.1"]["ts"] >= gathered["ts"] + gathered["dur"] - 1e-3
     memory = [e for e in events if e["ph"] == "C"]
     assert max(sum(e["args"].values()) for e in memory) == found.peak.memory.total
     assert [e["ts"] for e in memory] == sorted(e["ts"] for e in memory)
@@ -219,12 +220,12 @@ def test_the_trace_has_a_row_of_compute_and_one_of_communication(
 def test_the_trace_is_one_of_the_trace_event_format(device_type: str) -> None:
     """Keys, types, rows with names, and spans that nest, as the format asks for."""
     options: dict[str, Any] = {"mixed_precision": LOW, "max_norm": 1.0}
-    found = run(device_type=device_type, **options)
+    found = run(device_type=device_type, batch=batch(64), world_size=64, **options)
 
     text = json.dumps(found.trace(), allow_nan=False)
     events = json.loads(text)["traceEvents"]
     named: dict[str, set[int]] = {"process_name": set(), "thread_name": set()}
-    spans: dict[int, list[tuple[float, float]]] = {}
+    spans: dict[int, list[tuple[int, int]]] = {}
     counters: list[float] = []
     for event in events:
         assert isinstance(event["name"], str)
@@ -243,15 +244,15 @@ def test_the_trace_is_one_of_the_trace_event_format(device_type: str) -> None:
         assert event["ph"] == "X", "complete events: no begin is without an end"
         assert event["dur"] >= 0
         assert isinstance(event["cat"], str)
-        spans.setdefault(event["tid"], []).append((event["ts"], event["dur"]))
+        # Perfetto cuts to nanoseconds, and drops events of a row that overlap.
+        begin, length = int(1e3 * event["ts"]), int(1e3 * event["dur"])
+        spans.setdefault(event["tid"], []).append((begin, begin + length))
     assert named["process_name"] == {0}
     assert named["thread_name"] >= spans.keys()
     assert counters == sorted(counters)
     for row in spans.values():
         # A row is one stream or the link, which does one thing after the other.
-        assert [begin for begin, _ in row] == sorted(begin for begin, _ in row)
-        ends = [begin + length for begin, length in row]
-        assert all(b >= e - 1e-6 for (b, _), e in zip(row[1:], ends, strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(row))
 
 
 def test_other_threads_see_no_stand_in() -> None:
