@@ -129,6 +129,7 @@ def unscale_together(
     found = unscale() or {found_inf.device: found_inf}
     sample_again()
     together = [each for each in groups if each is not None and each.size() > 1]
+    # A single rank decides for itself.
     if not together:
         return found
     # A rank sees only the gradients of its own shards. If a rank alone found an inf,

@@ -104,6 +104,7 @@ def _unscale_by_kind(plain: Any) -> Any:
             for handle in map(_handle_of_the_door, group["params"])
             if handle is not None
         ]
+        # Optimizers of plain models step as without this package.
         if not groups:
             return dict(torchs())
         return unscale_together(

@@ -283,6 +283,7 @@ def inputs_for(model: Model, shape: Sequence[int]) -> Any:
     # A model of two towers takes both inputs; one of images alone has no text config.
     towers = {"vision_config": "pixel_values", "text_config": "input_ids"}
     needed = [main, *(name for each, name in towers.items() if each in _parts(model))]
+    # Better refused by name than a forward that fails without its input.
     missing = [name for name in needed if name not in made]
     if missing:
         raise UsageError(

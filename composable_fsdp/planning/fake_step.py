@@ -265,6 +265,7 @@ class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no typ
         inputs = needing_gradients((args, kwargs))
         self.saved[fqn][2] += sum(t.untyped_storage().nbytes() for t in inputs)
         self._pending[above] = self._pending.get(above, 0) + 1
+        # Without such an input, nothing tells when the unit's backward ends.
         if inputs:
             register_multi_grad_hook(inputs, lambda _: self._end_backward(above))
         self.window = Window("forward", fqn, is_entry=True)
@@ -292,6 +293,7 @@ class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no typ
         """End the backward of a unit inside unit ``above``."""
         # Between two nested units, the one that has ended stands for what follows.
         self._pending[above] -= 1
+        # What the unit around them computes first in forward, it computes last here.
         if not self._pending[above]:
             self.window = Window("backward", above, is_entry=True)
 
@@ -306,6 +308,7 @@ class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no typ
         window = None
         # An end that belongs to no window closes the last one.
         for block, more, at in [*self._changes, (Block(HELD), 0, None)]:
+            # A unit that runs twice has two stretches with the same name.
             if at != window:
                 if window is not None:
                     found[window] = max(found.get(window, 0), most - gradients)

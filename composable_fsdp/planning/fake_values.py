@@ -91,8 +91,10 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         if name in _NUMBERS:
             known = self._known(args, kwargs)
             return _one(args[0]) if known is None else _computed(func, *known)
+        # Fake tensors raise for these, so they are computed from values.
         if name.startswith(_BY_VALUES):
             return self._of_unknown_shape(func, args, kwargs)
+        # A mask selects as many elements as it has ones; places have a shape.
         if name.startswith(("aten::index.", "aten::index_put", "aten::_index_put")):
             args = (args[0], self._places(args[1]), *args[2:])
         # In bfloat16, torch itself knows the shape and the strides.
