@@ -188,7 +188,7 @@ class Peers:
 
         Args:
             place: name of the place, equal on all ranks.
-            flags: what this rank says, equally many flags on all ranks.
+            flags: the flags of this rank, equally many on all ranks.
             within: seconds to wait.
 
         Returns: per flag, the number of ranks that have set the flag; None if ranks are
@@ -215,7 +215,7 @@ class Peers:
             time.sleep(next(between))
             # Not ``add``: a FileStore grows by each.
             counts = int(store.get(key))
-        # A rank that came here has read what it needed of the tally before.
+        # A rank that came here has read the tally before.
         stale = _finished.get(group, [])
         _finished[group] = [key]
         if group.rank() == 0:
@@ -224,7 +224,7 @@ class Peers:
         return [counts >> n * width & field for n in range(1, len(flags) + 1)]
 
     def drop_later(self, *places: str) -> None:
-        """Remove what was said at ``places`` after the next tally over the group."""
+        """Remove the flags at ``places`` after the next tally over the group."""
         _finished[self._group.get()] += [self._key(place) for place in places]
 
     def missing(

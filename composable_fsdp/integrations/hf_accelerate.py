@@ -225,7 +225,7 @@ class ShardedAccelerator(Accelerator):
     def load_state(
         self, input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Load what ``save_state`` has saved, at any number of ranks.
+        """Load a checkpoint of ``save_state``, at any number of ranks.
 
         The arguments are those of ``Accelerator.load_state``.
 

@@ -227,7 +227,7 @@ def load_pretrained(
     cast: bool = False,
     report: LoadReport | None = None,
 ) -> None:
-    """Load what ``save_pretrained`` of transformers wrote into a sharded model.
+    """Load files of transformers' ``save_pretrained`` into a sharded model.
 
     The model may be on the meta device: parameters get memory for this rank's part
     only. Each rank maps the files and reads the elements that the rank holds. Tied

@@ -1,4 +1,4 @@
-"""Measures what a step holds beside the plan's buffers, per unit, on fake tensors.
+"""Measures memory of a step beside the plan's buffers, per unit, on fake tensors.
 
 The step computes shapes and no values, so a batch of any size takes no memory::
 
@@ -151,7 +151,7 @@ def measure_activations(
     loss: Callable[[Any], Tensor] | None = None,
     batch: str | None = None,
 ) -> Activations:
-    """Return what a step of ``module`` holds beside the buffers of ``plan``.
+    """Return the memory of a step of ``module`` beside the buffers of ``plan``.
 
     Forward, loss and backward run on fake tensors: ``module`` may be on meta, no value
     is computed, and no parameter changes. Parameters have the compute dtype of their
@@ -216,7 +216,7 @@ def measure_activations(
 
 
 def _by_unit(log: StepLog) -> dict[str, UnitActivations]:
-    """Return what the forwards have saved, by unit."""
+    """Return the bytes that the forwards have saved, by unit."""
     return {
         fqn: UnitActivations(before, after, inputs, log.outer.get(fqn, fqn))
         for fqn, (before, after, inputs) in log.saved.items()

@@ -172,7 +172,7 @@ class Step(nn.Module):
 
 
 class StepLog(StorageMode):  # type: ignore[no-untyped-call]  # torch has no types
-    """Counts what a step saves and what it allocates, by the unit that computes.
+    """Counts bytes that a step saves and allocates, by the unit that computes.
 
     Args:
         fqns: names of the units.

@@ -263,7 +263,7 @@ def _tensors(
 def _rewritten(
     tensors: Mapping[str, TensorInfo], rewrite: Rewrite
 ) -> dict[str, TensorInfo]:
-    """Return names, dtypes and shapes of what ``rewrite`` makes of ``tensors``."""
+    """Return names, dtypes and shapes of the results of ``rewrite``."""
     # Without memory: the whole model may not fit.
     metas = {
         name: torch.empty(info.shape, dtype=info.dtype, device="meta")

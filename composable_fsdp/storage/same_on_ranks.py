@@ -98,7 +98,7 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
 
     Args:
         ranks: the global ranks, in the order of ``told``.
-        told: what each rank tells.
+        told: the values of each rank.
 
     Returns: a warning about buffers and extra states that differ.
     Collective: none; all ranks have the same ``told``, so all decide alike.
