@@ -61,7 +61,7 @@ def test_several_buffers_are_gathered_in_calls_of_their_own(
 ) -> None:
     """As gloo must do with CUDA tensors: its coalesced call would end the process."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.delattr(dist.ProcessGroup, collectives._ALL_GATHER_COALESCED)
+    monkeypatch.setattr(dist.ProcessGroup, collectives._ALL_GATHER_COALESCED, None)
     shards = [torch.full((n,), float(world.rank)) for n in (2, 3)]
     fulls = [torch.empty(n * world.world_size) for n in (2, 3)]
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from composable_fsdp import fully_shard
 from composable_fsdp.comm.groups import Groups
+from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.sequence import OperationLog
 from composable_fsdp.flat.build import set_divisions
 from composable_fsdp.tree.traversal import _get_fsdp_handles
 from tests.support.world import fake_world
@@ -27,6 +29,9 @@ def test_only_nccl_is_asked_for_averages(
     with fake_world(4) as world:
         (handle,) = _get_fsdp_handles(fully_shard(nn.Linear(4, 4)))
         monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+        log = operation_log(world.group)
+        backend = OperationLog(world.group, log.watcher)
+        monkeypatch.setattr(log, "is_nccl", backend.is_nccl)
         handle.groups = Groups(world.group, None)
         handle.layout = replace(handle.layout, device=torch.device("cuda", 0))
 

@@ -59,7 +59,9 @@ def test_weights_are_the_same_after_going_through_safetensors(
     assert left == ["optimizer state", "extra state"]
     expected, got = loaded(first), loaded(tmp_path / "third")
     assert same(got["model"], expected["model"])
-    assert list(got["model"]) == list(expected["model"])
+    # Several files are divided as by huggingface_hub, which puts large tensors apart.
+    if len(list((tmp_path / "st").glob("*.safetensors"))) == 1:
+        assert list(got["model"]) == list(expected["model"])
     assert got["aliases"] == {"head.weight": "embed.weight"}
     assert (got["optim"], got["param_groups"], got["extra"]) == ({}, None, None)
 
