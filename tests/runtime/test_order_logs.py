@@ -435,7 +435,8 @@ def test_a_model_whose_order_changes_on_all_ranks_alike_trains(
     for made, left in ranks(2).run(drop_layers, path):
         assert [uses > 0 for _, uses in made[1:3]] == [True, True]
         assert made[4:] == [(2, 0)] * 8
-        assert left == 0
+        # The last tally over the group, which the next tally removes.
+        assert left <= 1
 
 
 def drop_another_layer(world: World) -> None:
@@ -499,10 +500,11 @@ def test_the_first_step_of_many_units_asks_the_store_ten_times(
     ranks: RankCount,
 ) -> None:
     """Forward, backward, clipping and the optimizer's first step, with what meetings
-    before have left to clean up; looks at a rank that is late (``get``) not counted."""
+    before have left to clean up; looks at a rank that is late are not counted."""
     for parts in ranks(2).run(first_step, 100):
         requests = [name for part in parts for name in part]
-        assert 0 < sum(name != "get" for name in requests) <= 10, requests
+        asked = [name for name in requests if name not in ("get", "check")]
+        assert 0 < len(asked) <= 10, requests
 
 
 def swap_models(world: World, at: int) -> None:
