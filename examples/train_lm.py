@@ -10,10 +10,7 @@ is not zero if the model did not learn, or with ``--check`` if it learned anythi
 than the plain one.
 """
 
-# example: --check --steps 120
-# quick: --check --steps 2
-
-# example: --check --steps 120
+# example: --check --steps 80
 # quick: --check --steps 2
 
 from __future__ import annotations

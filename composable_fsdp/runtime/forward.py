@@ -59,7 +59,7 @@ from composable_fsdp.runtime.escaped_tensors import (
 from composable_fsdp.runtime.graph_task import current_task
 from composable_fsdp.runtime.nested_tensors import map_tensors, tensors_in, to_device
 from composable_fsdp.runtime.offload import synchronize_copy_stream
-from composable_fsdp.runtime.precision import cast_floating, cast_inputs
+from composable_fsdp.runtime.precision import apply_precision, cast_floating
 from composable_fsdp.runtime.recover import (
     begin_iteration,
     end_iteration,
@@ -144,7 +144,7 @@ def pre_forward(
         else:
             log.depart(handle, mode_of(context))
     if state.precision is not None:
-        cast = cast_inputs(context, state, module, args, kwargs, copies)
+        cast = apply_precision(context, state, module, args, kwargs, copies)
         if cast is not None:
             args, kwargs = replaced = cast
     if handle.residency in NOT_GATHERED:

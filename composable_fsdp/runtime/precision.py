@@ -53,7 +53,7 @@ def cast_floating(value: Any, dtype: torch.dtype, copies: Copies | None = None) 
     return map_tensors(value, cast, copies)
 
 
-def cast_inputs(
+def apply_precision(
     context: RuntimeContext,
     state: _FSDPState,
     module: nn.Module,
@@ -61,7 +61,7 @@ def cast_inputs(
     kwargs: dict[str, Any],
     copies: Copies,
 ) -> Arguments | None:
-    """Select the full form of this forward, and cast floating point inputs.
+    """Select the full form of this forward, and cast its floating point inputs.
 
     Args:
         context: the context of the unit's tree.

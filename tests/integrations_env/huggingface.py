@@ -12,22 +12,14 @@ from unittest import mock
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import TrainingArguments
 
+from tests.integrations_env.torchrun import torchrun_variables
 from tests.support.place import World
 
 
 @contextmanager
 def as_torchrun(world: World) -> Iterator[None]:
     """Show accelerate the ranks of ``world``; it keeps its state in the process."""
-    told = {
-        "RANK": str(world.rank),
-        "LOCAL_RANK": str(world.rank),
-        "WORLD_SIZE": str(world.world_size),
-        "LOCAL_WORLD_SIZE": str(world.world_size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    with mock.patch.dict(os.environ, told):
+    with torchrun_variables(world, ACCELERATE_USE_CPU="true"):
         _forget()
         try:
             yield

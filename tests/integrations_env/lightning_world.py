@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import lightning as L
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import composable_fsdp.lightning  # registers the names
+from tests.integrations_env.torchrun import torchrun_variables
 from tests.support.world import World
 
 WIDTH, CLASSES, SAMPLES = 12, 5, 32
@@ -27,29 +27,9 @@ QUIET = [
 """The warnings of Lightning; those of this package are errors."""
 
 
-@contextmanager
-def as_torchrun(world: World) -> Iterator[None]:
+def as_torchrun(world: World) -> AbstractContextManager[None]:
     """Let Lightning find the ranks of the pool, as it finds those of torchrun."""
-    told = {
-        "RANK": str(world.rank),
-        "LOCAL_RANK": str(world.rank),
-        "WORLD_SIZE": str(world.world_size),
-        "LOCAL_WORLD_SIZE": str(world.world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "pool",
-    }
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return torchrun_variables(world, GROUP_RANK="0", TORCHELASTIC_RUN_ID="pool")
 
 
 class Net(nn.Module):
