@@ -195,7 +195,7 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
     # other tensors.
     known = []
     for prefix, _, state in walk_states(module):
-        several = _names_in_several(module, state) if len(state.modules) > 1 else None
+        several = names_in_several(module, state) if len(state.modules) > 1 else None
         for ref in param_refs(state.handle):
             # A tied parameter has a name per place in the unit.
             if several is None:
@@ -221,10 +221,10 @@ def find_parameter(module: nn.Module, fqn: str, what: str) -> ParamRef | nn.Para
     )
 
 
-def _names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str]]:
-    """Return the names of the parameters of a unit of several modules, by slot index.
+def names_in_several(module: nn.Module, state: _FSDPState) -> dict[int, list[str]]:
+    """Return the names below ``module`` of the unit's parameters, by slot index.
 
-    Collective: none.
+    Right for a unit of several modules, too. Collective: none.
     """
     # The names of the plan begin at the unit's module to which a parameter belongs, and
     # modules of a unit may have equal names below.

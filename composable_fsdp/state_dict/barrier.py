@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp.access.same_values import brief_of_all
+from composable_fsdp.access.single import names_in_several
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.config import FullStateDictConfig, StateDictType
-from composable_fsdp.naming import join_name, strip_wrapper
+from composable_fsdp.naming import strip_wrapper
 from composable_fsdp.state_dict.effective_settings import effective_settings
 from composable_fsdp.tree.meeting import meet_over
 from composable_fsdp.tree.same_models import compare_models
@@ -109,17 +110,16 @@ def barrier_before_load(
     if _open_load.errors is not error_msgs:
         _open_load.errors, _open_load.units = error_msgs, set()
     units, parent = _open_load.units, state.parent
-    # A unit of several modules has a hook per module, and a unit below a unit is a part
-    # of what the unit above has compared.
-    is_inner = id(state) in units or (parent is not None and id(parent) in units)
+    # A unit below a unit is a part of what the unit above has compared. A unit of
+    # several modules has a hook per module, each with the keys below its own prefix.
+    is_inner = parent is not None and id(parent) in units
     units.add(id(state))
     if not is_inner:
         names = [
-            join_name(fqn, name)
-            for fqn, _, below in walk_states(module)
-            for region in below.handle.layout.regions
-            for slot in region.layout.parameters
-            for name in slot.fqns
+            name
+            for _, _, below in walk_states(module)
+            for places in names_in_several(module, below).values()
+            for name in places
         ]
         meet_to_load(state, names, state_dict, prefix)
 

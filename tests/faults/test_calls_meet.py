@@ -14,11 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from composable_fsdp import (
     FullyShardedDataParallel,
     clip_grad_norm_,
     export_safetensors,
+    fully_shard,
     get_full_grad,
     get_full_optim_state,
     get_full_param,
@@ -246,6 +248,27 @@ def test_other_arguments_are_told_and_change_no_value(
     for name, (text, unchanged) in zip(ARGUMENTS, first, strict=True):
         assert text.startswith("DesyncError: Ranks make different calls"), (name, text)
         assert unchanged, name
+
+
+@pytest.mark.parametrize("has_root", [True, False])
+@on_ranks(2)
+def test_values_of_each_module_of_a_unit_are_compared(
+    world: World, has_root: bool
+) -> None:
+    """The second module's names do not begin at the first module."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
+    fully_shard([model[0], model[1]])
+    if has_root:
+        fully_shard(model)
+    model.load_state_dict(state := model.state_dict())
+    changed = {k: v + world.rank * (k == "1.bias") for k, v in state.items()}
+
+    with Soon(20):
+        text = message_of(lambda: model.load_state_dict(changed))
+
+    assert text.startswith("DesyncError: Ranks make different calls"), text
+    now = model.state_dict()
+    assert torch.equal(now["1.bias"], state["1.bias"])
 
 
 @on_ranks(2)
