@@ -26,6 +26,12 @@ def below(
 
 
 EXAMPLES: dict[str, list[Program]] = {
+    "gradients of no_sync that the pull of a vjp reduces": [
+        Program(
+            Part(children=(Part(call="vjp", children=(Part(call="vjp"),)),)),
+            actions=(("forward", 0), ("backward", 0, "no_sync"), ("forward", 0)),
+        )
+    ],
     "a write before an error that is caught": [
         below(
             Part(core="clamp", call="caught"),

@@ -257,7 +257,14 @@ class TaskEnd:
 
     def __call__(self) -> None:
         """Finish the units of the graph task."""
-        finish_task(self.context, self.task)
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            finish_task(self.context, self.task)
+            return
+        # The pull of ``torch.func.vjp`` ends inside the transform. Gradients that an
+        # earlier backward left under ``no_sync`` are reduced here, and are no values of
+        # the transform.
+        with torch._C._DisableFuncTorch():
+            finish_task(self.context, self.task)
 
     def __del__(self) -> None:
         """Mark the graph task as dead if ``finish_task`` has not finished the task."""
