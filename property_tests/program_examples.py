@@ -26,6 +26,18 @@ def below(
 
 
 EXAMPLES: dict[str, list[Program]] = {
+    "the first forwards of a unit are those of another module": [
+        Program(
+            Part(children=(Part(call=call), other)),
+            options=Options(pairs=True),
+            actions=actions,
+        )
+        for call, other, actions in (
+            ("after_no_grad", Part(core="dataclamp"), (("forward", 0),)),
+            ("beside", Part(form="aux_only"), STEPS),
+            ("beside", Part(form="aux_for_loss"), STEPS),
+        )
+    ],
     "gradients of no_sync that the pull of a vjp reduces": [
         Program(
             Part(children=(Part(call="vjp", children=(Part(call="vjp"),)),)),

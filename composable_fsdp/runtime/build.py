@@ -130,5 +130,5 @@ def _fill(
             None if options.reshard_after_forward else False,
             prefetches_forward=options.forward_prefetch,
         ),
-        searches=ForwardSearches(awaits_buffers=awaits_buffers),
+        searches=ForwardSearches(target.modules, awaits_buffers=awaits_buffers),
     )

@@ -59,7 +59,7 @@ def copy_state(state: _FSDPState, memo: Memo) -> _FSDPState:
         initial=state.initial.copy(state.handle.layout, handle.layout),
         copier=copy_state,
         settings=state.settings.copy(),
-        searches=state.searches.copy(),
+        searches=state.searches.copy(modules),
     )
     install_grad_hooks(made)
     for top in state.modules:

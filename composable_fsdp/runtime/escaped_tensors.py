@@ -102,12 +102,21 @@ def written_in_place(inputs: Iterable[tuple[Tensor, int]], since: int) -> list[T
     return found
 
 
-def tensors_on_attributes(state: _FSDPState, since: int) -> list[Tensor]:
-    """Return tensors on the modules' attributes, made at or after ``since``."""
+def tensors_on_attributes(
+    state: _FSDPState, module: nn.Module, since: int
+) -> list[Tensor]:
+    """Return tensors on the modules' attributes, made at or after ``since``.
+
+    Args:
+        state: the unit.
+        module: the module of the unit whose forward ends.
+        since: a sequence number.
+
+    Returns: the tensors. Collective: none.
+    """
     # A search of all attributes is too slow for each step. The first forwards search,
     # and later forwards read only the attributes that were found.
-    if state.searches.scans:
-        state.searches.scans -= 1
+    if state.searches.scans_below(module):
         known = {(id(table), key) for table, key in state.searches.kept_at}
         state.searches.kept_at += tuple(
             (table, key)

@@ -163,7 +163,7 @@ def pre_forward(
         handle.guards.open = True
     if not recomputing:
         if searches.looks and not calls:
-            _look_for_writes(state)
+            _look_for_writes(state, module)
         if FORWARD not in handle.phase.followers:
             raise illegal_move(handle.name, handle.phase, FORWARD)
         handle.phase = FORWARD
@@ -185,13 +185,11 @@ def pre_forward(
     return record_copies(handle, copies, (args, kwargs), replaced)
 
 
-def _look_for_writes(state: _FSDPState) -> None:
+def _look_for_writes(state: _FSDPState, module: nn.Module) -> None:
     """Begin to find writes through ``.data`` in this forward; see ``_copy_writes``."""
     handle, searches = state.handle, state.searches
-    # ``functional_call`` puts its tensors in the places of weights, and a write to
-    # those says nothing of a forward with the weights.
-    searches.looks -= not handle.running.foreign
-    searches.before = snapshot(handle) if handle.form.needs_gather else None
+    looks = searches.looks_at(module, is_foreign=bool(handle.running.foreign))
+    searches.before = snapshot(handle) if looks and handle.form.needs_gather else None
 
 
 def _alias_inputs(
@@ -301,10 +299,10 @@ def post_forward(
     running, calls = handle.running, handle.running.calls
     call = calls.pop() if calls else None
     # ``functional_call`` removes its tensors after the call, so put them back first.
-    stays_full = (
-        bool(running.foreign) and not calls and residency.end_functional_call(handle)
+    stays_full = running.foreign and not calls and residency.end_functional_call(handle)
+    awaited = call is not None and _hook_outputs(
+        call, module, tensors, record=not recomputing
     )
-    awaited = call is not None and _hook_outputs(call, tensors, record=not recomputing)
     if running.lent and running.lent[-1].depth > len(calls):
         # After ``_hook_outputs``, which needs the aliases of inputs that the output may
         # contain.
@@ -360,7 +358,9 @@ def _refuse_lazy_output(state: _FSDPState, output: Any) -> None:
     )
 
 
-def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> bool:
+def _hook_outputs(
+    call: UnitForward, module: nn.Module, tensors: list[Tensor], *, record: bool
+) -> bool:
     """Register ``pre_backward`` on the nodes of the outputs.
 
     Returns: False if no output has a node, so that no backward can reach this call.
@@ -375,7 +375,7 @@ def _hook_outputs(call: UnitForward, tensors: list[Tensor], *, record: bool) -> 
             tensors = [*tensors, *written_in_place(inputs, first_number(aliases))]
             break
     if state.searches.scans or state.searches.kept_at:
-        tensors = [*tensors, *tensors_on_attributes(state, call.since)]
+        tensors = [*tensors, *tensors_on_attributes(state, module, call.since)]
     if call.held is not None:
         tensors = [*tensors, *made_since(tensors_in(call.held), call.since)]
         call.held = None

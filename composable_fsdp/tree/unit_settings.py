@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable_fsdp.config import FULL_BY_DEFAULT, StateDictSettings
 
@@ -62,25 +63,34 @@ class UnitSettings:
         )
 
 
+_FORWARDS = 2
+"""Number of forwards of a module that search."""
+
+
 class ForwardSearches:
     """What the first forwards of a unit search for, and have found.
 
-    Searches take too long for every step, so only the first forwards search.
+    Searches take too long for every step, so only the first forwards search: of each
+    module, because another module of the unit may write, or keep a tensor.
     """
 
     __slots__ = ("awaits_buffers", "before", "kept_at", "looks", "scans", "writes_data")
 
     def __init__(
-        self, *, looks: int = 2, writes_data: bool = False, awaits_buffers: bool = False
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        writes_data: bool = False,
+        awaits_buffers: bool = False,
     ) -> None:
-        self.scans = 2
-        """Number of further forwards that search modules for tensors on attributes
+        self.looks = dict.fromkeys(map(id, modules), _FORWARDS)
+        """Number of further forwards, by identity of the module, that check for writes
+        to weights through ``.data``; without the modules that need no check."""
+        self.scans = self.looks.copy()
+        """The same of forwards that search modules for tensors on attributes
         (``runtime.escaped_tensors``)."""
         self.kept_at: tuple[tuple[dict[str, Any], str], ...] = ()
         """The attributes (table, key) on which the searches found tensors."""
-        self.looks = looks
-        """Number of further forwards that check for writes to weights through
-        ``.data``."""
         self.before: list[Tensor] | None = None
         """``flat.forward_writes.snapshot`` of the full parameters when such a forward
         began."""
@@ -90,10 +100,31 @@ class ForwardSearches:
         self.awaits_buffers = awaits_buffers
         """Whether buffers of the unit were on meta and may still have no values."""
 
-    def copy(self) -> ForwardSearches:
-        """Return the searches of a copied unit, which scans its own modules again."""
+    def looks_at(self, module: nn.Module, *, is_foreign: bool) -> bool:
+        """Return whether a forward of ``module`` checks for writes, and count it.
+
+        ``is_foreign``: the forward runs under ``functional_call``.
+        """
+        # ``functional_call`` puts its tensors in the places of weights, and a write to
+        # those says nothing of a forward with the weights.
+        return is_foreign or _count_down(self.looks, module)
+
+    def scans_below(self, module: nn.Module) -> bool:
+        """Return whether a forward of ``module`` searches attributes, and count it."""
+        return _count_down(self.scans, module)
+
+    def copy(self, modules: Iterable[nn.Module]) -> ForwardSearches:
+        """Return the searches of a copied unit, which has ``modules``."""
         return ForwardSearches(
-            looks=self.looks,
+            modules,
             writes_data=self.writes_data,
             awaits_buffers=self.awaits_buffers,
         )
+
+
+def _count_down(left: dict[int, int], module: nn.Module) -> bool:
+    """Count a forward of ``module``; return whether the forward searches."""
+    number = left.pop(id(module), 0)
+    if number > 1:
+        left[id(module)] = number - 1
+    return number > 0
