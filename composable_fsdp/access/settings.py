@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from composable_fsdp.comm import custom
+from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.config import HYBRID
 from composable_fsdp.errors import CompositionError
 from composable_fsdp.flat.build import set_divisions
@@ -175,6 +177,51 @@ def set_all_reduce_hook(
             )
         rule = state.handle.rule
         rule.after_sum = hook if stream is None else partial(_on_stream, hook, stream)
+
+
+def set_custom_all_gather(module: nn.Module, comm: CustomAllGather) -> None:
+    """Gather the unit ``module`` in forward and backward by ``comm``; as in FSDP2.
+
+    Args:
+        module: A fully sharded module.
+        comm: An object with ``allocate(size, dtype=, device=)``, called as
+            ``comm(output_tensor=, input_tensor=, group=, async_op=)`` per region. The
+            call returns a ``Work``, or None if the collective has ended.
+
+    Collective: none; in a step the collectives of ``comm``.
+    Raises: CompositionError, if ``module`` is no fully sharded module; TypeError, if
+        ``comm`` cannot be called or does not allocate.
+    """
+    _require_comm("set_custom_all_gather", comm)
+    for state in units_of(module, "set_custom_all_gather", recurse=False):
+        state.handle.rule.all_gather = partial(custom.all_gather, comm)
+
+
+def set_custom_reduce_scatter(module: nn.Module, comm: CustomReduceScatter) -> None:
+    """Reduce the gradients of the unit ``module`` by ``comm``; as in FSDP2.
+
+    Args:
+        module: A fully sharded module.
+        comm: As for ``set_custom_all_gather``; the call has ``op=``, too: ``SUM``, or
+            ``AVG`` where the backend averages.
+
+    Collective: none; in backward the collectives of ``comm``.
+    Raises: as ``set_custom_all_gather``.
+    """
+    _require_comm("set_custom_reduce_scatter", comm)
+    for state in units_of(module, "set_custom_reduce_scatter", recurse=False):
+        state.handle.rule.reduce_scatter = partial(custom.reduce_scatter, comm)
+
+
+def _require_comm(name: str, comm: object) -> None:
+    """Raise TypeError unless ``comm`` can be called and can allocate."""
+    # By its methods: torch's base classes belong to FSDP2.
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(
+            f"{name} expects an object with the methods allocate and __call__, got "
+            f"{type(comm).__name__}. Derive its class from FSDP2's AllGather or "
+            "ReduceScatter, or write both methods."
+        )
 
 
 def _on_stream(

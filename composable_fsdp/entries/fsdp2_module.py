@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.access import manual, schedule, settings
 from composable_fsdp.access.manual import UnshardHandle
+from composable_fsdp.comm.custom import CustomAllGather, CustomReduceScatter
 from composable_fsdp.errors import CompositionError
 
 
@@ -228,24 +229,21 @@ class FSDPModule(nn.Module):
                 stacklevel=2,
             )
 
-    def set_custom_all_gather(self, comm: object) -> None:
-        """Refuse a custom all-gather."""
-        _refuse(
-            "set_custom_all_gather",
-            "the all-gather writes into the memory of the parameters, so there is no "
-            "staging buffer that the object could allocate",
-            "Leave the call out",
-        )
+    def set_custom_all_gather(self, comm: CustomAllGather) -> None:
+        """All-gather by ``comm``, in buffers that ``comm`` allocates.
 
-    def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Refuse a custom reduce-scatter."""
-        _refuse(
-            "set_custom_reduce_scatter",
-            "the reduce-scatter reads the buffer in which gradients accumulate, so "
-            "there is no staging buffer that the object could allocate",
-            "Reduce by your own function with composable_fsdp.register_comm_hook("
-            "module, state, hook)",
-        )
+        Collective: none; in a step a call of ``comm`` per region, with a copy before
+        and a copy after.
+        """
+        settings.set_custom_all_gather(self, comm)
+
+    def set_custom_reduce_scatter(self, comm: CustomReduceScatter) -> None:
+        """Reduce-scatter by ``comm``, in buffers that ``comm`` allocates.
+
+        Collective: none; in backward a call of ``comm`` per region, with a copy before
+        and a copy after.
+        """
+        settings.set_custom_reduce_scatter(self, comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refuse buffers in memory of the process group; accept False."""

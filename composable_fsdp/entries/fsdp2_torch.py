@@ -31,6 +31,7 @@ from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.scaler_check import AGREED
+from composable_fsdp.optim.state_dict_hooks import SHOWN_ON_ALL
 from composable_fsdp.tree.state import _get_module_fsdp_state
 
 _MARK = "_composable_fsdp"
@@ -51,6 +52,8 @@ def change_torch() -> None:
         scaler._unscale_grads_ = _unscale_by_kind(scaler._unscale_grads_)
         # Steps of torch's scaler are refused for all other sharded parameters.
         AGREED.append(_is_of_the_door)
+        # FSDP2 keeps state of every parameter on every rank, with empty tensors.
+        SHOWN_ON_ALL.append(_is_of_the_door)
 
 
 def _clip_cell() -> CellType | None:

@@ -1,4 +1,4 @@
-"""How the gradients of a unit are reduced: the divisor, and the user's settings.
+"""How a unit communicates: the divisor of gradients, and the user's settings.
 
 A sum over ranks is divided by ``factor``, by default the number of ranks.
 
@@ -40,10 +40,11 @@ NO_DIVISION = Division(1.0, 1.0, False)
 
 
 class ReduceRule:
-    """The reduction settings of a unit; written by ``access.settings``."""
+    """The settings of a unit's collectives; written by ``access.settings``."""
 
     __slots__ = (
         "after_sum",
+        "all_gather",
         "all_reduce",
         "factor",
         "fill",
@@ -51,6 +52,7 @@ class ReduceRule:
         "force_sum",
         "hook",
         "hook_state",
+        "reduce_scatter",
     )
 
     def __init__(self) -> None:
@@ -72,6 +74,11 @@ class ReduceRule:
         self.after_sum: Callable[[torch.Tensor], None] | None = None
         """Called with the sums of a region, before the division after the sum. Default:
         None."""
+        # With the arguments of ``collectives``, so that a step only picks a function.
+        self.all_gather: Callable[..., Any] | None = None
+        """Stands in for ``collectives.all_gather_flat`` in the step. Default: None."""
+        self.reduce_scatter: Callable[..., Any] | None = None
+        """Stands in for ``collectives.reduce_scatter_flat``. Default: None."""
 
     def fill_missing(self, *, fill: bool) -> None:
         """Choose whether parameters without a gradient are reduced as zeros."""

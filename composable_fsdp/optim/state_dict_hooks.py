@@ -8,10 +8,12 @@ the hooks at its first step, or before that when a function of this package or o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -40,6 +42,10 @@ from composable_fsdp.state_dict.dcp_caller import (
 from composable_fsdp.state_dict.effective_settings import rank_0_is_first
 from composable_fsdp.state_dict.sharded import ShardedValue
 from composable_fsdp.tree.traversal import _get_fsdp_states
+
+SHOWN_ON_ALL: list[Callable[[Tensor], bool]] = []
+"""Each says whether every rank shows the state of a parameter, also a rank without
+elements, as for modules that ``composable_fsdp.fsdp2`` has sharded."""
 
 
 def install_optimizer_hooks(optim: object) -> None:
@@ -139,7 +145,9 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     earlier load left there is older than the state on the other ranks.
 
     Collective: none. In a call of ``torch.distributed.checkpoint.state_dict``, which
-    needs the state of every parameter: as ``optim_state_dict``.
+    needs the state of every parameter: as ``optim_state_dict``. For parameters of
+    ``SHOWN_ON_ALL``, if a rank lacks elements of one of them: an all-gather of objects
+    per shard group.
     Raises: CheckpointError, for state that is not element-wise.
     """
     # ``local_state_dict`` of this package is calling, and needs plain tensors.
@@ -157,8 +165,12 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     whole = asked is not None
     members = _members(optim, state_dict["param_groups"], whole=whole)
     state = dict(state_dict["state"])
-    units = [] if asked is None else _get_fsdp_states(asked.model)
-    with raise_on_all_ranks(shard_groups(units)):
+    absent = [n for n in members.values() if n.is_cut and n.has_absent]
+    if asked is not None:
+        groups = shard_groups(_get_fsdp_states(asked.model))
+    else:
+        groups = _groups_that_show(optim, absent)
+    with raise_on_all_ranks(groups):
         for key, named in members.items():
             if named.is_absent and is_empty(state.get(key, {})):
                 state.pop(key, None)
@@ -166,23 +178,51 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
                 state[key] = _all_shown(named, state[key])
                 if asked is None and named.handle is not None:
                     mark_partial(named.handle, state[key], quoted(named.fqn))
-    if asked is None:
-        if any(named.is_cut and named.has_absent for named in members.values()):
-            # Ranks without elements of a parameter lack its entry. Forget the group, so
-            # that ``full_tensor`` raises instead of waiting for those ranks.
-            for value in chain.from_iterable(
-                state[k].values() for k in members if k in state
-            ):
-                if isinstance(value, ShardedValue):
-                    value.home = None
-    else:
-        told = _exchanged_states(asked.model, members, state_dict["state"])
+    if asked is not None or groups:
+        model = None if asked is None else asked.model
+        told = _exchanged_states(model, members, state_dict["state"])
         state |= {key: _all_shown(members[key], each) for key, each in told.items()}
+        # In the order of the parameters, so that ranks which loop over the state call
+        # ``full_tensor`` in the same order.
+        state = {key: state[key] for key in (*members, *state) if key in state}
+    elif absent:
+        # Ranks without elements of a parameter lack its entry. Forget the group, so
+        # that ``full_tensor`` raises instead of waiting for those ranks.
+        for value in chain.from_iterable(
+            state[k].values() for k in members if k in state
+        ):
+            if isinstance(value, ShardedValue):
+                value.home = None
     return {**state_dict, "state": state}
 
 
+def _groups_that_show(
+    optim: torch.optim.Optimizer, absent: list[Named]
+) -> list[dist.ProcessGroup]:
+    """Return the groups whose ranks exchange state that some of them lack.
+
+    Args:
+        optim: the optimizer, whose ``state_dict`` is running.
+        absent: its parameters of which some rank has no element.
+
+    Returns: the shard groups of these parameters; none unless all are of
+        ``SHOWN_ON_ALL``.
+    Collective: none; waits until all ranks of the groups call (``meet``).
+    Raises: DesyncError, as ``meet``.
+    """
+    # Equal on all ranks: the plan says which parameters a rank lacks, and all ranks
+    # have sharded their modules by the same function.
+    if not all(any(says(n.parameter) for says in SHOWN_ON_ALL) for n in absent):
+        return []
+    handles = [named.handle for named in absent]
+    shards = (None if handle is None else handle.groups.shard for handle in handles)
+    groups = list(dict.fromkeys(shard for shard in shards if shard is not None))
+    meet(groups, Call("optimizer.state_dict()", type(optim).__name__))
+    return groups
+
+
 def _exchanged_states(
-    model: nn.Module, members: dict[Any, Named], state: dict[Any, Any]
+    model: nn.Module | None, members: dict[Any, Named], state: dict[Any, Any]
 ) -> dict[Any, dict[str, Any]]:
     """Return, by key, the states of parameters that have no element on this rank.
 
@@ -190,7 +230,8 @@ def _exchanged_states(
     """
     cut = {key: named for key, named in members.items() if named.is_cut}
     states = [state.get(key, {}) for key in cut]
-    require_same_state(list(cut.values()), states, _get_fsdp_states(model))
+    units = [] if model is None else _get_fsdp_states(model)
+    require_same_state(list(cut.values()), states, units)
     return {
         key: values
         for (key, named), values in zip(cut.items(), states, strict=True)

@@ -314,7 +314,9 @@ def _issue(reduction: Reduction, *, async_op: bool) -> None:
             torch._foreach_div_(buffers, before)
         if (ref := groups.shard_ref) is not None:
             group = ref.ref() or ref.get()  # ``get`` raises if it was destroyed
-            work = collectives.reduce_scatter_flat(
+            # An object of the user stands in through the door of FSDP2.
+            scatter = rule.reduce_scatter or collectives.reduce_scatter_flat
+            work = scatter(
                 targets,
                 buffers,
                 group,

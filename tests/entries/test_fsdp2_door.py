@@ -199,8 +199,6 @@ def test_memory_that_is_not_pinned_is_refused_beside_a_gpu() -> None:
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "set_custom_all_gather": (None,),
-    "set_custom_reduce_scatter": (None,),
     "set_allocate_memory_from_process_group_for_comm": (True,),
     "set_symm_mem_for_comm": (),
     "set_separate_reduce_scatter_group": (),
