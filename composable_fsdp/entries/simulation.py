@@ -132,7 +132,9 @@ class Simulation:
         ]
         return "\n".join(
             [
-                f"step of {len(self.plan.units)} units on {self.world_size} ranks, in "
+                f"step of {len(self.plan.units)} unit"
+                f"{'' if len(self.plan.units) == 1 else 's'} on {self.world_size} "
+                f"rank{'' if self.world_size == 1 else 's'}, in "
                 f"the order of {self.device_type}, optimizer {self.optimizer}",
                 f"peak per rank: {size_text(peak.memory.total)} in {peak.when}",
                 *rows,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.inspection.progress import Advance, progress
+from composable_fsdp.inspection.sizes import bound, counted
 from composable_fsdp.storage.convert import open_whole
 from composable_fsdp.storage.source import Source, TensorInfo
 
@@ -47,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--tolerance",
-        type=float,
+        type=bound,
         default=0.0,
         metavar="X",
         help="values that differ by X or less count as equal (default: 0)",
@@ -275,7 +276,8 @@ def show(found: dict[str, Any]) -> None:
             continue
         entries = found[part]
         count = len(entries["different"])
-        print(f"  {part:10} {entries['tensors']} tensors in both, {count} differ")
+        tensors = counted(entries["tensors"], "tensor")
+        print(f"  {part:10} {tensors} in both, {count} differ")
         for path, key in ((first, "only_first"), (second, "only_second")):
             if entries[key]:
                 print(f"    only in {path}: {_listed(entries[key])}")

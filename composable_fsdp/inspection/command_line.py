@@ -28,10 +28,10 @@ from composable_fsdp.inspection import (
     selftest,
     simulate_command,
 )
-from composable_fsdp.inspection.model_arguments import DTYPES
+from composable_fsdp.inspection.model_arguments import DTYPES, error_text
 from composable_fsdp.inspection.plan_models import UsageError
 from composable_fsdp.inspection.progress import progress
-from composable_fsdp.inspection.sizes import byte_size
+from composable_fsdp.inspection.sizes import byte_size, counted
 from composable_fsdp.storage.cast import CastWeights
 from composable_fsdp.storage.convert import (
     MAX_SHARD_BYTES,
@@ -145,11 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _failed(error: Exception, given: argparse.Namespace, status: int) -> int:
     """Print the error, and return the exit status."""
+    text = error_text(error)
     # Standard output is always a JSON object with ``--json``, so a script can parse
     # failures, too.
     if given.json:
-        print(json.dumps({"ok": False, "error": str(error)}))
-    print(f"error: {error}", file=sys.stderr)
+        print(json.dumps({"ok": False, "error": text}))
+    print(f"error: {text}", file=sys.stderr)
     return status
 
 
@@ -243,7 +244,10 @@ def _command(commands: Any, name: str, run: Any, about: str) -> argparse.Argumen
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text"
+        "--json",
+        action="store_true",
+        help='print one JSON object instead of text; false under "ok" says that the '
+        "command failed",
     )
     command.set_defaults(run=run, show=_show, status=lambda found: 0, bad=BAD)
     return command
@@ -380,13 +384,13 @@ def _text(found: dict[str, Any]) -> str:
     is_check = "bytes_read" in found
     end = "good" if is_check else "written"
     lines = [f"{found['path']}: {found['format']} checkpoint, {end}"]
-    tied = f", {_count(model['tied'], 'tied name')}" if model["tied"] else ""
+    tied = f", {counted(model['tied'], 'tied name')}" if model["tied"] else ""
     size = _bytes(model["bytes"])
-    lines.append(f"  model      {_count(model['tensors'], 'tensor')}, {size}{tied}")
+    lines.append(f"  model      {counted(model['tensors'], 'tensor')}, {size}{tied}")
     if optim is not None:
         lines.append(
-            f"  optimizer  {_count(optim['tensors'], 'tensor')}, "
-            f"{_bytes(optim['bytes'])}, {_count(optim['groups'], 'group')}"
+            f"  optimizer  {counted(optim['tensors'], 'tensor')}, "
+            f"{_bytes(optim['bytes'])}, {counted(optim['groups'], 'group')}"
         )
     if found.get("extra"):
         lines.append("  extra      yes")
@@ -395,11 +399,6 @@ def _text(found: dict[str, Any]) -> str:
     if found.get("left_out"):
         lines.append(f"  left out   {', '.join(found['left_out'])}")
     return "\n".join(lines)
-
-
-def _count(number: int, what: str) -> str:
-    """Return a number with a noun, in the plural if needed."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _bytes(number: int) -> str:

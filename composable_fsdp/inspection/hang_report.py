@@ -94,8 +94,11 @@ def _read(path: Path) -> dict[str, Any]:
     """Return a rank's report. Raises: CheckpointError, if the file is damaged."""
     try:
         report: dict[str, Any] = json.loads(path.read_text())
-        report["rank"], report["world_size"], report["numbers"], report["waits"]
-    except (ValueError, KeyError, TypeError) as error:
+        # The keys that ``merge`` and ``text_of`` read, in the types of the writer.
+        range(report["rank"], report["world_size"])
+        report["waits"], report["program"], dict(report["operations"])
+        report["numbers"] = {k: (int(a), b) for k, (a, b) in report["numbers"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not a file of a hang report ({type(error).__name__}: {error}). "
             "The rank may have been killed while writing; remove the file to merge the "

@@ -19,7 +19,7 @@ from composable_fsdp.config import (
 )
 from composable_fsdp.errors import FSDPError
 from composable_fsdp.inspection.plan_models import Model, UsageError
-from composable_fsdp.inspection.sizes import byte_size
+from composable_fsdp.inspection.sizes import byte_size, count
 from composable_fsdp.planning import walk
 from composable_fsdp.planning.model_units import guess_units
 from composable_fsdp.planning.policies import SizePolicy
@@ -162,8 +162,20 @@ def as_usage_errors() -> Iterator[None]:
         raise
     # Refusals of the planner and the runtime, wrong values of options, files that
     # cannot be written.
-    except (FSDPError, OSError, TypeError) as error:
-        raise UsageError(str(error)) from error
+    except (FSDPError, OSError, TypeError, ValueError) as error:
+        raise UsageError(error_text(error)) from error
+
+
+def error_text(error: Exception) -> str:
+    """Return the text of an error for people.
+
+    >>> error_text(FileNotFoundError(2, "No such file or directory", "a/plan.html"))
+    'a/plan.html: No such file or directory.'
+    """
+    # "[Errno 2]" says nothing to most readers.
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}."
+    return str(error)
 
 
 def cast_model(model: Model, given: argparse.Namespace) -> None:
@@ -228,18 +240,6 @@ def _of_classes(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
                 f" Its classes are {listed}{', ...' if len(known) > 8 else ''}."
             )
     return [each for each in below if type(each).__name__ in names]
-
-
-def count(text: str) -> int:
-    """Return a positive number; "1e9" and "70_000" are numbers, too."""
-    # float() reads "1e9", which int() does not.
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0
-    if number < 1 or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(number)
 
 
 def _shape_of(text: str) -> tuple[int, ...]:

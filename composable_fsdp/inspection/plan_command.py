@@ -12,7 +12,6 @@ from composable_fsdp.inspection.model_arguments import (
     as_usage_errors,
     cast_model,
     chosen_of,
-    count,
     options_of,
     words,
 )
@@ -27,6 +26,8 @@ from composable_fsdp.inspection.plan_models import (
 )
 from composable_fsdp.inspection.plan_report import KEY, Report, report_of
 from composable_fsdp.inspection.plan_text import parts_of, print_parts
+from composable_fsdp.inspection.progress import waiting
+from composable_fsdp.inspection.sizes import count
 from composable_fsdp.planning.activations import Activations, measure_activations
 from composable_fsdp.planning.forecast import Forecast, forecast
 from composable_fsdp.planning.optimizers import OPTIMIZERS
@@ -112,7 +113,7 @@ def run(given: argparse.Namespace) -> Report:
     # Pictures are of one plan.
     if given.diff and given.html:
         raise UsageError("--html draws one plan; leave --diff or --html out.")
-    with as_usage_errors():
+    with as_usage_errors(), waiting("planning", wanted=not given.json):
         if given.diff:
             a, b = (_report(target, given) for target in targets)
             return {"differences": differences(a, b), "a": a, "b": b}

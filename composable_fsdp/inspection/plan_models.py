@@ -150,8 +150,8 @@ def _from_object(found: Any, source: str) -> Model:
     try:
         with torch.device("meta"):
             made = found()
-    # The function is the user's code and may raise anything.
-    except Exception as error:
+    # The function is the user's code and may raise anything, also SystemExit.
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{source}() fails on the meta device, where tensors have shapes and no "
             f"values: {type(error).__name__}: {error}. Build the model alone, and load "
@@ -226,7 +226,7 @@ def load_config(path: str) -> Model:
     except Exception as error:
         raise UsageError(
             f"transformers {transformers.__version__} makes no model of {path}: "
-            f"{str(error).splitlines()[0]}"
+            f"{' '.join(str(error).split())}"
         ) from error
     model = Model(module, path, config=config)
     if kind is None:

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 _PAUSE = 0.1
 """Seconds between two updates of the plain line."""
 
+_ERASE = "\r\x1b[K"
+"""Returns to the start of the line, and erases the line."""
+
 Advance = Callable[[int], None]
 """A function that receives the bytes done since the last call."""
 
@@ -54,6 +57,38 @@ def progress(label: str, total: int, *, wanted: bool = True) -> Iterator[Advance
         yield lambda done: bar.update(task, advance=done)
 
 
+@contextmanager
+def waiting(label: str, *, wanted: bool = True) -> Iterator[None]:
+    """Show on standard error that a block of unknown length runs.
+
+    As ``progress``: a spinner of rich, else the text alone; nothing without a terminal.
+
+    Args:
+        label: the text.
+        wanted: False shows nothing. Default True.
+
+    Returns: a context manager.
+    Collective: none.
+    """
+    if not wanted or not sys.stderr.isatty():
+        yield
+        return
+    try:
+        from rich.console import Console
+    except ImportError:
+        sys.stderr.write(f"{label} ...")
+        sys.stderr.flush()
+        try:
+            yield
+        finally:
+            sys.stderr.write(_ERASE)
+            sys.stderr.flush()
+        return
+    # A thread of rich draws; the block runs in this thread.
+    with Console(stderr=True).status(label):
+        yield
+
+
 def _plain(label: str, total: int) -> Iterator[Advance]:
     """Show the progress as a line that is overwritten."""
     done, shown = 0, 0.0
@@ -73,5 +108,5 @@ def _plain(label: str, total: int) -> Iterator[Advance]:
         yield advance
     finally:
         # Return to the start of the line, and erase the line.
-        sys.stderr.write("\r\x1b[K")
+        sys.stderr.write(_ERASE)
         sys.stderr.flush()

@@ -36,6 +36,8 @@ from composable_fsdp.access.grads import clip_grad_norm_
 from composable_fsdp.comm import collectives
 from composable_fsdp.entries.fully_shard import fully_shard
 from composable_fsdp.errors import FSDPError
+from composable_fsdp.inspection.progress import waiting
+from composable_fsdp.inspection.sizes import count, seconds
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.save import save
 
@@ -71,7 +73,11 @@ _START = (
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``selftest`` to its parser."""
     command.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="ranks to start (default: 2)"
+        "--ranks",
+        type=count,
+        default=2,
+        metavar="N",
+        help="ranks to start (default: 2)",
     )
     command.add_argument(
         "--backend",
@@ -80,7 +86,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--timeout",
-        type=float,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="longest wait of a rank for the others (default: 60)",
@@ -123,7 +129,8 @@ def _start(given: argparse.Namespace) -> dict[str, Any]:
             )
             for rank, output in enumerate(outputs)
         ]
-        _wait(ranks, given.timeout)
+        with waiting(f"training on {given.ranks} ranks", wanted=not given.json):
+            _wait(ranks, given.timeout)
         # The ranks have written through the same open files, up to the end.
         for output in outputs:
             output.seek(0)

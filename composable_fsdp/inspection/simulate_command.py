@@ -21,6 +21,8 @@ from composable_fsdp.inspection.plan_models import (
     inputs_for,
     load_model,
 )
+from composable_fsdp.inspection.progress import waiting
+from composable_fsdp.inspection.sizes import bound
 from composable_fsdp.planning.plan import size_text
 
 TOO_LARGE = 1
@@ -69,7 +71,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="the optimizer (default: adamw)",
     )
     training.add_argument(
-        "--max-norm", type=float, metavar="X", help="clip gradients to this norm"
+        "--max-norm", type=bound, metavar="X", help="clip gradients to this norm"
     )
 
 
@@ -78,7 +80,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
     Raises: UsageError, if no step can be simulated.
     """
-    with as_usage_errors():
+    with as_usage_errors(), waiting("simulating a step", wanted=not given.json):
         model = load_model(given.model)
         found = _simulate(model, given)
         # The trace is written before the report is printed, which names the file.

@@ -1,8 +1,9 @@
-"""Sizes on the command line: text to bytes."""
+"""Sizes and other numbers on the command line: text to bytes, counts and bounds."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 
@@ -30,3 +31,50 @@ def byte_size(text: str) -> int:
             "MiB, GiB or TiB, as 5GB or 80GiB"
         )
     return number
+
+
+def count(text: str) -> int:
+    """Return a positive number; "1e9" and "70_000" are numbers, too.
+
+    Raises: argparse.ArgumentTypeError, for another text; also for "nan" and "inf".
+    """
+    # float() reads "1e9", which int() does not.
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    # Neither "inf" nor "nan" is an integer.
+    if not number.is_integer() or number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(number)
+
+
+def seconds(text: str) -> float:
+    """Return a time above 0; raises argparse.ArgumentTypeError."""
+    found = bound(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds above 0")
+    return found
+
+
+def bound(text: str) -> float:
+    """Return a number of 0 or above.
+
+    Raises: argparse.ArgumentTypeError, for another text; also for "nan" and "inf".
+
+    >>> bound("1e-6"), bound("0")
+    (1e-06, 0.0)
+    """
+    # A comparison with NaN is always false, so NaN would accept everything.
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 or above")
+    return found
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with a noun, in the plural if needed."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from composable_fsdp import convert
 from composable_fsdp.inspection import progress as progress_module
 from composable_fsdp.inspection.command_line import main
-from composable_fsdp.inspection.progress import progress
+from composable_fsdp.inspection.progress import progress, waiting
 from tests.storage.samples import sample, saved
 from tests.support.scripts import Run
 
@@ -155,6 +155,15 @@ def test_nothing_is_overwritten(tmp_path: Path, run: Run, checkpoint: Path) -> N
         ("convert", "a", "b", "--to", "zip"),
         ("export", "a", "b", "--max-shard-size", "much"),
         ("export", "a", "b", "--max-shard-size", "0"),
+        ("diff", "a", "b", "--tolerance", "nan"),
+        ("diff", "a", "b", "--tolerance", "-1"),
+        ("plan", "a", "--world-size", "inf"),
+        ("plan", "a", "--world-sizes", "2,nan"),
+        ("simulate", "a", "--max-norm", "-1"),
+        ("selftest", "--ranks", "0"),
+        ("selftest", "--timeout", "0"),
+        ("hang-report",),
+        ("env", "more"),
     ],
 )
 def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, ...]) -> None:
@@ -163,6 +172,69 @@ def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, ...]) -> None:
 
     assert (status, out) == (2, "")
     assert err.startswith("usage: python -m composable_fsdp")
+
+
+MODELS = """
+import torch
+from torch import nn
+
+def exits(): raise SystemExit(3)
+def fails(): raise ValueError("no weights")
+def number(): return 5
+def layer(): return nn.Linear(8, 8)
+"""
+
+
+@pytest.mark.req("N-10")
+@pytest.mark.parametrize(
+    ("arguments", "expected", "words"),
+    [
+        (("plan", "m.py:exits"), 2, "m.py:exits() fails on the meta device"),
+        (("plan", "m.py:fails"), 2, "no weights"),
+        (("plan", "m.py:number"), 2, "expects to return a module"),
+        (("plan", "m.py:layer", "--html", "no/p.html"), 2, "no/p.html: No such file"),
+        (("plan", "--hf", "model.json"), 2, "Validation error"),
+        (("simulate", "m.py:layer"), 2, "needs --batch"),
+        (("simulate", "m.py:layer", "--batch", "2x3"), 2, "fake tensors"),
+        (("inspect", "m.py"), 1, "is no checkpoint"),
+        (("inspect", "list.pt"), 1, "holds a list"),
+        (("verify", "m.py"), 1, "is no checkpoint"),
+        (("convert", "list.pt", "out", "--to", "native"), 1, "holds a list"),
+        (("export", "list.pt", "out"), 1, "holds a list"),
+        (("diff", "list.pt", "list.pt"), 2, "holds a list"),
+        (("hang-report", "none"), 1, "has no file rank_N.json"),
+        (("hang-report", "words"), 1, "is not a file of a hang report"),
+        (("hang-report", "numbers"), 1, "is not a file of a hang report"),
+    ],
+)
+def test_what_a_command_cannot_read_is_a_message(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    expected: int,
+    words: str,
+) -> None:
+    """No traceback for wrong input; with ``--json`` the same text is in the object."""
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text(MODELS)
+    Path("model.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
+    torch.save([1], "list.pt")
+    for name, report in (
+        ("words", {"rank": "a", "world_size": 2}),
+        ("numbers", {"rank": 0, "world_size": 2, "numbers": {"0": 3}}),
+    ):
+        Path(name).mkdir()
+        more = {"waits": "", "program": "", "operations": {}}
+        Path(name, "rank_0.json").write_text(json.dumps(report | more))
+
+    status, out, err = run(*arguments, "--json")
+
+    assert status == expected
+    assert words in err
+    found = json.loads(out)
+    assert found["ok"] is False
+    assert err == f"error: {found['error']}\n"
 
 
 @pytest.mark.parametrize("command", ["", "verify", "convert", "export"])
@@ -179,7 +251,8 @@ def test_every_help_has_examples_formats_and_status(run: Run, command: str) -> N
 
 
 @pytest.mark.parametrize(
-    "command", ["plan", "simulate", "inspect", "diff", "env", "selftest"]
+    "command",
+    ["plan", "simulate", "inspect", "diff", "env", "selftest", "hang-report"],
 )
 def test_every_other_help_has_examples_and_status(run: Run, command: str) -> None:
     """The exit statuses differ from command to command."""
@@ -245,10 +318,32 @@ def test_progress_is_shown_on_a_terminal(
     assert text.endswith("\x1b[K") or rich
 
 
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_work_of_unknown_length_is_shown_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rich: bool
+) -> None:
+    """While ``plan`` runs; not in front of JSON."""
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    (tmp_path / "m.py").write_text(MODELS)
+    shown = []
+    for more in ((), ("--json",)):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert main(["plan", f"{tmp_path}/m.py:layer", *more]) == 0
+        shown.append(terminal.getvalue())
+
+    assert "planning" in shown[0]
+    assert shown[0].endswith("\x1b[K") or rich
+    assert shown[1] == ""
+
+
 def test_progress_is_silent_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     """A log file gets no bars."""
     with progress("reading", 200) as advance:
         advance(100)
+    with waiting("planning"):
+        pass
 
     assert capsys.readouterr() == ("", "")
 
