@@ -21,7 +21,8 @@ from tests.support.world import single_rank_group
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(
-    r"^(?:<!-- (?P<note>[^\n]*(?:\n(?!-->)[^\n]*)*?)(?: |\n)-->\n)?"
+    # No part of a note ends a comment, so a note does not reach over other blocks.
+    r"^(?:<!-- (?P<note>(?:(?!-->).)*?)(?: |\n)-->\n)?"
     r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
