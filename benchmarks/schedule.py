@@ -262,6 +262,7 @@ def on_streams(
     patches: list[tuple[Any, str, Any]] = [
         (device_layer, "_Stream", make_stream),
         (device_layer, "_live", weakref.WeakSet()),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cpu, "Stream", make_stream),
         (torch.cpu, "Event", lambda *a, **k: Mark(schedule)),
         *((module, "stream", use) for module in (torch.cpu, torch.cuda)),

@@ -25,6 +25,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from composable_fsdp.comm.progress import note_capture
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -52,16 +54,18 @@ class Waitable(Protocol):
 class StreamEvent:
     """A CUDA event: recorded on a stream, waited for by the current stream."""
 
-    __slots__ = ("device", "event")
+    __slots__ = ("_other", "device", "event")
 
     def __init__(self, device: torch.device) -> None:
-        # Created once and recorded again in every step: a wait refers to the latest
-        # record that precedes the wait.
+        # Created once and recorded again: a wait refers to the latest record that
+        # precedes the wait. Two events by turns, so that the event of an operation
+        # (``comm.progress``) stands for this operation until the record after next.
         self.device = device
-        self.event = _Event()
+        self.event, self._other = _Event(), _Event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
         """Mark the end of the work that ``stream`` has been given so far."""
+        self.event, self._other = self._other, self.event
         self.event.record(stream)
 
     def wait(self) -> None:
@@ -186,6 +190,7 @@ class CudaStreams(Streams):
     def begin_iteration(self) -> None:
         """Make the gather stream wait for the stream of the caller of the forward."""
         self.compute = torch.cuda.current_stream(self.device)
+        note_capture(capturing=torch.cuda.is_current_stream_capturing())
         # The optimizer wrote the shards on the caller's stream; the gather stream reads
         # them.
         self.gather.wait_stream(self.compute)
@@ -201,7 +206,9 @@ class CudaStreams(Streams):
         # stream instead would also wait for all compute since the step. A stream that
         # captures a CUDA graph cannot wait for an event from before the capture, and
         # need not: the stream joined the capture behind that step.
-        if self.stepped is not None and not torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        note_capture(capturing=capturing)
+        if self.stepped is not None and not capturing:
             self.gather.wait_event(self.stepped.event)
 
     def synchronize(self) -> None:

@@ -38,6 +38,7 @@ from composable_fsdp.comm.operations import (
     operation_logs,
     waiting_in,
 )
+from composable_fsdp.comm.progress import running_in, waited_for
 
 DIRECTORY_VARIABLE = "COMPOSABLE_FSDP_HANG_DIR"
 """Environment variable: the parent of report directories. Default: the directory for
@@ -135,11 +136,11 @@ def write(path: Path, main: int | None, ranks: Sequence[str]) -> str:
     for log in operation_logs():
         found = [OperationRecord.of(each) for each in list(log.operations)[-_LAST:]]
         groups[log.name] = [str(record) for record in found]
-        done = [record.number for record in found if record.done is not None]
+        done = [record.number for record in found if record.state == "done"]
         numbers[log.name] = [log.number, max(done, default=0)]
-        if (waited := waiting_in(log)) is not None:
+        if (waited := waiting_in(log) or running_in(log)) is not None:
             title = OperationRecord.of(waited).title
-            waits.append(f"waits {waited.elapsed:.0f} s in {title}")
+            waits.append(f"waits {waited_for(waited):.0f} s in {title}")
     report = {
         "rank": rank,
         "world_size": dist.get_world_size(),

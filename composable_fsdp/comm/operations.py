@@ -44,6 +44,9 @@ class OperationRecord(NamedTuple):
     done: float | None
     """Time when the wait ended: on CPU, the collective has ended; on CUDA, the current
     stream was ordered behind the collective. None before."""
+    state: str
+    """``"issued"``, ``"running"`` or ``"done"``. On CUDA, as the watch last saw the
+    device, which the watch asks while this rank issues no collective."""
 
     def __str__(self) -> str:
         about = " ".join(filter(None, [self.op, self.unit]))
@@ -51,7 +54,8 @@ class OperationRecord(NamedTuple):
         size = f", {self.numel:,} x {self.dtype}" if self.numel else ""
         end = "not waited for" if self.waited is None else "waiting"
         if self.done is not None and self.waited is not None:
-            end = f"done, waited {1e3 * (self.done - self.waited):.3g} ms"
+            waited = f", waited {1e3 * (self.done - self.waited):.3g} ms"
+            end = self.state + (waited if self.state == "done" else " on the device")
         return f"{self.number} {about} ({self.phase}{size}): issued {at}, {end}"
 
     @classmethod
@@ -69,6 +73,7 @@ class OperationRecord(NamedTuple):
             operation.issued / 1e9,
             operation.waited / 1e9 if operation.waited else None,
             operation.done / 1e9 if operation.done else None,
+            _state(operation),
         )
 
     @property
@@ -79,6 +84,20 @@ class OperationRecord(NamedTuple):
             f"The {self.op.replace('_', '-')}{about} ({self.phase}; operation "
             f"{self.number} of process group {self.group!r})"
         )
+
+
+def _state(operation: Operation) -> str:
+    """Return the state of a collective, as far as this rank knows."""
+    log = operation.log
+    if operation.number == log.device_runs:
+        return "running"
+    # Without events of a device the host has waited for the end.
+    if operation.number <= log.device_done or (operation.done and not log.marks):
+        return "done"
+    # The device has not been asked, or has ended no later collective. A collective
+    # without a ``Work`` blocks while it is issued.
+    blocks = operation.waited or operation.work is None
+    return "running" if blocks and not operation.done else "issued"
 
 
 # A unit is IDLE in the step only while it is prefetched by the forward of another unit.

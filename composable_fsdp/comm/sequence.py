@@ -80,13 +80,24 @@ class Watcher(Protocol):
         """Return the error of this package for ``error`` of the backend."""
 
 
+class Mark(Protocol):
+    """A CUDA event behind a collective."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached the event; never waits."""
+
+
 class OperationLog:
     """The collectives of a process group on this rank, in the order of issue."""
 
     __slots__ = (
         "__weakref__",
+        "device_done",
+        "device_moved",
+        "device_runs",
         "guarded",
         "is_nccl",
+        "marks",
         "name",
         "number",
         "operations",
@@ -117,6 +128,16 @@ class OperationLog:
         self.guarded = False
         """Whether the watcher checks each operation before it is sent."""
         self.rounds = RoundOrder()
+        # By event and not by operation: an event that is recorded again stands for the
+        # later operation alone. Units write here in every step, without a call.
+        self.marks: dict[Mark, int] = {}
+        """By CUDA event: the number of the operation behind which it was recorded."""
+        # Set by ``comm.progress``.
+        self.device_done = self.device_runs = 0
+        """Numbers of the last operation that the device is known to have ended, and of
+        the operation that the device runs; 0 if none is known."""
+        self.device_moved = 0
+        """Time in nanoseconds when ``device_done`` has last grown."""
 
 
 class Operation:

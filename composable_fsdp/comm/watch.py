@@ -45,6 +45,7 @@ from composable_fsdp.comm.operations import (
     operation_log,
     waiting_in,
 )
+from composable_fsdp.comm.progress import running_in, waited_for
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.errors import DesyncError
 from composable_fsdp.naming import listed
@@ -206,8 +207,9 @@ class GroupWatch(Reporter):
         return ""
 
     def waiting(self) -> Operation | None:
-        """Return the operation in which the main thread waits, if any."""
-        return waiting_in(operation_log(self._group.get()))
+        """Return the operation in which the main thread waits, or the device is."""
+        log = operation_log(self._group.get())
+        return waiting_in(log) or running_in(log)
 
     def position(self) -> list[Any]:
         """Return the entry of this group in a ``Position``."""
@@ -216,12 +218,7 @@ class GroupWatch(Reporter):
         if waits is None:
             return [number, None, 0, "", 0.0]
         title = OperationRecord.of(waits).title
-        return [number, title, waits.number, waits.op, _age(waits)]
-
-
-def _age(operation: Operation) -> float:
-    """Return the seconds since the wait began."""
-    return time.time() - (operation.waited or operation.issued) / 1e9
+        return [number, title, waits.number, waits.op, waited_for(waits)]
 
 
 class _Watch:
@@ -320,7 +317,7 @@ class _Watch:
         slow = [
             (watch, waits)
             for watch in list(self._groups.values())
-            if (waits := watch.waiting()) is not None and _age(waits) > SLOW
+            if (waits := watch.waiting()) is not None and waited_for(waits) > SLOW
         ]
         # A rank that is not slow reads one number every few seconds, and writes only if
         # another rank has asked. So 1,024 ranks make 256 requests per second.
@@ -341,12 +338,13 @@ class _Watch:
         # that rank takes part in all earlier operations.
         for watch, waits in slow:
             key = f"{_KEYS}/verdict/{watch.name}"
-            if watch.told is None and store.check([key]):
+            # Where the device waits, no wait of the host is there to be ended.
+            if watch.told is None and not waits.done and store.check([key]):
                 state, after, rank, text, _ = json.loads(store.get(key))
                 others = state != WITHDRAWN and rank != dist.get_rank()
                 if others and waits.number > after:
                     watch.told = _told(OperationRecord.of(waits), rank, text)
-            late = watch.report_after and _age(waits) > watch.report_after
+            late = watch.report_after and waited_for(waits) > watch.report_after
             if late and watch.reported < waits.number:
                 watch.reported = waits.number
                 self._report(store, watch, waits)
@@ -382,8 +380,9 @@ class _Watch:
                 break
         words = _tell(watch, said, asked - 2 * _ASK_EVERY * TICK)
         written = hang_report.write(path, self._main, words)
+        seconds = f"{waited_for(waits):.0f} s"
         line = (
-            f"composable_fsdp: rank {dist.get_rank()} waits {_age(waits):.0f} s for "
+            f"composable_fsdp: rank {dist.get_rank()} waits {seconds} for "
             f"{lower(record.title)}; {listed(words, '; ')}. Report: {written}; "
             "python -m composable_fsdp hang-report merges the files of all ranks."
         )

@@ -158,6 +158,11 @@ def _reduce_on_stream(streams: Streams, reduction: Reduction) -> None:
             _apply_reduced_gradients(reduction)
         if handle.rule.hook is not None:
             handle.events.reduce.record(streams.reduce)
+        for ref in (handle.groups.shard_ref, handle.groups.replicate_ref):
+            # Without a reduction over the group (a hook sends its own collectives), the
+            # event is later than the last operation: known to have ended too late.
+            if ref is not None:
+                ref.operations.marks[handle.events.reduce.event] = ref.operations.number
 
 
 def finish_reduction(context: RuntimeContext) -> None:

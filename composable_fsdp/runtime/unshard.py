@@ -108,6 +108,8 @@ def _unshard_on_stream(
             residency.allocate_full(handle)
         _gather(handle, async_op=False)
         handle.events.gather.record(streams.gather)
+        if (ref := handle.groups.shard_ref) is not None:
+            ref.operations.marks[handle.events.gather.event] = ref.operations.number
     handle.ready = handle.events.gather
 
 

@@ -1,0 +1,135 @@
+"""How far the device is in the collectives that the host has left behind.
+
+On CUDA the host issues a collective long before the GPU runs the collective, and waits
+for none. A unit records an event behind each all-gather and reduction for its own
+streams; the log knows the event (``OperationLog.marks``), and the watch thread
+asks whether the event was reached::
+
+    state      host                       event
+    issued     has sent the collective    not reached, and neither is an earlier event
+    running    has sent the collective    the first that is not reached
+    done       has waited, on CPU         reached, or a later event is
+
+Events and not ``Work`` objects: a ``Work`` of NCCL holds the outputs of its collective,
+so that a ``Work`` in the log would keep reduced gradients alive for longer than
+``planning.memory`` counts. An event holds no memory.
+
+Not run on a GPU; tested with stand-ins. No private API of torch: the mode of the thread
+is set by the function of the CUDA runtime that torch's own watchdog of NCCL calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import time_ns
+
+import torch
+
+from composable_fsdp.comm.operations import operation_logs
+from composable_fsdp.comm.sequence import MOST_OPERATIONS, Operation, OperationLog
+
+QUIET = 1.0
+"""Seconds without a new collective after which the device is asked."""
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
+
+_asking = threading.Lock()
+"""Held while the device is asked, and while a capture is noted."""
+_capturing = False
+
+
+def note_capture(*, capturing: bool) -> None:
+    """Note whether a root issues its collectives into a CUDA graph from now on.
+
+    Collective: none.
+    """
+    global _capturing
+    if capturing == _capturing:
+        return
+    # The lock: no event is being asked for when the capture records that event again.
+    with _asking:
+        _capturing = capturing
+        # CUDA ends a capture in which an event of the capture is asked for. Events that
+        # a capture has recorded must never be asked for, and a capture records the same
+        # events as steps before and after, so the logs forget their events.
+        for log in operation_logs():
+            log.marks.clear()
+
+
+def running_in(log: OperationLog) -> Operation | None:
+    """Return the operation that the device runs; None if unknown, or none runs.
+
+    Asks the device only after ``QUIET`` seconds without a new collective: a host that
+    issues collectives is not stuck. Called by the watch thread.
+    """
+    oldest = log.number - MOST_OPERATIONS
+    # ``list`` of a dict is atomic: the main thread may write meanwhile. Events of units
+    # that are gone must not stay for ever.
+    for event, number in list(log.marks.items()):
+        if number <= oldest:
+            log.marks.pop(event, None)
+    log.device_runs = 0
+    if not log.marks or time_ns() - log.operations[-1].issued < QUIET * 1e9:
+        return None
+    with _asking:
+        if _capturing:
+            return None
+        with _beside_captures() as allowed:
+            if allowed:
+                _ask(log)
+    if not log.device_runs:
+        return None
+    found = [each for each in list(log.operations) if each.number == log.device_runs]
+    return found[0] if found else None
+
+
+def _ask(log: OperationLog) -> None:
+    """Ask for the events from the newest on, until a reached event is found."""
+    # The collectives of a communicator run in the order of issue, so that an event
+    # which was reached answers for all earlier operations.
+    newest = sorted(log.marks.items(), key=lambda pair: pair[1], reverse=True)
+    for event, number in newest:
+        if number <= log.device_done:
+            break
+        if event.query():
+            log.device_done, log.device_moved = number, time_ns()
+            break
+        log.device_runs = number
+
+
+def waited_for(operation: Operation) -> float:
+    """Return the seconds since the host waits, or since the device made progress."""
+    begin = operation.waited or operation.issued
+    # The host is behind this operation; the device came as far at ``device_moved``.
+    if operation.done:
+        begin = max(operation.issued, operation.log.device_moved)
+    return (time_ns() - begin) / 1e9
+
+
+@contextmanager
+def _beside_captures() -> Iterator[bool]:
+    """Let this thread ask for events while another thread captures a CUDA graph.
+
+    Yields: whether the thread may ask.
+    """
+    # In the default mode, a question of any thread ends the capture of any other, such
+    # as a capture of a model that this package knows nothing of.
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+        yield True  # the events are stand-ins
+        return
+    try:
+        exchange = ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode
+    # Windows has no namespace of all libraries, and ROCm another name.
+    except (AttributeError, OSError, TypeError):
+        yield False
+        return
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    allowed = exchange(ctypes.byref(mode)) == 0
+    try:
+        yield allowed
+    finally:
+        if allowed:
+            exchange(ctypes.byref(mode))

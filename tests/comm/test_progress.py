@@ -1,0 +1,240 @@
+"""On CUDA a collective is issued long before its end: where the device is, is known.
+
+Events are stand-ins. The runtime of CUDA is one, too, where a thread changes its mode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import fully_shard, recent_operations
+from composable_fsdp.comm import collectives, hang_report, progress, sequence, watch
+from composable_fsdp.comm.operations import operation_log
+from composable_fsdp.comm.sequence import OperationLog
+from tests.support.short_waits import shorten_waits
+from tests.support.streams import FakeEvent, stream_order
+from tests.support.world import RankPool, World, fake_world
+
+RankCount = Callable[[int], RankPool]
+
+
+class Event:
+    """A CUDA event that the device has reached, or has not."""
+
+    def __init__(self, *, reached: bool = False) -> None:
+        self.reached, self.asked = reached, 0
+
+    def query(self) -> bool:
+        """Count the question."""
+        self.asked += 1
+        return self.reached
+
+
+def world() -> dist.ProcessGroup:
+    """The default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[OperationLog]:
+    """Four collectives that the host has left behind, long ago."""
+    monkeypatch.setattr(progress, "QUIET", 0.0)
+    with fake_world(2):
+        for _ in range(4):
+            collectives.all_reduce(torch.ones(2), world())
+        yield operation_log(world())
+
+
+def mark(log: OperationLog, *events: Event) -> None:
+    """Put an event behind each operation."""
+    for operation, event in zip(log.operations, events, strict=True):
+        log.marks[event] = operation.number
+
+
+def states(log: OperationLog) -> list[str]:
+    """The state of each operation, as a reader of the log sees it."""
+    assert operation_log(world()) is log
+    return [record.state for record in recent_operations(world())]
+
+
+@pytest.mark.req("U-10")
+def test_the_first_event_that_is_not_reached_is_the_running_collective(
+    log: OperationLog,
+) -> None:
+    """Earlier ones are done, later ones are issued; then the device goes on."""
+    events = [Event(reached=True), Event(), Event(), Event()]
+    mark(log, *events)
+    assert states(log) == ["issued"] * 4  # the device was not asked
+
+    running = progress.running_in(log)
+
+    assert running is log.operations[1]
+    assert states(log) == ["done", "running", "issued", "issued"]
+    assert str(recent_operations(world())[1]).endswith("running on the device")
+    moved = log.device_moved
+    assert progress.waited_for(running) < time.time() - moved / 1e9 + 0.01
+    events[3].reached = True
+    assert progress.running_in(log) is None
+    assert states(log) == ["done"] * 4
+    # A reached event answers for all earlier operations.
+    assert [event.asked for event in events] == [1, 1, 1, 2]
+
+
+def test_an_event_that_was_recorded_again_tells_of_the_later_collective_alone(
+    log: OperationLog,
+) -> None:
+    """A step later the same unit records the same event."""
+    first, second = Event(reached=True), Event()
+    mark(log, second, first, second, second)
+
+    assert progress.running_in(log) is log.operations[3]
+    assert states(log) == ["done", "done", "issued", "running"]
+    assert (first.asked, second.asked) == (1, 1)
+
+
+def test_a_host_that_issues_collectives_is_not_stuck(
+    log: OperationLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is not asked in a steady step."""
+    monkeypatch.setattr(progress, "QUIET", 60.0)
+    event = Event()
+    mark(log, event, event, event, event)
+
+    assert progress.running_in(log) is None
+    assert event.asked == 0
+
+
+def test_no_event_is_asked_for_around_a_capture(log: OperationLog) -> None:
+    """CUDA ends a capture in which an event is asked for that the capture records."""
+    before, inside = Event(), Event()
+    mark(log, before, before, before, before)
+    progress.note_capture(capturing=True)
+    try:
+        log.marks[inside] = 4
+        assert progress.running_in(log) is None
+    finally:
+        progress.note_capture(capturing=False)
+
+    assert progress.running_in(log) is None
+    assert before.asked == inside.asked == 0
+    assert states(log) == ["done"] * 4
+
+
+def cuda_runtime(result: int, modes: list[int]) -> object:
+    """A CUDA runtime that notes the mode of the thread, and gives the mode before."""
+
+    def exchange(mode: Any) -> int:
+        modes.append(mode._obj.value)
+        mode._obj.value = 0
+        return result
+
+    return SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+
+
+@pytest.mark.parametrize("result", [0, 1], ids=["set", "refused"])
+def test_a_question_leaves_captures_of_other_threads_alone(
+    log: OperationLog, monkeypatch: pytest.MonkeyPatch, result: int
+) -> None:
+    """The thread sets its mode, and sets the mode back; without, it does not ask."""
+    modes: list[int] = []
+    event = Event()
+    mark(log, event, event, event, event)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: cuda_runtime(result, modes))
+
+    running = progress.running_in(log)
+
+    assert (running is None, event.asked) == ((True, 0) if result else (False, 1))
+    assert modes == ([1] if result else [1, 0])
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert progress.running_in(log) is None  # another runtime, as ROCm
+
+
+def test_units_on_streams_mark_their_collectives_and_hold_no_work() -> None:
+    """Each gather and each reduction has an event of its own for a step; a capture
+    takes all events away."""
+    with fake_world(4), stream_order() as order:
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Tanh()))
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+        log = operation_log(world())
+        sent = list(log.operations)
+        held = dict(log.marks)
+        order.capturing = True
+        model(torch.ones(2, 8)).sum().backward()
+        order.capturing = False
+        progress.note_capture(capturing=False)  # as the next forward does
+        assert not log.marks
+        for _ in range(sequence.MOST_OPERATIONS):
+            collectives.all_reduce(torch.ones(2), world())
+        log.marks.update(held)
+        assert progress.running_in(log) is None
+        assert not log.marks  # units of long ago
+
+    gathered = [
+        each.number for each in sent if each.op in ("all_gather", "reduce_scatter")
+    ]
+    assert sorted(held.values()) == gathered[-len(held) :]
+    assert len(held) == 4  # a gather and a reduction, two steps of each
+    assert all(isinstance(each, FakeEvent) for each in held)
+    assert all(each.work is None for each in sent)
+
+
+def wait_for_a_device(world: World, path: Path) -> str:
+    """The device of rank 0 stays in a gather, and its host in the program."""
+    shorten_waits()
+    progress.QUIET = 0.2
+    os.environ[watch.HANG_VARIABLE] = "0.8"
+    os.environ[hang_report.DIRECTORY_VARIABLE] = str(path)
+    group = dist.new_group()
+    assert group is not None
+    model = fully_shard(nn.Linear(8, 8), process_group=group)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    if world.rank == 0:
+        sent = operation_log(group).operations
+        gather = next(each for each in reversed(sent) if each.op == "all_gather")
+        operation_log(group).marks[Event()] = gather.number
+    printed, sys.stderr = sys.stderr, io.StringIO()
+    limit = time.monotonic() + 20
+    try:
+        while len(list(path.glob("*/rank_*.json"))) < 2 and time.monotonic() < limit:
+            time.sleep(0.1)
+        time.sleep(1)
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = printed
+
+
+@pytest.mark.req("U-10", "X-17")
+def test_a_device_that_is_stuck_is_reported_although_the_host_waits_for_nothing(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The line names the gather that the device runs, the files say so."""
+    text, other = ranks(2).run(wait_for_a_device, tmp_path, timeout=60, retire=True)
+
+    assert re.match(
+        r"composable_fsdp: rank 0 waits \d+ s for the all-gather of \(root\) "
+        r"\(\w+; operation \d+ of process group '\w+'\); "
+        r"rank 1 finished operation \d+ and is at test_progress.py:\d+",
+        text,
+    ), text
+    assert other == ""
+    (file,) = tmp_path.glob("*/rank_0.json")
+    assert "running on the device" in file.read_text()
