@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from composable_fsdp.flat.handle import find_leaf
+from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.integrations.hf_accelerate import (
     SHARDED_STATE,
     ShardedAccelerator,
@@ -106,6 +108,18 @@ class ShardedTrainer(Trainer):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a new sharded model. Collective: as ``fully_shard``."""
         return self.accelerator.shard(super().call_model_init(trial))
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return the operations of a step on ``inputs``, as of the unsharded model."""
+        model: Any = self.model
+        if not units_in(model) or not hasattr(model, "num_parameters"):
+            return int(super().floating_point_ops(inputs))
+        # ``Trainer`` asks the model, which would count this rank's rows.
+        vars(model)["num_parameters"] = partial(_num_parameters, model)
+        try:
+            return int(super().floating_point_ops(inputs))
+        finally:
+            del vars(model)["num_parameters"]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the shards where they are: under CPU offload, in host memory."""
@@ -204,6 +218,23 @@ def _sharding_of(
     # Otherwise the trainer would make accelerate's plugin for torch's FSDP.
     args.fsdp, args.fsdp_config, args.fsdp_plugin_args = False, {}, None
     return as_sharding(config)
+
+
+def _num_parameters(
+    model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Return the elements of the parameters over all ranks; as ``num_parameters``."""
+    # By name, as transformers does: a head that is tied to an embedding has its name.
+    embeddings = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if exclude_embeddings and isinstance(module, nn.Embedding)
+    }
+    return sum(
+        param_ref(*found).slot.numel if (found := find_leaf(each)) else each.numel()
+        for name, each in model.named_parameters()
+        if name not in embeddings and (each.requires_grad or not only_trainable)
+    )
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -85,6 +85,8 @@ def test_losses_norms_and_weights_are_those_of_the_plain_trainer(
     assert logged(sharded, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
     norms = logged(plain, "grad_norm")
     assert min(norms) > 0.5
+    # Operations follow from all elements of the parameters, and from all tokens.
+    assert sharded.state.total_flos == plain.state.total_flos > 0
     assert logged(sharded, "grad_norm") == pytest.approx(norms, rel=1e-5)
     assert distance(values(sharded), values(plain)) < CLOSE
 
