@@ -48,7 +48,8 @@ class _Record(NamedTuple):
 def require_place(path: str, overwrite: bool) -> None:
     """Raise CheckpointError unless a checkpoint may be saved at ``path``."""
     if not overwrite or not os.path.lexists(path):
-        require_free(path)
+        # Exports and conversions have no such option.
+        require_free(path, more=", or pass save(..., overwrite=True)")
     # A link is kept: its target may lie on another file system, or be of another run.
     elif os.path.islink(path) or not head_of(path):
         raise CheckpointError(

@@ -83,13 +83,13 @@ def _make_parents(path: str) -> None:
             sync(os.path.dirname(each))
 
 
-def require_free(path: str) -> None:
-    """Raise CheckpointError if ``path`` exists."""
+def require_free(path: str, more: str = "") -> None:
+    """Raise CheckpointError if ``path`` exists; ``more``: another way out."""
     # ``lexists``: a broken symbolic link counts as existing, too.
     if os.path.lexists(path):
         raise CheckpointError(
             f"{path} exists already, and nothing is overwritten. Choose another name, "
-            "remove it first, or pass save(..., overwrite=True)."
+            f"or remove it first{more}."
         )
 
 

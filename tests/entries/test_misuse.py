@@ -218,6 +218,7 @@ def test_a_misuse_says_what_was_expected_and_the_way_out(
     text = message_of(lambda: act(tmp_path))
 
     assert [word for word in words if word not in text] == [], text
+    assert "save(" not in text or case != "an export that is there"
 
 
 @pytest.mark.req("N-09")

@@ -30,6 +30,7 @@ from composable_fsdp import (
     simulate,
 )
 from composable_fsdp.comm import device
+from composable_fsdp.entries.simulation import _microseconds
 from composable_fsdp.planning.unit_plan import Traffic
 from tests.support.memory import LiveBytes
 from tests.support.tiny import TinyBlock
@@ -357,3 +358,14 @@ def test_a_summary_has_the_peak_by_kind() -> None:
     for words in ("4 units on 8 ranks", "optimizer AdamW", "peak per rank", "full  "):
         assert words in text
     assert "7 x all_gather" in text
+
+
+def test_operations_that_follow_each_other_do_not_overlap_in_whole_nanoseconds() -> (
+    None
+):
+    """Perfetto cuts the product with 1,000, and drops an event that begins too soon."""
+    times = [index * 1.23456789e-4 for index in range(500)]
+    for begin, end in itertools.pairwise(times):
+        start, duration = _microseconds(begin), _microseconds(end, since=begin)
+        assert int(1e3 * start) + int(1e3 * duration) == int(1e3 * _microseconds(end))
+        assert int(1e3 * start) == round(1e9 * begin)

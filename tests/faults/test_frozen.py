@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import FSDPError, ShardingStrategy, fully_shard
 from tests.support.short_waits import shorten_waits
@@ -38,12 +39,11 @@ class Blocks(nn.Module):
         return x * self.scale
 
 
-def sharded(strategy: str) -> Blocks:
+def sharded(strategy: str, mesh: DeviceMesh | None = None) -> Blocks:
     """A root and three units below."""
     model = Blocks()
-    for block in model.blocks:
-        fully_shard(block, strategy=ShardingStrategy[strategy])
-    fully_shard(model, strategy=ShardingStrategy[strategy])
+    for module in (*model.blocks, model):
+        fully_shard(module, strategy=ShardingStrategy[strategy], device_mesh=mesh)
     return model
 
 
@@ -101,6 +101,36 @@ def test_ranks_that_freeze_other_parameters_raise_by_name(
         assert "Set requires_grad of the same parameters on every rank" in text
         if how == "another":
             assert "requires_grad=False of 'blocks.2.bias'" in text
+
+
+def freeze_other_replica(world: World) -> tuple[str, float]:
+    """After the first step both ranks of the second replica freeze a parameter.
+
+    Returns: the error of this rank, and its time.
+    """
+    shorten_waits()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded("HYBRID_SHARD", mesh)
+    step(model)
+    if world.rank >= 2:
+        model.get_parameter("blocks.1.weight").requires_grad = False
+    start = time.monotonic()
+    with pytest.raises(FSDPError) as caught:
+        step(model)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.req("X-09")
+def test_replicas_that_freeze_other_parameters_raise_by_name(
+    ranks: RankCount,
+) -> None:
+    """The ranks of a shard group agree, and the ranks of a replicate group do not."""
+    found = ranks(4).run(freeze_other_replica, timeout=60, retire=True)
+
+    for text, took in found:
+        assert took < SOON
+        assert "requires_grad=False of 'blocks.1.weight'" in text
+        assert "requires_grad=True of 'blocks.1.weight'" in text
 
 
 def freeze_in_turn(world: World, strategy: str) -> bool:
