@@ -26,6 +26,17 @@ def below(
 
 
 EXAMPLES: dict[str, list[Program]] = {
+    "state that torch makes while a unit is full by hand": [
+        Program(
+            Part(children=(Part(unit=""),)),
+            actions=(
+                ("unshard_unit", 0, False),
+                ("torch_get", "full"),
+                ("forward", 0),
+                ("backward",),
+            ),
+        )
+    ],
     "the first forwards of a unit are those of another module": [
         Program(
             Part(children=(Part(call=call), other)),

@@ -236,6 +236,10 @@ def require_current_full_params(handle: FlatParamHandle) -> bool:
     if good and not leaves_view_shards(handle):
         restore_shard_views(handle)
         good = False
+    if good:
+        # The values are current, but their versions are not if torch has made state of
+        # an optimizer by a step that changes nothing. Backward compares the versions.
+        handle.writes.make_readable(handle)
     if shown and good:
         residency.use_full(handle)
     return good
