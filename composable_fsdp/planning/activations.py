@@ -74,6 +74,8 @@ class Activations:
             backward. Default False.
         measure: measures the same forward for a plan with other dtypes. Default None:
             the bytes are taken for those of every dtype.
+        order: names of the units in the order in which their forwards began. Default:
+            the order of the plan.
     """
 
     units: Mapping[str, UnitActivations]
@@ -83,6 +85,7 @@ class Activations:
     measure: Callable[[ShardingPlan], Activations] | None = field(
         default=None, repr=False, compare=False
     )
+    order: tuple[str, ...] = field(default=(), repr=False)
 
     def with_checkpointing(self) -> Activations:
         """Return the activations with checkpointing of each unit below the root."""
@@ -211,8 +214,14 @@ def measure_activations(
         ) from error
     words = batch or _shapes(inputs)
     again = partial(measure_activations, module, inputs=inputs, loss=loss, batch=words)
-    found = Activations(_by_unit(log), words, measure=lambda other: again(plan=other))
-    return replace(found, beside=_beside(found, plan, log.largest()))
+    order = tuple(log.outer)  # the log enters units as their forwards begin
+    found = Activations(
+        _by_unit(log), words, measure=lambda other: again(plan=other), order=order
+    )
+    # Models need not run their modules in the order of ``.modules()``: CLIP registers
+    # the text model first and runs the vision model first.
+    largest = log.largest()
+    return replace(found, beside=_beside(found, plan.in_forward_order(order), largest))
 
 
 def _by_unit(log: StepLog) -> dict[str, UnitActivations]:

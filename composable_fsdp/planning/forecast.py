@@ -241,7 +241,8 @@ def forecast(
         optimizer: a name ("adamw", the default; "adamw-fused", "adam", "adam-fused",
             "sgd", "sgd-momentum", "none"), or the bytes that the optimizer keeps per
             element of a parameter.
-        activations: the result of ``measure_activations``. Default None: left out.
+        activations: the result of ``measure_activations``, whose forward also gives the
+            order of the units. Default None: left out.
         device_type: "cuda" (default) or "cpu", as in ``ShardingPlan.peak``.
 
     Returns: the forecast; ``total`` is the bytes at the peak.
@@ -254,4 +255,7 @@ def forecast(
     >>> forecast(planned, optimizer="adamw-fused").rows[0].optimizer
     128
     """
+    # A measured forward shows the order of the units; a plan alone has to guess it.
+    if activations is not None:
+        plan = plan.in_forward_order(activations.order)
     return Forecast(plan, optimizer_memory(optimizer), activations, device_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import or_
 
@@ -19,11 +19,33 @@ class ShardingPlan:
     """The frozen result of planning; ``str()`` gives the report."""
 
     units: tuple[UnitPlan, ...]
-    """One plan per unit, in ``.modules()`` order; the first unit is the root."""
+    """One plan per unit, in ``.modules()`` order unless ``in_forward_order`` changed
+    the order; the first unit is the root."""
     world_size: int
     """Number of ranks in all."""
     warnings: tuple[str, ...] = ()
     """Sentences on avoidable padding, for a reader; see ``padding_notes``."""
+
+    def in_forward_order(self, fqns: Sequence[str]) -> ShardingPlan:
+        """Return the plan with the units in the order in which their forwards begin.
+
+        ``fqns`` names units in that order. Units that are not named stay behind the
+        unit before them. Nested units stay behind the unit that encloses them.
+        """
+        place = {fqn: at for at, fqn in enumerate(fqns)}
+        nested: dict[int, list[tuple[int, int]]] = {}
+        at = 0
+        for index, parent in enumerate(_parents(self.units)):
+            at = place.get(self.units[index].fqn, at)
+            nested.setdefault(parent, []).append((at, index))
+        order: list[int] = []
+        # Depth first, so that enclosing units still form a stack.
+        waiting = [-1]
+        while waiting:
+            index = waiting.pop()
+            order.append(index)
+            waiting += [each for _, each in sorted(nested.get(index, ()), reverse=True)]
+        return replace(self, units=tuple(self.units[index] for index in order[1:]))
 
     @property
     def numel(self) -> int:

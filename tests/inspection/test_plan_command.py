@@ -188,40 +188,6 @@ def test_a_terminal_gets_tables_that_are_never_cut(
         assert size_text(sums[column]) in total
 
 
-@pytest.mark.slow
-@pytest.mark.req("U-08")
-def test_the_page_shows_what_a_terminal_shows(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Llama 3 of 70 B parameters on 64 ranks, on a terminal of 80 columns."""
-    pytest.importorskip("rich")
-    pytest.importorskip("transformers")
-    sizes = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "vocab_size": 128256,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **sizes}))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for name, value in (("COLUMNS", "80"), ("TERM", "xterm"), ("NO_COLOR", "1")):
-        monkeypatch.setenv(name, value)
-    page = (
-        Path(__file__).parents[2] / "docs" / "getting_started" / "plan.md"
-    ).read_text()
-    command, _, shown = page.partition("```\n$ ")[2].partition("```")[0].partition("\n")
-    arguments = command.partition("plan --hf config.json ")[2].split()
-
-    _, out, _ = run("--hf", tmp_path / "config.json", *arguments)
-
-    found = re.sub(r"\x1b\[[0-9;]*m", "", out)
-    assert arguments == ["--world-size", "64", "--gpu-memory", "80GiB"]
-    assert shown.split() == found.split()
-
-
 @pytest.mark.req("N-01", "U-08")
 def test_the_exit_status_says_whether_it_fits(run: Run, script: str) -> None:
     """0 and 1, with what would make it fit; each suggestion, taken, fits."""
