@@ -2,7 +2,13 @@
 
 from composable_fsdp.access.grad_scaler import ShardedGradScaler
 from composable_fsdp.access.grads import clip_grad_norm_, no_sync
-from composable_fsdp.access.manual import UnshardHandle, is_sharded, reshard, unshard
+from composable_fsdp.access.manual import (
+    UnshardHandle,
+    full_shape,
+    is_sharded,
+    reshard,
+    unshard,
+)
 from composable_fsdp.access.methods import (
     register_forward_method,
     register_fsdp_forward_method,
@@ -84,6 +90,7 @@ from composable_fsdp.integrations.foreign_strategies import (
 )
 from composable_fsdp.optim.flat_parameters import flat_parameter_groups, flat_parameters
 from composable_fsdp.optim.load import optim_state_dict_to_load
+from composable_fsdp.optim.owners import map_on_owners
 from composable_fsdp.optim.rekey import rekey_optim_state_dict
 from composable_fsdp.optim.save import optim_state_dict
 from composable_fsdp.optim.single import get_full_optim_state, set_full_optim_state
@@ -197,6 +204,7 @@ __all__ = [
     "flat_parameters",
     "forecast",
     "fp16_compress_hook",
+    "full_shape",
     "fully_shard",
     "get_full_grad",
     "get_full_optim_state",
@@ -205,6 +213,7 @@ __all__ = [
     "is_sharded",
     "lambda_auto_wrap_policy",
     "load",
+    "map_on_owners",
     "measure_activations",
     "no_sync",
     "offload_wrapper",

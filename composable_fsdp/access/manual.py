@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from composable_fsdp.access.schedule import state_of_unit
 from composable_fsdp.comm.meeting import Call
-from composable_fsdp.errors import PhaseError
+from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.external_changes import requires_grad_changed
+from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import NO_TASK, FlatParamHandle
+from composable_fsdp.flat.param_ref import find_param
 from composable_fsdp.flat.residency import NOT_GATHERED, shards_are_unchanged
 from composable_fsdp.runtime import unshard as verbs
 from composable_fsdp.runtime.external_changes import (
@@ -195,6 +198,24 @@ def is_sharded(module: nn.Module) -> bool:
         module.
     """
     return not state_of_unit(module, "is_sharded").handle.is_full
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape that ``parameter`` has in the unsharded model.
+
+    A sharded parameter shows the shape of this rank's part. For any other parameter the
+    result is ``parameter.shape``.
+
+    Collective: none. Raises: CompositionError, for a flat parameter, which joins
+        several parameters.
+    """
+    if find_flat(parameter) is not None:
+        raise CompositionError(
+            "full_shape() needs an original parameter, and a flat parameter joins what "
+            "this rank holds of several. Ask for the parameters of model.parameters()."
+        )
+    ref = find_param(parameter)
+    return parameter.shape if ref is None else torch.Size(ref.slot.shape)
 
 
 def _context(state: _FSDPState, what: str) -> RuntimeContext:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,11 @@ from torch import Tensor
 # torch.distributed exports the options of the other collectives, not these.
 from torch._C._distributed_c10d import AllgatherOptions
 
+from composable_fsdp.comm.call_records import CallRecord, require_sizes
 from composable_fsdp.comm.device import outside_transforms
 from composable_fsdp.comm.operations import begin
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.works import ReducedSlices, one_call_per_buffer
-from composable_fsdp.errors import FSDPError
 
 # ``all_gather_flat`` and ``reduce_scatter_flat`` run for every unit in every step, so
 # these functions call methods of the process group directly. The public functions of
@@ -52,27 +51,6 @@ _AS_IS = frozenset(
     | {torch.uint8, torch.int8, torch.int32, torch.int64}
 )
 """Dtypes that every backend can gather; buffers of other dtypes are sent as bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallRecord:
-    """A collective as this rank sent it."""
-
-    op: str
-    """The kind: the name of the function of this module, without ``_flat``."""
-    numel: tuple[int, ...]
-    """Elements per buffer: of the full buffer (``padded_numel``) for all_gather and
-    reduce_scatter, of the shard for gather and scatter, of the tensor for all_reduce
-    and broadcast; empty for objects."""
-    dtype: tuple[torch.dtype, ...]
-    """Dtype per buffer; empty for objects."""
-    world_size: int
-    """Number of ranks of the group."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers that ``numel`` counts."""
-        return sum(n * d.itemsize for n, d in zip(self.numel, self.dtype, strict=True))
 
 
 _recorder: list[CallRecord] | None = None
@@ -108,16 +86,6 @@ def _note(op: str, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         )
 
 
-def _require(full: Sequence[Tensor], shard: Sequence[Tensor], size: int) -> None:
-    """Raise FSDPError unless ``full`` has ``size`` times the elements of ``shard``."""
-    for whole, part in zip(full, shard, strict=True):
-        if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
-            raise FSDPError(
-                f"A collective over {size} ranks expects a full buffer of {size} x "
-                f"{part.numel()} {part.dtype}, got {whole.numel()} {whole.dtype}."
-            )
-
-
 def all_gather_flat(
     full: Sequence[Tensor],
     shard: Sequence[Tensor],
@@ -146,7 +114,7 @@ def all_gather_flat(
     # The sizes are checked only while recording, as in tests; in training the backend
     # checks.
     if _recorder is not None:
-        _require(full, shard, group.size())
+        require_sizes(full, shard, group.size())
         _note("all_gather", full, group)
     operation = operation or begin("all_gather", group, full[0])
     options = AllgatherOptions()
@@ -199,7 +167,7 @@ def reduce_scatter_flat(
     rank must call.
     """
     if _recorder is not None:
-        _require(full, shard, group.size())
+        require_sizes(full, shard, group.size())
         _note("reduce_scatter", full, group)
     operation = operation or begin("reduce_scatter", group, full[0])
     options = dist.ReduceScatterOptions()
@@ -337,6 +305,39 @@ def _parts(full: Tensor | None, group: dist.ProcessGroup) -> list[Tensor] | None
     """Split a full buffer into the ranks' slices, as bytes; None stays None."""
     # Bytes, because gloo cannot gather or scatter complex numbers.
     return None if full is None else list(full.view(torch.uint8).chunk(group.size()))
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    sizes: tuple[Sequence[int], Sequence[int]],
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool = False,
+) -> Operation | None:
+    """Send a piece of ``sent`` to each rank, and receive a piece from each rank.
+
+    Args:
+        received: output buffer, pieces in rank order.
+        sent: input buffer, pieces in rank order.
+        sizes: elements that come from each rank, and that go to each rank.
+        group: the process group.
+        async_op: as ``all_reduce``. Default: False.
+
+    Returns: the operation if ``async_op``, else None.
+    Collective: an all-to-all over ``group``; every rank must call.
+    """
+    _note("all_to_all", [sent], group)
+    output, pieces = received.view(torch.uint8), sent.view(torch.uint8)
+    theirs, ours = ([n * sent.itemsize for n in each] for each in sizes)
+    return _send(
+        begin("all_to_all", group, sent),
+        # Bytes: an exchange computes nothing, and no backend knows all dtypes.
+        lambda later: dist.all_to_all_single(
+            output, pieces, theirs, ours, group=group, async_op=later
+        ),
+        async_op=async_op,
+    )
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, *, rank: int = 0) -> None:

@@ -82,6 +82,7 @@ _NEEDS_ALL = {
     "all_gather_object",
     "all_gather_tag",
     "all_reduce",
+    "all_to_all",
     "reduce_scatter",
 }
 

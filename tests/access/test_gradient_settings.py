@@ -26,7 +26,8 @@ from composable_fsdp import (
     set_reshard_after_backward,
     set_reshard_after_forward,
 )
-from composable_fsdp.comm.collectives import CallRecord, record
+from composable_fsdp.comm.call_records import CallRecord
+from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.reduce_rule import split_factor
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.access.test_no_sync import assert_gradients, summed_then_averaged

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp import ShardingStrategy, no_sync
-from composable_fsdp.comm.collectives import CallRecord, record
+from composable_fsdp.comm.call_records import CallRecord
+from composable_fsdp.comm.collectives import record
 from composable_fsdp.tree.traversal import _get_fsdp_states
 from tests.support.models import TinyGPT
 from tests.support.on_ranks import on_ranks

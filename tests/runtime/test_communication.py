@@ -15,7 +15,7 @@ from composable_fsdp import (
     get_full_grad,
     plan,
 )
-from composable_fsdp.comm.collectives import CallRecord
+from composable_fsdp.comm.call_records import CallRecord
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.planning.plan import ShardingPlan
 from tests.runtime.traffic import Counts, counts, planned

@@ -19,7 +19,8 @@ from composable_fsdp import (
     optim_state_dict_to_load,
     set_is_last_backward,
 )
-from composable_fsdp.comm.collectives import CallRecord, record
+from composable_fsdp.comm.call_records import CallRecord
+from composable_fsdp.comm.collectives import record
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.naming import join_name
 from composable_fsdp.tree.traversal import _get_fsdp_states
