@@ -259,21 +259,44 @@ class Operation:
 class RoundOrder:
     """The order in which the order logs over a process group begin their rounds."""
 
-    __slots__ = ("_expected", "_followers", "_history", "calls", "logs", "torn")
+    __slots__ = (
+        "_expected",
+        "_followers",
+        "_history",
+        "_wider",
+        "calls",
+        "logs",
+        "torn",
+    )
 
-    def __init__(self) -> None:
-        self.calls = CallOrder()
+    def __init__(self, narrow: RoundOrder | None = None) -> None:
+        self.calls = CallOrder() if narrow is None else narrow.calls
         """The order of calls over the group."""
-        self.logs: list[str] = []
+        self.logs: list[str] = [] if narrow is None else narrow.logs
         """The names of all order logs over the group so far, by number of the log."""
-        self.torn: dict[int, tuple[int, int]] = {}
+        self.torn: dict[int, tuple[int, int]] = {} if narrow is None else narrow.torn
         """By number of the log: the round that was abandoned, and the number of its
         uses, if other ranks may wait in collectives that this rank has left out."""
+        self._wider: dict[Hashable, RoundOrder] = {}
         self._expected: int | None = None
         self._history: tuple[int, ...] = ()
         """The last rounds: a hash of log and mode each."""
         self._followers: dict[tuple[int, ...], int] = {}
         """By a part of a history: the number of the log that began the next round."""
+
+    def over(self, key: tuple[str, ...]) -> RoundOrder:
+        """Return the order of the logs over several groups, this group the first.
+
+        Args:
+            key: the names of the groups.
+
+        Returns: the same object for each call. Collective: none.
+        """
+        # A prediction serves only if all ranks that compare have the same experience,
+        # and a replica may evaluate alone, or freeze what others train.
+        if len(key) < 2:
+            return self
+        return self._wider.setdefault(key, RoundOrder(self))
 
     def expected(self) -> int | None:
         """Return the log that will begin a round next; None without experience."""

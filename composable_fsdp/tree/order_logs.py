@@ -125,7 +125,7 @@ def _log(
     # Units may have equal groups in different ``Groups`` objects.
     key = tuple(group.group_name for group in groups)
     if key not in logs:
-        rounds = round_order(groups[0])
+        rounds = round_order(groups[0]).over(key)
         name = f"a {what} of {tree} (order log {len(rounds.logs)})"
         is_forward = what == "forward"
         use = _forward_use if is_forward else _backward_use

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp import FSDPError, ShardingStrategy, fully_shard
+from tests.support.on_ranks import on_ranks
 from tests.support.short_waits import shorten_waits
 from tests.support.world import RankPool, World
 
@@ -103,15 +104,16 @@ def test_ranks_that_freeze_other_parameters_raise_by_name(
             assert "requires_grad=False of 'blocks.2.bias'" in text
 
 
-def freeze_other_replica(world: World) -> tuple[str, float]:
-    """After the first step both ranks of the second replica freeze a parameter.
+def freeze_other_replica(world: World, steps: int) -> tuple[str, float]:
+    """After ``steps`` steps both ranks of the second replica freeze a parameter.
 
     Returns: the error of this rank, and its time.
     """
     shorten_waits()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded("HYBRID_SHARD", mesh)
-    step(model)
+    for _ in range(steps):
+        step(model)
     if world.rank >= 2:
         model.get_parameter("blocks.1.weight").requires_grad = False
     start = time.monotonic()
@@ -120,17 +122,36 @@ def freeze_other_replica(world: World) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.req("X-09")
 def test_replicas_that_freeze_other_parameters_raise_by_name(
-    ranks: RankCount,
+    ranks: RankCount, steps: int
 ) -> None:
-    """The ranks of a shard group agree, and the ranks of a replicate group do not."""
-    found = ranks(4).run(freeze_other_replica, timeout=60, retire=True)
+    """The ranks of a shard group agree, and the ranks of a replicate group do not.
+
+    After 4 steps the ranks predict every round.
+    """
+    found = ranks(4).run(freeze_other_replica, steps, timeout=60, retire=True)
 
     for text, took in found:
         assert took < SOON
         assert "requires_grad=False of 'blocks.1.weight'" in text
         assert "requires_grad=True of 'blocks.1.weight'" in text
+
+
+@pytest.mark.req("D-07")
+@on_ranks(4)
+def test_a_replica_may_evaluate_alone_at_any_time(world: World) -> None:
+    """The order of its shard group then differs from that of the other replica."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded("HYBRID_SHARD", mesh)
+    for evaluations in (0, 0, 0, 0, 1, 2, 1, 0, 3):
+        step(model)
+        if world.rank < 2:
+            for _ in range(evaluations):
+                with torch.no_grad():
+                    model(torch.ones(1, 4))
+    step(model)
 
 
 def freeze_in_turn(world: World, strategy: str) -> bool:
