@@ -269,12 +269,12 @@ class RoundOrder:
         "torn",
     )
 
-    def __init__(self, narrow: RoundOrder | None = None) -> None:
-        self.calls = CallOrder() if narrow is None else narrow.calls
+    def __init__(self) -> None:
+        self.calls = CallOrder()
         """The order of calls over the group."""
-        self.logs: list[str] = [] if narrow is None else narrow.logs
+        self.logs: list[str] = []
         """The names of all order logs over the group so far, by number of the log."""
-        self.torn: dict[int, tuple[int, int]] = {} if narrow is None else narrow.torn
+        self.torn: dict[int, tuple[int, int]] = {}
         """By number of the log: the round that was abandoned, and the number of its
         uses, if other ranks may wait in collectives that this rank has left out."""
         self._wider: dict[Hashable, RoundOrder] = {}
@@ -285,18 +285,13 @@ class RoundOrder:
         """By a part of a history: the number of the log that began the next round."""
 
     def over(self, key: tuple[str, ...]) -> RoundOrder:
-        """Return the order of the logs over several groups, this group the first.
-
-        Args:
-            key: the names of the groups.
-
-        Returns: the same object for each call. Collective: none.
-        """
+        """Return the order of the logs over groups of these names, this group first."""
         # A prediction serves only if all ranks that compare have the same experience,
         # and a replica may evaluate alone, or freeze what others train.
-        if len(key) < 2:
-            return self
-        return self._wider.setdefault(key, RoundOrder(self))
+        if len(key) > 1 and key not in self._wider:
+            made = self._wider[key] = RoundOrder()
+            made.calls, made.logs, made.torn = self.calls, self.logs, self.torn
+        return self._wider.get(key, self)
 
     def expected(self) -> int | None:
         """Return the log that will begin a round next; None without experience."""
