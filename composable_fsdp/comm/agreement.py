@@ -24,10 +24,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from composable_fsdp.comm import collectives
@@ -352,6 +354,22 @@ def seconds_to_wait(group: dist.ProcessGroup) -> float:
 def key_value_store() -> Any:
     """Return the store that the default group was created with; do not keep it."""
     return _store()
+
+
+def own_connection() -> Any:
+    """Return a new connection to the store of the default group, for a thread."""
+    # A connection of its own: requests of the main thread never wait behind a request
+    # of this thread, and a request that fails breaks no connection of torch.
+    store = key_value_store()
+    below = store
+    while isinstance(below, PrefixStore):
+        below = below.underlying_store
+    # Other stores have no connection, and a second ``FileStore`` counts as a rank.
+    if not isinstance(below, TCPStore):
+        return store
+    store = store.clone()
+    store.set_timeout(timedelta(seconds=5))
+    return store
 
 
 def _store() -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.comm.sequence import Operation, OperationLog, RoundOrder
-from composable_fsdp.errors import CollectiveError
+from composable_fsdp.errors import CollectiveError, FSDPError
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase
 
@@ -150,7 +150,7 @@ class Reporter:
         """Return what the other ranks said last: nothing."""
         return ""
 
-    def failed(self, operation: Operation, error: RuntimeError) -> CollectiveError:
+    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
         """Return the error of this package for ``error`` of the backend."""
         # The raw error names sockets or streams and no parameter, so the text begins
         # with what the user knows: the unit and the phase. The raw error is the cause.

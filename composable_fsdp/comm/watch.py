@@ -28,11 +28,9 @@ import weakref
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from composable_fsdp.comm import agreement, collectives, hang_report
 from composable_fsdp.comm.device import is_capturing
@@ -47,7 +45,7 @@ from composable_fsdp.comm.operations import (
 )
 from composable_fsdp.comm.progress import running_in, waited_for
 from composable_fsdp.comm.sequence import Operation
-from composable_fsdp.errors import DesyncError
+from composable_fsdp.errors import DesyncError, FSDPError
 from composable_fsdp.naming import listed
 
 HANG_VARIABLE = "COMPOSABLE_FSDP_HANG_AFTER"
@@ -106,7 +104,7 @@ class GroupWatch(Reporter):
         """Number of the last operation about which other ranks were asked, and of the
         last that was reported."""
 
-    def verdict(self) -> Exception | None:
+    def verdict(self) -> DesyncError | None:
         """Return the error that ends the wait of the main thread, if any."""
         if self.told is None:
             return None
@@ -119,6 +117,26 @@ class GroupWatch(Reporter):
         # later collective of the group can pair.
         self.leave()
         return DesyncError(self.told)
+
+    def hear(self, store: Any, waits: Operation) -> None:
+        """Read the verdict of another rank that concerns ``waits``, if there is one."""
+        key = f"{_KEYS}/verdict/{self.name}"
+        if self.told is None and store.check([key]):
+            state, after, rank, text, _ = json.loads(store.get(key))
+            others = state != WITHDRAWN and rank != dist.get_rank()
+            # The rank that left takes part in all operations that it has issued.
+            if others and waits.number > after:
+                self.told = _told(OperationRecord.of(waits), rank, text)
+
+    def failed(self, operation: Operation, error: RuntimeError) -> FSDPError:
+        """Return the verdict of a rank that ended, or the error about ``error``."""
+        # A rank that has pronounced a verdict may end before the thread here reads the
+        # verdict, and its sockets then close: the cause is worth more than the sockets.
+        with suppress(Exception):
+            self.hear(agreement.key_value_store(), operation)
+            if (found := self.verdict()) is not None:
+                return found
+        return super().failed(operation, error)
 
     def leave(self) -> None:
         """Note that this rank has left the order, or a collective before its end."""
@@ -248,7 +266,7 @@ class _Watch:
         log.guarded = found.compares
         if self._thread is None or not self._thread.is_alive():
             self._main = threading.get_ident()
-            self._store = _connect()
+            self._store = agreement.own_connection()
             self._thread = threading.Thread(
                 target=self._run, name="composable_fsdp watch", daemon=True
             )
@@ -335,16 +353,10 @@ class _Watch:
         if asked > self._answered:
             self._answered = asked
             hang_report.answer(store, self._main)
-        # A verdict counts only for operations that the rank which left has not issued:
-        # that rank takes part in all earlier operations.
         for watch, waits in slow:
-            key = f"{_KEYS}/verdict/{watch.name}"
             # Where the device waits, no wait of the host is there to be ended.
-            if watch.told is None and not waits.done and store.check([key]):
-                state, after, rank, text, _ = json.loads(store.get(key))
-                others = state != WITHDRAWN and rank != dist.get_rank()
-                if others and waits.number > after:
-                    watch.told = _told(OperationRecord.of(waits), rank, text)
+            if not waits.done:
+                watch.hear(store, waits)
             late = watch.report_after and waited_for(waits) > watch.report_after
             if late and watch.reported < waits.number:
                 watch.reported = waits.number
@@ -413,22 +425,6 @@ def _told(record: OperationRecord, rank: int, text: str) -> str:
         f"{record.title} waits in vain: rank {rank} has left the order and will not "
         f"take part. Rank {rank} says: {text}"
     )
-
-
-def _connect() -> Any:
-    """Return a new connection to the store of the default group."""
-    # A connection of its own: requests of the main thread never wait behind a request
-    # of this thread, and a request that fails breaks no connection of torch.
-    store = agreement.key_value_store()
-    below = store
-    while isinstance(below, PrefixStore):
-        below = below.underlying_store
-    # Other stores have no connection, and a second ``FileStore`` counts as a rank.
-    if not isinstance(below, TCPStore):
-        return store
-    store = store.clone()
-    store.set_timeout(timedelta(seconds=5))
-    return store
 
 
 _WATCH = _Watch()

@@ -134,6 +134,21 @@ def test_a_rank_that_raises_tells_the_others_why(tmp_path: Path, where: str) -> 
     assert "has ended with ValueError: a bad sample" in text
 
 
+@pytest.mark.req("X-12")
+def test_a_rank_that_ends_with_a_verdict_leaves_the_verdict_to_the_others(
+    tmp_path: Path,
+) -> None:
+    """Its sockets close before the others have read why: they raise its error all the
+    same, and not that of the sockets."""
+    first, last = launch("swap", ranks=2, folder=tmp_path, before=shorten_waits)
+
+    verdict = "In forward 3, at use 1, this rank runs 'blocks.2'"
+    assert raised(last.output).startswith(f"DesyncError: {verdict}")
+    text = raised(first.output)
+    assert text.startswith("DesyncError: The all-gather of 'blocks.1' (forward; ")
+    assert f"Rank 1 says: {verdict}" in text
+
+
 @pytest.mark.req("X-14")
 @pytest.mark.parametrize(
     ("fault", "instead"),
