@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.pending import SaveFuture, remember
-from composable_fsdp.storage.save import Job, prepare, write
+from composable_fsdp.storage.save import Job, SaveValues, prepare, write
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.writer import Piece
 
@@ -32,6 +32,7 @@ def async_save(
     *,
     keep: int | None = None,
     overwrite: bool = False,
+    per_rank: dict[str, Any] | None = None,
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
@@ -52,6 +53,7 @@ def async_save(
         extra: see ``save``.
         keep: see ``save``.
         overwrite: see ``save``.
+        per_rank: see ``save``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the
@@ -63,7 +65,8 @@ def async_save(
     team = team_of(module)
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
-    job = prepare(team, path, module, optim, extra, keep, overwrite)
+    values = SaveValues(optim, extra, per_rank)
+    job = prepare(team, path, module, values, keep, overwrite)
     error: Exception | None = None
     try:
         job.pieces = [_staged(piece) for piece in job.pieces]

@@ -40,6 +40,8 @@ class LoadReport:
     """
     optimizer: list[str] = field(default_factory=list)
     """Differences in the optimizer's parameters, states and options."""
+    values: list[str] = field(default_factory=list)
+    """Objects in ``extra`` and ``per_rank`` that the checkpoint has no state for."""
 
     def is_empty(self) -> bool:
         """Return whether everything fits."""
@@ -54,6 +56,7 @@ class LoadReport:
             "Of another dtype": self.dtypes,
             "Tied in the model and different in the checkpoint": self.untied,
             "Of the optimizer": self.optimizer,
+            "Of extra and per_rank": self.values,
         }
         lines = [(what, listed(names)) for what, names in parts.items()]
         return [f"{what}: {names}." for what, names in lines if names]
@@ -75,8 +78,11 @@ class LoadReport:
                 "Make the optimizer as the saved one was made (its class, its "
                 "parameters); load(path, model) without it reads the model alone."
             )
+        if self.values:
+            ways.append("Pass to load the objects that were saved, at the same keys.")
         # Without one of the two a lenient load would load nothing.
-        if self.optimizer != [NO_OPTIMIZER] or self.missing or self.unexpected:
+        others = self.missing or self.unexpected or self.values
+        if self.optimizer != [NO_OPTIMIZER] or others:
             ways.append("load(..., strict=False) loads what fits.")
         return ways
 

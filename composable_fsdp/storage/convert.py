@@ -65,7 +65,8 @@ def convert(
             None.
 
     Returns: a list of words for the parts that were left out: safetensors holds weights
-    only, and random states, which belong to the ranks of a run, are not converted.
+    only, and random states and ``per_rank``, which belong to the ranks of a run, are
+    not converted.
     Empty with ``weights_only``.
     Raises: CheckpointError, for a source that is damaged or that the format cannot
     hold, and for a destination that exists or cannot be written; ValueError, for an
@@ -80,6 +81,7 @@ def convert(
     with opened(source) as found:
         # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
         left_out = [] if found.rng(0, 1) is None else ["random states"]
+        left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
         # safetensors holds weights only, so the other parts are hidden and never read.
         # A file with unreadable optimizer state can still be converted.
         given = _Watched(

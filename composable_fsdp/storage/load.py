@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,8 +34,13 @@ from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.source import Copy, Source
+from composable_fsdp.storage.stateful import Filling, fill
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.tree.traversal import require_module, walk_states
+
+Redeal = Callable[[list[Any], int, int], dict[str, Any]]
+"""Returns the values of a rank, from those of all saved ranks, at another world size.
+"""
 
 
 # Tensors made in inference mode could not be trained with.
@@ -43,11 +49,14 @@ def load(
     path: str | os.PathLike[str] | Source,
     module: nn.Module,
     optim: Optimizers | None = None,
+    extra: Any = None,
     *,
     strict: bool = True,
     cast: bool = False,
     rng: bool = True,
     report: LoadReport | None = None,
+    per_rank: dict[str, Any] | None = None,
+    redeal: Redeal | None = None,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
@@ -66,6 +75,9 @@ def load(
             or after the first step. The optimizers may be divided differently than at
             the save, if together they have the same parameters. Default None: optimizer
             state is not read.
+        extra: the objects that ``save`` got in ``extra``, such as schedulers, at the
+            same keys. Each object with a ``load_state_dict`` gets its saved state;
+            other values are ignored. Default None: no object is filled.
         strict: whether any difference raises. If False, ``load`` loads the matching
             tensors and lists the differences in ``report``, or in a warning without
             ``report``. Default True.
@@ -75,8 +87,17 @@ def load(
             state that rank r saved, and ranks beyond the saved world size keep their
             own. Default True.
         report: a report that ``load`` adds the differences to. Default None.
+        per_rank: a dict that gets the values that this rank saved by ``per_rank``;
+            objects in the dict are filled as those in ``extra``. Default None: these
+            values are not read.
+        redeal: a function that is called if the checkpoint was saved by another number
+            of ranks, with the list of the values of all these ranks, this rank's number
+            and the number of ranks; the function returns the values for ``per_rank``.
+            Default None: another number of ranks is a difference, if ``per_rank`` is a
+            dict.
 
-    Returns: the saved ``extra``, or None.
+    Returns: the saved ``extra``, or None. The objects that were passed stand in place
+    of their states.
     Collective: two all-gathers of objects on the private gloo group of ``save``; all
     ranks of the module's mesh must call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
@@ -90,21 +111,23 @@ def load(
     report = LoadReport() if report is None else report
     error: Exception | None = None
     source: Source | None = path if isinstance(path, Source) else None
-    result: tuple[ComparedModel, list[OptimizerLoad], list[Copy], Any] | None = None
+    planned: _Planned | None = None
     try:
         try:
             require_module(module, "load")
             source = source or open_source(path_text(path, "load"))
             optims = optimizers_in(optim, "load")
-            compared = _prepare(
-                source, module, optims, report, strict=strict, cast=cast
-            )
-            state = source.rng(team.rank, team.world_size) if rng else None
-            if state is not None:
+            # Only compared here; ``_change`` gives the states.
+            filled = fill(extra, source.extra, "extra")
+            own = _own_values(source, team, per_rank, redeal)
+            report.values += [*filled.problems, *own.problems]
+            planned = _prepare(source, module, optims, report, strict=strict, cast=cast)
+            planned.objects = [filled, own]
+            planned.rng = source.rng(team.rank, team.world_size) if rng else None
+            if planned.rng is not None:
                 # Try the random state on other generators: after the agreement nothing
                 # may fail.
-                check_rng_state(state, str(getattr(source, "path", "the checkpoint")))
-            result = *compared, state
+                check_rng_state(planned.rng, _name_of(source))
         except Exception as raised:
             error = raised
         opened = () if source is None else _identity(source)
@@ -113,9 +136,12 @@ def load(
         raise_unseen(team, [before for before, _ in answers])
         _require_same(team.ranks, [opened for _, opened in answers])
         assert source is not None
-        assert result is not None
+        assert planned is not None
         # From here on, tensors of the model and the optimizer are overwritten.
-        _change(team, *result)
+        _change(team, planned)
+        # After the agreement: a load that raises leaves the caller's dict alone.
+        if per_rank is not None:
+            per_rank.update(own.value or {})
         # Values are read into the memory of the shards, past the version counters.
         for _, _, state_of_unit in walk_states(module):
             state_of_unit.initial.forget()
@@ -123,11 +149,74 @@ def load(
             report.warn()
         # After the copy, which fills the persistent buffers.
         _tell_unfilled(module)
-        return source.extra
+        return filled.value
     finally:
         # The caller of ``load`` closes a source that the caller has opened.
         if source is not None and source is not path:
             source.close()
+
+
+@dataclass(slots=True)
+class _Planned:
+    """All that a load will change on this rank, compared and verified."""
+
+    model: ComparedModel
+    optims: list[OptimizerLoad]
+    copies: list[Copy]
+    """The slices of model and optimizers that this rank reads."""
+    objects: list[Filling] = field(default_factory=list)
+    """The objects of the caller, with their states."""
+    rng: dict[str, Any] | None = None
+    """This rank's random state, or None to leave the generators alone."""
+
+
+def _name_of(source: Source) -> str:
+    """Return the path of the source, for messages."""
+    return str(getattr(source, "path", "the checkpoint"))
+
+
+def _own_values(
+    source: Source, team: Team, wanted: Any, redeal: Redeal | None
+) -> Filling:
+    """Return the values for this rank's ``per_rank``; see ``load``.
+
+    Args:
+        source: the open checkpoint.
+        team: the ranks of the load.
+        wanted: the caller's ``per_rank``; None: nothing is read.
+        redeal: see ``load``.
+
+    Raises: TypeError, if ``wanted`` or a result of ``redeal`` is no dict; any error of
+    ``redeal``.
+    Collective: none.
+    """
+    if wanted is None:
+        return Filling()
+    _require_dict(wanted, "load expects per_rank=None or a dict")
+    saved = source.saved_ranks
+    # A rank without values of its own saved an empty dict, so the numbers are equal.
+    if saved == team.world_size:
+        return fill(wanted, source.rank_values(team.rank), "per_rank")
+    if not saved:
+        return Filling(problems=["the checkpoint was saved without per_rank"])
+    if redeal is None:
+        return Filling(
+            problems=[
+                f"per_rank was saved by {saved} ranks, and {team.world_size} load: "
+                "load(.., redeal=function) gets the values of all of them and returns "
+                "those of a rank"
+            ]
+        )
+    all_values = [source.rank_values(rank) for rank in range(saved)]
+    dealt = redeal(all_values, team.rank, team.world_size)
+    _require_dict(dealt, "redeal must return a dict")
+    return fill(wanted, dealt, "per_rank")
+
+
+def _require_dict(value: object, expected: str) -> None:
+    """Raise TypeError, unless ``value`` is a dict."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{expected}, got a {type(value).__name__}.")
 
 
 def _prepare(
@@ -138,7 +227,7 @@ def _prepare(
     *,
     strict: bool,
     cast: bool,
-) -> tuple[ComparedModel, list[OptimizerLoad], list[Copy]]:
+) -> _Planned:
     """Compare the checkpoint with model and optimizers, and verify the blocks to read.
 
     Args:
@@ -149,7 +238,8 @@ def _prepare(
         strict: raise for a difference.
         cast: take tensors of another dtype.
 
-    Returns: the comparison of the model and of each optimizer, and all copies.
+    Returns: the comparison of the model and of each optimizer, and all copies, without
+    objects and random state.
     Raises: CheckpointError.
     Collective: none.
     """
@@ -163,7 +253,7 @@ def _prepare(
     # The last step that reads before the ranks agree: damaged blocks must be found now,
     # because after the agreement a failure leaves the model partly loaded.
     source.prepare(copies)
-    return fit, loads, copies
+    return _Planned(fit, loads, copies)
 
 
 def _tell_unfilled(module: nn.Module) -> None:
@@ -180,35 +270,26 @@ def _tell_unfilled(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _change(
-    team: Team,
-    fit: ComparedModel,
-    loads: list[OptimizerLoad],
-    copies: list[Copy],
-    state: dict[str, Any] | None,
-) -> None:
+def _change(team: Team, planned: _Planned) -> None:
     """Copy all values on all ranks, or raise on all ranks.
-
-    Args:
-        team: the ranks of the load.
-        fit: the comparison of the model with the checkpoint.
-        loads: the planned load of each optimizer.
-        copies: the slices of model and optimizer that this rank reads.
-        state: this rank's random state, or None to leave the generators alone.
 
     Collective: one all-gather of objects over the team's group.
     Raises: CheckpointError, the same on every rank.
     """
     error: Exception | None = None
     try:
-        # Few things can still fail: reading the disk, or a module's
-        # ``set_extra_state``.
-        fit.source.finish(copies)
-        fit.set_own_states()
-        for each in loads:
+        # Few things can still fail: reading the disk, a module's ``set_extra_state``,
+        # or an object's ``load_state_dict``.
+        source = planned.model.source
+        source.finish(planned.copies)
+        planned.model.set_own_states()
+        for each in planned.optims:
             each.install()
-        if state is not None:
-            set_rng_state(state, str(getattr(fit.source, "path", "the checkpoint")))
+        # After the optimizers: a scheduler may look at their options.
+        for filling in planned.objects:
+            filling.give()
+        if planned.rng is not None:
+            set_rng_state(planned.rng, _name_of(source))
     except Exception as raised:
         error = CheckpointError(
             f"load failed when a part was loaded already ({type(raised).__name__}: "

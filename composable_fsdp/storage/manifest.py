@@ -28,7 +28,10 @@ from composable_fsdp.errors import CheckpointError
 
 FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
-VERSION = 1
+VERSION = 2
+# The fields that older versions lack, with the value that stands for them.
+SINCE: dict[int, dict[str, Any]] = {2: {"per_rank": []}}
+"""Per version: the fields that the version has added, with their defaults in JSON."""
 # To verify a slice, a reader reads whole blocks: larger blocks cost more for small
 # slices, and smaller blocks make a larger manifest.
 BLOCK = 4 * 1024 * 1024
@@ -232,8 +235,8 @@ class Manifest:
     """A whole checkpoint without the values of tensors.
 
     ``loose`` are tensors that JSON values refer to by index: the tensors in ``extra``,
-    in the modules' extra states, in the optimizer's values and options, and in ``rng``.
-    ``rng`` holds a dict per rank.
+    in the modules' extra states, in the optimizer's values and options, in ``rng`` and
+    in ``per_rank``. ``rng`` holds a dict per rank, ``per_rank`` a value per rank.
     """
 
     # A reader must refuse unknown keys, so a new field needs a new VERSION.
@@ -255,6 +258,8 @@ class Manifest:
     """Results of modules' ``get_extra_state``, by the name in a state dict."""
     # Empty in a converted checkpoint.
     rng: tuple[Json, ...]
+    # Empty if no rank has given values of its own.
+    per_rank: tuple[Json, ...]
 
     def to_json(self) -> Json:
         """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""

@@ -84,6 +84,18 @@ def merge(told: Sequence[RankPart]) -> Manifest:
             _shifted(part.rng, shift)
             for (part, _, _), shift in zip(told, shifts, strict=True)
         ),
+        per_rank=_per_rank(told, shifts),
+    )
+
+
+def _per_rank(told: Sequence[RankPart], shifts: list[int]) -> tuple[Json, ...]:
+    """Return the own values of each rank; empty if no rank has given any."""
+    if all(part.per_rank is None for part, _, _ in told):
+        return ()
+    # A rank without values has none to lose.
+    return tuple(
+        {} if part.per_rank is None else _shifted(part.per_rank, shift)
+        for (part, _, _), shift in zip(told, shifts, strict=True)
     )
 
 

@@ -204,6 +204,7 @@ class NativeSource(Source):
         self._wholes: dict[_Key, Stored] = {}
         self._index()
         self.param_groups = self.extra = None
+        self.saved_ranks = len(manifest.per_rank)
         try:
             if values:
                 self._decode()
@@ -276,6 +277,13 @@ class NativeSource(Source):
         """
         states = self.manifest.rng
         return self._value(states[rank]) if rank < len(states) else None
+
+    def rank_values(self, rank: int) -> Any:
+        """Return the values of ``rank``; see ``Source``. Raises: KeyError."""
+        # Not on opening: of 1,024 ranks, a rank needs its own.
+        if not 0 <= rank < self.saved_ranks:
+            raise KeyError(rank)
+        return self._value(self.manifest.per_rank[rank])
 
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of the flattened tensor; see ``Source``.

@@ -42,6 +42,7 @@ from composable_fsdp.storage.contents import (
 from composable_fsdp.storage.manifest import Json, Slot, require_storable
 from composable_fsdp.storage.rng import rng_state
 from composable_fsdp.storage.same_on_ranks import RankValues, hash_tensors, text_of
+from composable_fsdp.storage.stateful import states_of
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
 
@@ -103,6 +104,8 @@ class FilePart:
     extra: Json = None
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
+    per_rank: Json = None
+    """The values of this rank alone; None if the caller has given none."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(
         default_factory=dict
     )
@@ -174,12 +177,20 @@ class PartMaker:
         """What this rank tells of the values that rank 0 alone saves."""
 
     def make(
-        self, optims: Sequence[torch.optim.Optimizer], extra: Any
+        self,
+        optims: Sequence[torch.optim.Optimizer],
+        extra: Any,
+        per_rank: dict[str, Any] | None = None,
     ) -> tuple[FilePart, list[Piece]]:
         """Return the description and the pieces of this rank.
 
         Scalars are read now; the elements of other tensors are read when the file is
         written.
+
+        Args:
+            optims: the optimizers.
+            extra: the values that rank 0 saves for all ranks.
+            per_rank: the values that each rank saves. Default None: no values.
 
         Raises: TypeError, for a value that ``extra`` or the optimizer may not hold;
         CheckpointError, for tensors that cannot be stored.
@@ -196,7 +207,10 @@ class PartMaker:
         states = self._optimizer_states(groups)
         # Every rank encodes ``extra``, although only rank 0's is saved: a value that
         # cannot be stored raises, whichever rank passes the value.
-        encoded = encode(extra, "extra", self._put)
+        encoded = encode(states_of(extra, "extra"), "extra", self._put)
+        if per_rank is not None:
+            own = states_of(per_rank, "per_rank")
+            self.part.per_rank = encode(own, "per_rank", partial(self._put, keep=True))
         for name, module in self.contents.own_states.items():
             state = module.get_extra_state()
             if not self.is_alone:

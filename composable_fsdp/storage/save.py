@@ -61,6 +61,7 @@ def save(
     *,
     keep: int | None = None,
     overwrite: bool = False,
+    per_rank: dict[str, Any] | None = None,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -75,8 +76,10 @@ def save(
             module.
         optim: an optimizer over the parameters of ``module``, or a list of optimizers
             with disjoint parameters. Default None: no optimizer state is saved.
-        extra: nested dicts and lists of strings, numbers, booleans, None and tensors,
-            which ``load`` returns. Rank 0's ``extra`` is saved. Default None.
+        extra: nested dicts, lists, tuples, sets and deques of strings, bytes, numbers,
+            booleans, None, tensors, numpy arrays, and objects with ``state_dict`` and
+            ``load_state_dict`` such as a scheduler, whose state is saved. ``load``
+            returns the values. Rank 0's ``extra`` is saved. Default None.
         keep: the number of checkpoints to keep, ``path`` included, among those beside
             ``path`` whose names differ from the name of ``path`` in the last number
             only, such as ``step-100``. Those with the smallest numbers are removed
@@ -85,6 +88,9 @@ def save(
             checkpoint is removed.
         overwrite: replace a checkpoint at ``path``, which stays until the new one is
             complete, and is then removed. Default False: an existing path is an error.
+        per_rank: values of this rank alone, such as the position of a data loader, of
+            the same types as ``extra``. ``load`` returns them to the same rank. Default
+            None: this rank has no such values.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
     that other ranks have, or other values in no unit) and a broadcast of objects on a
@@ -95,7 +101,26 @@ def save(
     """
     meet_team(module, "save")
     team = team_of(module)
-    write(team, prepare(team, path, module, optim, extra, keep, overwrite))
+    values = SaveValues(optim, extra, per_rank)
+    write(team, prepare(team, path, module, values, keep, overwrite))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveValues:
+    """What a save writes beside the module; see ``save``."""
+
+    optim: Optimizers | None
+    extra: Any
+    per_rank: dict[str, Any] | None
+
+    def require_types(self) -> None:
+        """Raise TypeError for a value of another type."""
+        if self.per_rank is not None and not isinstance(self.per_rank, dict):
+            raise TypeError(
+                "save expects per_rank=None or a dict, got a "
+                f"{type(self.per_rank).__name__}. Pass the values of this rank by "
+                'name: per_rank={"loader": loader}.'
+            )
 
 
 @dataclass(slots=True)
@@ -120,8 +145,7 @@ def prepare(
     team: Team,
     path: str | os.PathLike[str],
     module: nn.Module,
-    optim: Optimizers | None,
-    extra: Any,
+    given: SaveValues,
     keep: int | None,
     overwrite: bool,
 ) -> Job:
@@ -131,8 +155,7 @@ def prepare(
         team: the ranks of the save.
         path: see ``save``.
         module: see ``save``.
-        optim: see ``save``.
-        extra: see ``save``.
+        given: optimizers, ``extra`` and ``per_rank``.
         keep: see ``save``.
         overwrite: see ``save``.
 
@@ -150,12 +173,13 @@ def prepare(
         target = os.path.abspath(path_text(path, "save"))
         if keep is not None and (type(keep) is not int or keep < 1):
             raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
-        optims = optimizers_in(optim, "save")
+        given.require_types()
+        optims = optimizers_in(given.optim, "save")
         contents = contents_of(module, "save")
         maker = PartMaker(
             contents, is_first=team.rank == 0, is_alone=team.world_size == 1
         )
-        part, pieces = maker.make(optims, extra)
+        part, pieces = maker.make(optims, given.extra, given.per_rank)
         values = maker.told
         if team.rank == 0:
             # Before ``latest`` can name anything newer than the interrupted commit.

@@ -123,6 +123,9 @@ class Source(ABC):
     own_states: Mapping[str, Any] = MappingProxyType({})
     """Results of modules' ``get_extra_state``, by the name in a state dict."""
 
+    saved_ranks: int = 0
+    """The number of ranks that have saved values of their own (``per_rank``)."""
+
     @abstractmethod
     def read_model(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of a flattened tensor, ``(stop - start,)``.
@@ -186,6 +189,14 @@ class Source(ABC):
         """Return the random state for ``rank`` of ``world_size``, or None."""
         # Most formats have no random states.
         return None
+
+    def rank_values(self, rank: int) -> Any:
+        """Return what ``rank`` gave ``save`` as ``per_rank``; see ``saved_ranks``.
+
+        Raises: KeyError, if no such rank has saved values.
+        """
+        # The default of formats that hold no values of ranks.
+        raise KeyError(rank)
 
     @abstractmethod
     def close(self) -> None:

@@ -22,6 +22,7 @@ from composable_fsdp.storage.manifest import (
     Manifest,
     Region,
     RegionState,
+    Stored,
 )
 from composable_fsdp.storage.parse import parse_fields
 from composable_fsdp.storage.values import decode
@@ -270,12 +271,14 @@ def _check_values(manifest: Manifest, file: str) -> None:
     used: Counter[int] = Counter()
 
     # Stands in for the reader of loose tensors: counts the uses and reads no payload.
-    def note(index: int) -> None:
+    # The place has the dtype and the shape, which bytes and arrays are checked by.
+    def note(index: int) -> Stored:
         if not 0 <= index < len(manifest.loose):
             raise _refuse(
                 file, f"loose tensor {index} is asked for and there is none such"
             )
         used[index] += 1
+        return manifest.loose[index]
 
     def check(value: Json, where: str) -> None:
         decode(value, f"{file}: {where}", note)
@@ -310,5 +313,13 @@ def _check_values(manifest: Manifest, file: str) -> None:
         if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
             raise _refuse(file, f"rng[{r}] holds something else than {RNG_KEYS}")
         check(state, f"rng[{r}]")
+    if len(manifest.per_rank) not in (0, manifest.world_size):
+        raise _refuse(
+            file,
+            f"per_rank has {len(manifest.per_rank)} values for {manifest.world_size} "
+            "ranks",
+        )
+    for r, value in enumerate(manifest.per_rank):
+        check(value, f"per_rank[{r}]")
     if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
         raise _refuse(file, "loose tensors are not referred to once each")

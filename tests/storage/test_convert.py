@@ -317,15 +317,12 @@ def test_what_modules_keep_beside_tensors_is_converted(tmp_path: Path, to: str) 
     ]
 
 
-@pytest.mark.parametrize(("to", "what"), [("dcp", "1"), ("native", "1")])
-def test_extra_state_that_a_format_cannot_hold_is_named(
-    tmp_path: Path, to: str, what: str
-) -> None:
+def test_extra_state_that_a_format_cannot_hold_is_named(tmp_path: Path) -> None:
     """Keys that are no text, with the way out; ``torch.save`` holds them."""
     torch.save({**sample(), "extra": {"by_step": {1: 2.0}}}, tmp_path / "file.pt")
 
-    with pytest.raises(CheckpointError, match=rf"by_step.* key {what}.*--weights-only"):
-        convert(tmp_path / "file.pt", tmp_path / "out", to)
+    with pytest.raises(CheckpointError, match=r"by_step.* key 1.*--weights-only"):
+        convert(tmp_path / "file.pt", tmp_path / "out", "dcp")
     convert(tmp_path / "file.pt", tmp_path / "copy.pt", "torch")
 
     assert loaded(tmp_path / "copy.pt")["extra"] == {"by_step": {1: 2.0}}

@@ -61,7 +61,7 @@ def sound() -> Json:
     ]
     return {
         "format": "composable_fsdp.checkpoint",
-        "version": 1,
+        "version": 2,
         "library": "0",
         "torch": "2",
         "world_size": 2,
@@ -74,6 +74,7 @@ def sound() -> Json:
         "extra": {"t": {"$tensor": 0}},
         "own_states": {"m._extra_state": {"$tuple": [1]}},
         "rng": [{}, {}],
+        "per_rank": [{}, {"at": {"$map": [[1, {"$set": [2, 3]}]]}}],
     }
 
 
@@ -132,7 +133,9 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         put("files.0.name", "rank1.safetensors"),
         "stands twice in",
     ),
-    "version": (put("version", 2), "format version 2"),
+    "version": (put("version", 3), "format version 3"),
+    "field of a newer version": (put("version", 1), "fields of version 1"),
+    "values of too few ranks": (put("per_rank", [{}]), "per_rank has 1 values for 2"),
     "other format": (put("format", "zip"), "format is 'zip', expected"),
     "unknown field": (put("regions.0.more", 1), "regions[0] is ['dtype', 'more'"),
     "name twice": (put("singles.0.fqns", ["tied"]), "'tied' stand there twice"),

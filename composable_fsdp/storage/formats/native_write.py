@@ -96,9 +96,7 @@ class _Maker:
                 self._encode(dict(group), f"param_groups[{g}]")
                 for g, group in enumerate(source.param_groups)
             ]
-        # Checkpoints of other formats may hold tuples in ``extra``, which ``encode``
-        # refuses.
-        part.extra = encode(_lists(source.extra), "extra", self._put)
+        part.extra = encode(source.extra, "extra", self._put)
         for piece in self.pieces:
             part.tensors[piece.key] = (piece.dtype, piece.shape)
         return part
@@ -125,12 +123,3 @@ class _Maker:
         self._part.loose.append(key)
         self.pieces.append(of_tensor(key, tensor))
         return len(self._part.loose) - 1
-
-
-def _lists(value: Any) -> Any:
-    """Return ``value`` with all tuples replaced by lists."""
-    if isinstance(value, list | tuple):
-        return [_lists(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _lists(each) for key, each in value.items()}
-    return value

@@ -30,6 +30,7 @@ The optimizer's state may have any of these forms:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -162,6 +163,8 @@ def nested_tree(source: Source) -> dict[str, Any]:
     """Return a source as the dictionary that users save, without missing parts.
 
     The tensors are ``LazyTensor``; ``NestedSource`` is the inverse.
+
+    Raises: CheckpointError, for a value that a restricted pickle cannot hold.
     """
     model = {
         name: LazyTensor(info, partial(source.read_model, name), ("model", name))
@@ -187,7 +190,41 @@ def nested_tree(source: Source) -> dict[str, Any]:
         tree["optim"] = {"state": state, "param_groups": groups}
     if source.extra is not None:
         tree["extra"] = source.extra
+    for name in (*source.own_states, "extra"):
+        _require_restricted(tree.get(name, source.own_states.get(name)), name)
     return tree
+
+
+def _require_restricted(value: Any, where: str) -> None:
+    """Raise CheckpointError for a value that ``torch.load(weights_only=True)`` refuses.
+
+    Args:
+        value: the value.
+        where: the name of the value in messages.
+
+    Collective: none.
+    """
+    # The file could be written, and neither this library nor careful users read it.
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _require_restricted(key, f"a key of {where}")
+            _require_restricted(each, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            _require_restricted(each, f"{where}[{i}]")
+    elif not isinstance(value, set | Tensor | LazyTensor) and (
+        type(value) not in _RESTRICTED or value == b""
+    ):
+        kind = type(value)
+        raise CheckpointError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which "
+            "torch.load(weights_only=True) refuses to read from a pickle. Convert with "
+            "--weights-only, or to native."
+        )
+
+
+_RESTRICTED = (type(None), bool, int, float, complex, str, bytes, bytearray)
+"""The types of values that the restricted reader of torch accepts in a file."""
 
 
 def _split(
@@ -283,7 +320,8 @@ def read_all(value: Any) -> Any:
         # optimizer can be tensors, too, such as the learning rate.
         return value.read(0, value.info.numel).reshape(value.info.shape).clone()
     if isinstance(value, Mapping):
-        return {key: read_all(each) for key, each in value.items()}
+        found = {key: read_all(each) for key, each in value.items()}
+        return Counter(found) if isinstance(value, Counter) else found
     if isinstance(value, list | tuple):
         items = [read_all(each) for each in value]
         return items if isinstance(value, list) else tuple(items)

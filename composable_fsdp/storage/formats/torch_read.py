@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -186,7 +187,7 @@ class _Walk:
             # A name grows with the depth, and a key may be a text of any length.
             name = f"{where}, {str(key)[:200]}"
             copied[key] = self.lazy(each, name, depth + 1)
-        return copied
+        return Counter(copied) if type(value) is Counter else copied
 
     def _tensor(self, tensor: Tensor, where: str) -> LazyTensor:
         """Return a ``LazyTensor`` of ``tensor``, whose bytes count once per storage."""

@@ -8,6 +8,7 @@ can drop them afterwards.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def _mapped(
         if value.storage not in mapped:
             mapped[value.storage] = _map(value.info, files[value.storage])
         return mapped[value.storage]
+    if isinstance(value, Counter):
+        return value
     if isinstance(value, dict):
         return {key: _mapped(each, files, mapped) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,0 +1,175 @@
+"""Saves and fills objects with ``state_dict`` and ``load_state_dict``.
+
+Schedulers, gradient scalers and data loaders stand in ``extra`` and ``per_rank`` beside
+plain values. A save stores the state in place of the object; a load that gets the same
+objects at the same keys fills them::
+
+    save(.., extra={"sched": sched, "epoch": 3})   {"sched": {..}, "epoch": 3}
+    load(.., extra={"sched": sched})               sched.load_state_dict({..})
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp.naming import listed
+from composable_fsdp.storage.contents import units_in
+
+_MAX_DEPTH = 100
+"""The deepest nesting in which objects are looked for; values are saved no deeper."""
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether ``value`` is an object with a state that can be given back."""
+    # A class has the methods, too, and no state.
+    if isinstance(value, type):
+        return False
+    methods = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, name, None)) for name in methods)
+
+
+def states_of(value: Any, where: str, depth: int = 0) -> Any:
+    """Return ``value`` with the state in place of each object that has a state.
+
+    Args:
+        value: nested dicts, lists and tuples.
+        where: the name of the value in messages.
+        depth: the number of containers around the value. Default 0.
+
+    Returns: the value itself, if it has no such object.
+    Raises: TypeError, for an optimizer or a sharded module; any error of
+    ``state_dict``.
+    Collective: those of the objects' ``state_dict``.
+    """
+    # ``encode`` refuses what is deeper, by the path.
+    if depth > _MAX_DEPTH:
+        return value
+    if is_stateful(value):
+        _require_own_state(value, where)
+        return value.state_dict()
+    inner = depth + 1
+    # Without states inside, the same object goes on, so ``encode`` sees its type.
+    if type(value) is dict:
+        made: Any = {
+            k: states_of(v, f"{where}[{k!r}]", inner) for k, v in value.items()
+        }
+        return made if _differ(made.values(), value.values()) else value
+    if type(value) in (list, tuple):
+        made = [states_of(v, f"{where}[{i}]", inner) for i, v in enumerate(value)]
+        return type(value)(made) if _differ(made, value) else value
+    return value
+
+
+def _differ(made: Any, given: Any) -> bool:
+    """Return whether an item was replaced."""
+    return any(a is not b for a, b in zip(made, given, strict=True))
+
+
+def _require_own_state(value: object, where: str) -> None:
+    """Raise TypeError for an object whose state is spread over ranks."""
+    if isinstance(value, torch.optim.Optimizer):
+        raise TypeError(
+            f"{where} is an optimizer ({type(value).__name__}); its state is cut over "
+            "the ranks. Pass it as optim=..., or several as a list."
+        )
+    if isinstance(value, nn.Module) and units_in(value):
+        raise TypeError(
+            f"{where} is a sharded module ({type(value).__name__}); its parameters are "
+            "cut over the ranks. Save it by a save of its own, or pass a module that "
+            "holds both."
+        )
+
+
+@dataclass(slots=True)
+class Filling:
+    """What a load gives to the objects of the caller; see ``fill``."""
+
+    value: Any = None
+    """The saved value, with the objects in place of their states."""
+    states: list[tuple[Any, Any]] = field(default_factory=list)
+    """Each object, with the state for ``load_state_dict``."""
+    problems: list[str] = field(default_factory=list)
+    """Objects without a saved state."""
+
+    def give(self) -> None:
+        """Call ``load_state_dict`` of every object.
+
+        Collective: those of the objects' ``load_state_dict``.
+        """
+        for each, state in self.states:
+            # Schedulers keep the lists and dicts of the state, which an open source
+            # may give out again.
+            each.load_state_dict(copy.deepcopy(state))
+
+
+def fill(objects: Any, saved: Any, where: str) -> Filling:
+    """Find the saved state of each object in ``objects``, at the same keys.
+
+    Args:
+        objects: nested dicts, lists and tuples as at the save; values without state are
+            ignored.
+        saved: the saved value.
+        where: the name of the value in messages.
+
+    Returns: the filling; no object is changed yet.
+    Collective: none.
+    """
+    found = Filling()
+    found.value = _merged(objects, saved, where, found)
+    return found
+
+
+def _merged(
+    objects: Any, saved: Any, where: str, found: Filling, depth: int = 0
+) -> Any:
+    """Return ``saved`` with the objects; add states and problems to ``found``.
+
+    Args:
+        objects: see ``fill``.
+        saved: see ``fill``.
+        where: see ``fill``.
+        found: gets the states and the problems.
+        depth: the number of containers around the value. Default 0.
+
+    Collective: none.
+    """
+    if is_stateful(objects):
+        found.states.append((objects, saved))
+        return objects
+    if depth > _MAX_DEPTH or type(objects) not in (dict, list, tuple):
+        return saved
+    is_dict = type(objects) is dict
+    pairs = objects.items() if is_dict else enumerate(objects)
+    holds = [(key, each) for key, each in pairs if _holds_objects(each, depth + 1)]
+    if not holds:
+        return saved
+    if saved is None:
+        found.problems.append(f"the checkpoint was saved without {where}")
+        return saved
+    if not isinstance(saved, dict if is_dict else list | tuple):
+        found.problems.append(f"{where} was saved as a {type(saved).__name__}")
+        return saved
+    made: Any = dict(saved) if is_dict else list(saved)
+    for key, each in holds:
+        path = f"{where}[{key!r}]"
+        if key in made if is_dict else key < len(made):
+            made[key] = _merged(each, made[key], path, found, depth + 1)
+        else:
+            keys = listed(map(repr, saved)) if is_dict else f"{len(made)} items"
+            found.problems.append(f"{path} was not saved ({where} has {keys})")
+    return made if is_dict else type(saved)(made)
+
+
+def _holds_objects(value: Any, depth: int) -> bool:
+    """Return whether ``value`` is, or has in it, an object with a state."""
+    if is_stateful(value):
+        return True
+    if depth > _MAX_DEPTH or type(value) not in (dict, list, tuple):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return any(_holds_objects(each, depth + 1) for each in inner)

@@ -1,0 +1,450 @@
+"""Claims on ``extra`` and ``per_rank``: what a training script holds comes back."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+from composable_fsdp import (
+    CheckpointError,
+    LoadReport,
+    async_save,
+    convert,
+    fully_shard,
+    load,
+    open_source,
+    save,
+)
+from composable_fsdp.storage.values import decode, encode
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+VALUES: dict[str, Any] = {
+    "tuple": (1, (2.5, "a"), []),
+    "bytes": b"\x00\xff" * 40,
+    "no bytes": b"",
+    "bytearray": bytearray(b"abc"),
+    "int keys": {1: "a", -3: {None: 2}, (1, "b"): 3, 2.5: 4, b"k": 5, True + 9: 6},
+    "set": {3, 1, 2},
+    "set of tuples": {(1, "a"), (2, "b")},
+    "frozenset": frozenset({"a", b"b"}),
+    "deque": deque([1, (2,)], maxlen=5),
+    "endless deque": deque([1, 2]),
+    "counter": Counter({10: 1, 30: 2}),
+    "complex": 1.5 - 2j,
+    "infinite": complex(float("inf"), -0.0),
+    "float32": numpy.float32(0.1),
+    "int64": numpy.int64(-7),
+    "bool": numpy.bool_(True),
+    "date": numpy.datetime64("2020-02-03T04:05"),
+    "array": numpy.arange(6, dtype=numpy.int16).reshape(2, 3).T,
+    "big end": numpy.array([1.5, 2.5], dtype=">f8"),
+    "texts": numpy.array(["a", "bcd"]),
+    "empty array": numpy.zeros((0, 3)),
+    "point": numpy.array(2.5),
+    "python": random.Random(3).getstate(),
+    "numpy": numpy.random.RandomState(3).get_state(),
+    "pcg64": numpy.random.default_rng(3).bit_generator.state,
+    "torch": torch.Generator().manual_seed(3).get_state(),
+    "marks": {"$set": [1], "$map": (2,)},
+}
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Of the same type and value, all the way down."""
+    if isinstance(left, torch.Tensor | numpy.ndarray | numpy.generic):
+        if type(left) is not type(right) or left.dtype != right.dtype:
+            return False
+        alike: Any = left == right
+        return left.shape == right.shape and bool(alike.all())
+    if isinstance(left, dict):
+        return (
+            type(left) is type(right)
+            and left.keys() == right.keys()
+            and (all(equal(left[key], right[key]) for key in left))
+        )
+    if isinstance(left, list | tuple):
+        same = type(left) is type(right) and len(left) == len(right)
+        return same and all(map(equal, left, right))
+    return type(left) is type(right) and left == right and repr(left) == repr(right)
+
+
+@pytest.mark.req("K-08")
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_comes_back_equal_and_of_its_type(tmp_path: Path, name: str) -> None:
+    """Through the files, as a value of ``extra`` and as a value of a rank."""
+    value, mine = VALUES[name], dict[str, Any]()
+    wanted = sorted(value) if isinstance(value, set) else value
+
+    save(tmp_path / "a", nn.Linear(2, 2), extra=[value], per_rank={"mine": value})
+    (found,) = load(tmp_path / "a", nn.Linear(2, 2), per_rank=mine)
+
+    for each in (found, mine["mine"]):
+        assert type(each) is type(value)
+        assert equal(sorted(each) if isinstance(each, set) else each, wanted)
+    assert not hasattr(value, "maxlen") or value.maxlen == found.maxlen
+
+
+@pytest.mark.req("K-08")
+def test_generators_go_on_from_what_extra_holds(tmp_path: Path) -> None:
+    """Python's, numpy's and a generator of torch take the states that come back."""
+    generators = random.Random(1), numpy.random.RandomState(1), torch.Generator()
+    states = (generators[0].getstate(), generators[1].get_state())
+    save(tmp_path / "a", nn.Linear(2, 2), extra=(*states, generators[2].get_state()))
+    drawn = (
+        generators[0].random(),
+        generators[1].rand(),
+        torch.rand(1, generator=generators[2]),
+    )
+
+    python, arrays, host = load(tmp_path / "a", nn.Linear(2, 2))
+
+    generators[0].setstate(python)
+    generators[1].set_state(arrays)
+    generators[2].set_state(host)
+    again = (
+        generators[0].random(),
+        generators[1].rand(),
+        torch.rand(1, generator=generators[2]),
+    )
+    assert drawn == again
+
+
+Made = Callable[[optim.Optimizer], lr_scheduler.LRScheduler]
+
+
+def _warm(optimizer: optim.Optimizer) -> list[lr_scheduler.LRScheduler]:
+    return [
+        lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=2),
+        lr_scheduler.MultiStepLR(optimizer, [3, 3, 5], 0.5),
+    ]
+
+
+SCHEDULERS: dict[str, Made] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda at: 0.9**at),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda at: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 3, 7]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.3, total_iters=4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, _warm(o), [2]),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(_warm(o)),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
+    "CosineAnnealingWarmRestarts": (
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3)
+    ),
+    "SWALR": lambda o: optim.swa_utils.SWALR(o, 0.05, anneal_epochs=6),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12),
+}
+
+
+def rates(scheduler: Any, optimizer: optim.Optimizer, count: int) -> list[float]:
+    """Take steps; the learning rates after each."""
+    found = []
+    for at in range(count):
+        optimizer.step()
+        takes = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        scheduler.step(*([float(at)] if takes else []))
+        found += [float(group["lr"]) for group in optimizer.param_groups]
+    return found
+
+
+def test_every_scheduler_of_torch_is_tried() -> None:
+    """A scheduler that torch adds has to come back, too."""
+    names = set(lr_scheduler.__all__) - {"LRScheduler", "_LRScheduler"}
+
+    assert names | {"SWALR"} == SCHEDULERS.keys()
+
+
+@pytest.mark.req("K-08")
+@pytest.mark.parametrize("tensor_rate", [False, True])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_goes_on_where_it_was(
+    tmp_path: Path, name: str, tensor_rate: bool
+) -> None:
+    """Given to ``save`` and ``load`` as it is; state and learning rates are equal."""
+
+    def made() -> tuple[nn.Module, optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        rate = torch.tensor(0.1) if tensor_rate else 0.1
+        optimizer = optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    model, optimizer, scheduler = made()
+    rates(scheduler, optimizer, 4)
+    save(tmp_path / "a", model, optimizer, {"scheduler": scheduler, "epoch": 3})
+    state = pickle.loads(pickle.dumps(scheduler.state_dict()))
+    wanted = rates(scheduler, optimizer, 5)
+
+    model, optimizer, scheduler = made()
+    extra = load(tmp_path / "a", model, optimizer, {"scheduler": scheduler})
+
+    assert extra == {"scheduler": scheduler, "epoch": 3}
+    assert equal(json_like(scheduler.state_dict()), json_like(state))
+    assert rates(scheduler, optimizer, 5) == wanted
+
+
+def json_like(value: Any) -> Any:
+    """The values of a scheduler's state without functions, which torch leaves out."""
+    if isinstance(value, dict):
+        return type(value)({key: json_like(each) for key, each in value.items()})
+    if isinstance(value, list):
+        return [json_like(each) for each in value]
+    return None if callable(value) and not isinstance(value, torch.Tensor) else value
+
+
+class Loader:
+    """Draws batches in an order of its own, as a stateful data loader does."""
+
+    def __init__(self, seed: int) -> None:
+        self.at, self.random = 0, random.Random(seed)
+        self.buffer: deque[int] = deque(maxlen=4)
+
+    def draw(self) -> int:
+        self.at += 1
+        self.buffer.append(self.random.randrange(10**6))
+        return sum(self.buffer) + self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "random": self.random.getstate(), "buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.buffer = state["at"], state["buffer"]
+        self.random.setstate(state["random"])
+
+
+def sharded() -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+@pytest.mark.req("K-08", "K-01")
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@on_ranks(1, 2, 3)
+def test_each_rank_gets_its_own_values_back(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """A data loader of every rank goes on where it was, in nested containers, too."""
+    loader, own = Loader(world.rank), {"order": torch.arange(world.rank + 1)}
+    drawn = [loader.draw() for _ in range(6 + world.rank)]
+    mine = {"loaders": [loader], "own": own, "rank": world.rank}
+
+    if how == "save":
+        save(tmp_path / "a", sharded(), per_rank=mine)
+    else:
+        future = async_save(tmp_path / "a", sharded(), per_rank=mine)
+    drawn = [loader.draw() for _ in range(3)]
+    if how == "async_save":
+        own["order"].zero_()
+        future.result()
+    fresh = Loader(99)
+    found: dict[str, Any] = {"loaders": [fresh], "kept": 1}
+    load(tmp_path / "a", sharded(), per_rank=found)
+
+    assert [fresh.draw() for _ in range(3)] == drawn
+    assert found["loaders"] == [fresh]
+    assert found["own"]["order"].tolist() == list(range(world.rank + 1))
+    assert (found["rank"], found["kept"]) == (world.rank, 1)
+    with open_source(tmp_path / "a") as source:
+        assert source.saved_ranks == world.world_size
+        assert source.rank_values(world.world_size - 1)["rank"] == world.world_size - 1
+
+
+def save_positions(world: World, folder: Path) -> None:
+    save(folder / "a", sharded(), per_rank={"at": world.rank, "loader": Loader(1)})
+
+
+def load_positions(world: World, folder: Path, told: bool) -> Any:
+    def redeal(saved: list[Any], rank: int, world_size: int) -> dict[str, Any]:
+        at = [each["at"] for each in saved][rank::world_size]
+        return {"at": at, "loader": saved[0]["loader"]}
+
+    found: dict[str, Any] = {"at": "mine", "loader": Loader(5)}
+    options: Any = {"redeal": redeal} if told else {}
+    text = message_of(lambda: load(folder / "a", sharded(), per_rank=found, **options))
+    first = found["loader"].draw() == Loader(1).draw()
+    return text, found["at"], first
+
+
+@pytest.mark.req("K-08")
+def test_values_of_ranks_are_dealt_anew_or_refused(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """At another world size: ``redeal`` gives each rank its values, or nothing does."""
+    ranks(3).run(save_positions, tmp_path)
+
+    dealt = ranks(2).run(load_positions, tmp_path, True)
+    refused = ranks(2).run(load_positions, tmp_path, False)
+
+    assert [at for _, at, _ in dealt] == [[0, 2], [1]]
+    assert all(is_filled for _, _, is_filled in dealt)
+    for text, at, is_filled in refused:
+        assert "per_rank was saved by 3 ranks, and 2 load: load(.., redeal=f" in text
+        assert (at, is_filled) == ("mine", False)
+
+
+@pytest.mark.req("K-08")
+def test_an_object_without_a_saved_state_is_named(tmp_path: Path) -> None:
+    """Nothing is loaded; a lenient load reports the object and leaves it alone."""
+    model = nn.Linear(2, 2)
+    save(tmp_path / "a", model, extra={"epoch": 1, "list": [1]})
+    asked = {"loader": Loader(0), "list": [0, Loader(1)]}
+    other, report = nn.Linear(2, 2), LoadReport()
+
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path / "a", other, extra=asked, per_rank={})
+    extra = load(
+        tmp_path / "a", other, extra=asked, per_rank={}, strict=False, report=report
+    )
+
+    text = str(error.value)
+    assert "extra['loader'] was not saved (extra has 'epoch', 'list')" in text
+    assert "extra['list'][1] was not saved" in text
+    assert "the checkpoint was saved without per_rank" in text
+    assert "Pass to load the objects that were saved, at the same keys." in text
+    assert len(report.values) == 3
+    assert extra == {"epoch": 1, "list": [1]}
+
+
+@pytest.mark.req("K-08")
+@on_ranks(2)
+def test_an_object_whose_state_lies_on_all_ranks_is_refused(
+    world: World, tmp_path: Path
+) -> None:
+    """An optimizer or a sharded module in ``extra`` would lose the others' parts."""
+    model = sharded()
+    optimizer = optim.SGD(model.parameters())
+
+    for extra, text in (
+        ({"optim": [optimizer]}, "extra['optim'][0] is an optimizer (SGD); its state"),
+        ({"ema": sharded()}, "extra['ema'] is a sharded module (Sequential); its"),
+    ):
+        found = message_of(lambda extra=extra: save(tmp_path / "a", model, extra=extra))  # type: ignore[misc]  # bound at once
+        assert text in found
+    found = message_of(lambda: save(tmp_path / "a", model, per_rank=[1]))  # type: ignore[arg-type]  # wrong on purpose
+    assert 'a list. Pass the values of this rank by name: per_rank={"loader"' in found
+
+
+@pytest.mark.req("K-08")
+def test_a_load_state_dict_that_raises_ends_the_load_on_every_rank(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """The error names it, and the other ranks hear of it."""
+    ranks(2).run(save_positions, tmp_path)
+
+    texts = ranks(2).run(load_into_broken, tmp_path)
+
+    for text in texts:
+        assert "a part was loaded already (ZeroDivisionError: " in text
+
+
+class Broken(Loader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"] / 0
+
+
+def load_into_broken(world: World, folder: Path) -> str:
+    mine = {"loader": Broken(1) if world.rank else Loader(1)}
+    return message_of(lambda: load(folder / "a", sharded(), per_rank=mine))
+
+
+@pytest.mark.req("K-08")
+def test_conversion_tells_what_it_leaves_out(tmp_path: Path) -> None:
+    """Values of ranks; ``extra`` keeps its types in the native format."""
+    save(tmp_path / "a", nn.Linear(2, 2), extra=VALUES, per_rank={"at": 1})
+
+    left = convert(tmp_path / "a", tmp_path / "b", "native")
+
+    assert left == ["random states", "values of single ranks (per_rank)"]
+    with open_source(tmp_path / "b") as source:
+        plain = {k: v for k, v in VALUES.items() if not isinstance(v, set)}
+        assert equal({name: source.extra[name] for name in plain}, plain)
+
+
+@pytest.mark.req("K-08")
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_another_format_cannot_hold_is_refused_by_name(
+    tmp_path: Path, name: str, to: str
+) -> None:
+    """All others come back equal from that format."""
+    value = VALUES[name]
+    save(tmp_path / "a", nn.Linear(2, 2), extra={"v": value})
+
+    text = message_of(lambda: convert(tmp_path / "a", tmp_path / "b", to))
+
+    if text != "nothing was raised":
+        assert "extra" in text
+        assert "v" in text
+        assert "Convert with --weights-only, or to" in text
+        return
+    with open_source(tmp_path / "b") as source:
+        found = source.extra["v"]
+    assert type(found) is type(value)
+    assert found == value if isinstance(value, set) else equal(found, value)
+
+
+DAMAGED: list[Any] = [
+    {"$set": [1, 1]},
+    {"$set": [[1]]},
+    {"$frozenset": 3},
+    {"$map": [["a", 1]]},
+    {"$map": [[1, 1], [1, 2]]},
+    {"$map": [[[1], 1]]},
+    {"$map": 5},
+    {"$dict": [["a", 1]]},
+    {"$deque": [[1, 2], 1]},
+    {"$deque": [[1], True]},
+    {"$counter": [[1, 1], [1, 1]]},
+    {"$complex": [1, 2.0]},
+    {"$complex": [1.0]},
+    {"$bytes": "aGk="},
+    {"$bytes": {"$tensor": 1}},
+    {"$array": ["|O", [3], {"$tensor": 0}]},
+    {"$array": ["V3", [1], {"$tensor": 0}]},
+    {"$array": ["<i4", [2], {"$tensor": 0}]},
+    {"$array": ["<f4", [1], {"$tensor": 1}]},
+    {"$array": ["|u1", [-3, -1], {"$tensor": 0}]},
+    {"$array": ["<i999999", [0], {"$tensor": 0}]},
+    {"$scalar": ["<f4", "00"]},
+    {"$scalar": ["<f4", "zzzzzzzz"]},
+    {"$scalar": ["<U1000000", "00"]},
+    {"$scalar": ["i4,i4", "00" * 8]},
+    {"$eval": "1"},
+]
+
+
+@pytest.mark.req("K-10")
+@pytest.mark.parametrize("value", DAMAGED, ids=str)
+def test_a_value_that_no_save_writes_is_refused(value: Any) -> None:
+    """By name, before anything of the claimed size is allocated."""
+    loose = [torch.zeros(3, dtype=torch.uint8), torch.zeros(1)]
+
+    with pytest.raises(CheckpointError, match="nothing that a checkpoint writes"):
+        decode(value, "m.json: extra", lambda index: loose[index])
+
+
+def test_sets_are_written_alike_on_every_rank() -> None:
+    """Items of a set have no order; ranks compare what they write."""
+    first, second = {0, 8}, {8, 0}
+    assert list(first) != list(second)
+
+    texts = [json.dumps(encode(each, "s", lambda *_: 0)) for each in (first, second)]
+
+    assert texts[0] == texts[1]
