@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.storage.pending import SaveFuture, remember
 from composable_fsdp.storage.save import Job, SaveValues, prepare, write
+from composable_fsdp.storage.selection import Patterns
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.writer import Piece
 
@@ -33,6 +34,9 @@ def async_save(
     keep: int | None = None,
     overwrite: bool = False,
     per_rank: dict[str, Any] | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    trainable_only: bool = False,
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
@@ -54,6 +58,9 @@ def async_save(
         keep: see ``save``.
         overwrite: see ``save``.
         per_rank: see ``save``.
+        include: see ``save``.
+        exclude: see ``save``.
+        trainable_only: see ``save``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the
@@ -65,7 +72,7 @@ def async_save(
     team = team_of(module)
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
-    values = SaveValues(optim, extra, per_rank)
+    values = SaveValues(optim, extra, per_rank, (include, exclude, trainable_only))
     job = prepare(team, path, module, values, keep, overwrite)
     error: Exception | None = None
     try:

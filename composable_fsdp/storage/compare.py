@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +77,11 @@ class LoadReport:
             ways.append(
                 "Make the optimizer as the saved one was made (its class, its "
                 "parameters); load(path, model) without it reads the model alone."
+            )
+        if self.missing or self.unexpected:
+            ways.append(
+                "load(..., include=.., exclude=.. or rename=..) loads a part, or other "
+                "names."
             )
         if self.values:
             ways.append("Pass to load the objects that were saved, at the same keys.")
@@ -154,7 +159,12 @@ def find(source: Source, names: tuple[str, ...]) -> str | None:
 
 
 def compare_model(
-    source: Source, contents: Contents, report: LoadReport, *, cast: bool
+    source: Source,
+    contents: Contents,
+    report: LoadReport,
+    leaves_out: Callable[[str], bool] = lambda name: False,
+    *,
+    cast: bool,
 ) -> ComparedModel:
     """Compare names, shapes and dtypes; differences go to ``report``.
 
@@ -163,8 +173,9 @@ def compare_model(
 
     Args:
         source: the open checkpoint.
-        contents: the parameters and buffers of the model.
+        contents: the parameters and buffers of the model that are loaded.
         report: receives the differences.
+        leaves_out: whether a name of the checkpoint is not asked for. Default: none is.
         cast: whether a tensor of another dtype fits.
 
     Returns: the reads of this rank, and the modules with a saved extra state.
@@ -201,10 +212,11 @@ def compare_model(
             copies.append(Copy(found, None, start, stop, held.local))
             report.untied += _untied(source, held.names, copies[-1])
     # Each tied tensor is in ``source.model`` once, so the other names never count.
-    report.unexpected += [name for name in source.model if name not in used]
     own_states = contents.own_states
     report.missing += [name for name in own_states if name not in source.own_states]
-    report.unexpected += [name for name in source.own_states if name not in own_states]
+    others = [name for name in source.model if name not in used]
+    others += [name for name in source.own_states if name not in own_states]
+    report.unexpected += [name for name in others if not leaves_out(name)]
     fitting = [(m, name) for name, m in own_states.items() if name in source.own_states]
     return ComparedModel(source, copies, fitting)
 

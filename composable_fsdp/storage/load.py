@@ -32,7 +32,9 @@ from composable_fsdp.storage.directory import path_text
 from composable_fsdp.storage.load_optim import OptimizerLoad, optimizer_loads
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
+from composable_fsdp.storage.rename import Rename, RenamedSource
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
+from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.source import Copy, Source
 from composable_fsdp.storage.stateful import Filling, fill
 from composable_fsdp.storage.team import Team, meet_team, team_of
@@ -57,6 +59,10 @@ def load(
     report: LoadReport | None = None,
     per_rank: dict[str, Any] | None = None,
     redeal: Redeal | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    trainable_only: bool = False,
+    rename: Rename | None = None,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
@@ -95,6 +101,17 @@ def load(
             and the number of ranks; the function returns the values for ``per_rank``.
             Default None: another number of ranks is a difference, if ``per_rank`` is a
             dict.
+        include: patterns of the names to load, as those of ``save``, by the names in
+            the model. All these must fit; other tensors of the model and of the
+            checkpoint, with their optimizer state, are left alone. Default None: all
+            names.
+        exclude: patterns of names to leave alone. Default None: no name.
+        trainable_only: leave buffers, extra states and frozen parameters of the model
+            alone. Default False.
+        rename: the names in the model for those in the checkpoint: a dict of old to new
+            prefixes, such as ``{"model": "backbone"}`` (``""`` is no prefix), or a
+            function of a name that returns the new name, or None to leave the tensor
+            out. Default None: the same names.
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
@@ -116,12 +133,22 @@ def load(
         try:
             require_module(module, "load")
             source = source or open_source(path_text(path, "load"))
+            # Random states, ``extra`` and the fingerprint have no names of tensors.
+            shown = source if rename is None else RenamedSource(source, rename)
             optims = optimizers_in(optim, "load")
             # Only compared here; ``_change`` gives the states.
             filled = fill(extra, source.extra, "extra")
             own = _own_values(source, team, per_rank, redeal)
             report.values += [*filled.problems, *own.problems]
-            planned = _prepare(source, module, optims, report, strict=strict, cast=cast)
+            planned = _prepare(
+                shown,
+                module,
+                optims,
+                report,
+                Selection.of(include, exclude, trainable_only),
+                strict=strict,
+                cast=cast,
+            )
             planned.objects = [filled, own]
             planned.rng = source.rng(team.rank, team.world_size) if rng else None
             if planned.rng is not None:
@@ -224,6 +251,7 @@ def _prepare(
     module: nn.Module,
     optims: Sequence[torch.optim.Optimizer],
     report: LoadReport,
+    selection: Selection,
     *,
     strict: bool,
     cast: bool,
@@ -235,6 +263,7 @@ def _prepare(
         module: the model; unchanged.
         optims: the optimizers; unchanged.
         report: gets the differences.
+        selection: the tensors to load.
         strict: raise for a difference.
         cast: take tensors of another dtype.
 
@@ -244,8 +273,9 @@ def _prepare(
     Collective: none.
     """
     contents = contents_of(module, "load")
-    fit = compare_model(source, contents, report, cast=cast)
-    loads = optimizer_loads(source, contents, optims, report)
+    chosen, leaves_out = selection.of_contents(contents), selection.leaves_out(contents)
+    fit = compare_model(source, chosen, report, leaves_out, cast=cast)
+    loads = optimizer_loads(source, contents, optims, report, selection)
     if strict:
         report.require_empty(source)
     fit.require_writable()

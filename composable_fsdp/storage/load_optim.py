@@ -29,6 +29,7 @@ from composable_fsdp.storage.contents import (
     named,
     not_in_module,
 )
+from composable_fsdp.storage.selection import ALL, Selection
 from composable_fsdp.storage.source import Copy, Source
 
 
@@ -50,14 +51,16 @@ def optimizer_loads(
     contents: Contents,
     optims: Sequence[torch.optim.Optimizer],
     report: LoadReport,
+    selection: Selection = ALL,
 ) -> list[OptimizerLoad]:
     """Compare each optimizer with the checkpoint; return an ``OptimizerLoad`` for each.
 
     Args:
         source: the open checkpoint.
-        contents: the parameters and buffers of the model.
+        contents: the parameters and buffers of the whole model.
         optims: the optimizers to load; may be empty.
         report: receives parameters and states that the optimizers or ``source`` lack.
+        selection: the parameters to load; state of others stays. Default: all.
 
     Returns: the ``OptimizerLoad`` objects, in the order of ``optims``.
     Raises: CheckpointError, for a parameter that is not in the module.
@@ -65,11 +68,16 @@ def optimizer_loads(
     """
     if optims and source.param_groups is None:
         report.optimizer.append(NO_OPTIMIZER)
-    loads = [OptimizerLoad(source, contents, each, report) for each in optims]
+    # By id: a parameter that is left alone is still one of the model.
+    chosen = set(named(selection.of_contents(contents)))
+    loads = [OptimizerLoad(source, contents, chosen, o, report) for o in optims]
     # A saved parameter may be in any of the optimizers, so the names that are left over
     # are known only after all optimizers have been compared.
     taken = {m.name for each in loads for group in each.groups for m in group if m}
     left = {name for each in loads for name in each.home} - taken
+    # A whole checkpoint may be loaded in part, by an optimizer of that part.
+    leaves_out = selection.leaves_out(contents)
+    left = {name for name in left if not leaves_out(name)}
     report.optimizer += [f"{quoted(name)} is not in it" for name in sorted(left)]
     return loads
 
@@ -81,9 +89,19 @@ class OptimizerLoad:
         self,
         source: Source,
         contents: Contents,
+        chosen: set[int],
         optim: torch.optim.Optimizer,
         report: LoadReport,
     ) -> None:
+        """Compare the optimizer with the checkpoint.
+
+        Args:
+            source: the open checkpoint.
+            contents: the parameters and buffers of the whole model.
+            chosen: the keys of ``named`` for the parameters to load.
+            optim: the optimizer.
+            report: receives the differences.
+        """
         self.source, self.report = source, report
         # An optimizer over flat parameters is viewed as an optimizer over the original
         # parameters: the checkpoint stores state per original parameter.
@@ -94,7 +112,7 @@ class OptimizerLoad:
             for g, group in enumerate(source.param_groups or ())
             for name in group["params"]
         }
-        self.groups = self._members(contents)
+        self.groups = self._members(contents, chosen)
         self._compare_options()
         for members in self.groups:
             for member in members:
@@ -105,8 +123,10 @@ class OptimizerLoad:
         self.copies: list[Copy] = []
         self.states: dict[int, dict[str, Any]] = {}
 
-    def _members(self, contents: Contents) -> list[list[Member | None]]:
-        """Return the members per group; None for a parameter the checkpoint lacks."""
+    def _members(
+        self, contents: Contents, chosen: set[int]
+    ) -> list[list[Member | None]]:
+        """Return the members per group; None for a parameter that gets no state."""
         known = named(contents)
         groups: list[list[Member | None]] = []
         for g, group in enumerate(self.optim.param_groups):
@@ -114,7 +134,8 @@ class OptimizerLoad:
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise not_in_module(parameter, g, i, "loaded")
-                members.append(self._member(known[id(parameter)]))
+                held, is_chosen = known[id(parameter)], id(parameter) in chosen
+                members.append(self._member(held) if is_chosen else None)
             groups.append(members)
         return groups
 

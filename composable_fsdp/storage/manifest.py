@@ -30,7 +30,7 @@ FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
 VERSION = 2
 # The fields that older versions lack, with the value that stands for them.
-SINCE: dict[int, dict[str, Any]] = {2: {"per_rank": []}}
+SINCE: dict[int, dict[str, Any]] = {2: {"per_rank": [], "cuts": []}}
 """Per version: the fields that the version has added, with their defaults in JSON."""
 # To verify a slice, a reader reads whole blocks: larger blocks cost more for small
 # slices, and smaller blocks make a larger manifest.
@@ -216,6 +216,41 @@ class Single:
 
 
 @dataclass(frozen=True, slots=True)
+class CutState:
+    """An element-wise optimizer state of a cut; ``parts`` as those of the cut."""
+
+    dtype: torch.dtype
+    parts: tuple[EntryPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A parameter of a unit that is stored alone, in parts; see ``cuts``.
+
+    Part ``i`` holds the elements ``[begins[i], begins[i + 1])`` of the flattened
+    parameter, the last part all others. ``values`` are as those of ``Slot``.
+    """
+
+    fqns: Names
+    dtype: torch.dtype
+    shape: Shape
+    begins: tuple[Size, ...]
+    parts: tuple[EntryPlace, ...]
+    states: dict[str, CutState]
+    values: dict[str, Json]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return the elements ``[start, stop)`` of each part."""
+        ends = (*self.begins[1:], self.numel)
+        return list(zip(self.begins, ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class File:
     """The file of a rank: sizes and checksums to verify before reading the payload."""
 
@@ -250,6 +285,8 @@ class Manifest:
     files: tuple[File, ...]
     regions: tuple[Region, ...]
     singles: tuple[Single, ...]
+    # Empty, unless the save was of a part of a unit.
+    cuts: tuple[Cut, ...]
     loose: tuple[Stored, ...]
     # None: the checkpoint was saved without an optimizer.
     param_groups: list[Json] | None

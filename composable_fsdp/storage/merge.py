@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
+from composable_fsdp.storage.cuts import merge_cuts
 from composable_fsdp.storage.manifest import (
     EntryPlace,
     File,
@@ -58,6 +59,7 @@ def merge(told: Sequence[RankPart]) -> Manifest:
         shifts.append(len(loose))
         for key in part.loose:
             loose.append(_stored(part, begins, rank, key))
+    numbered = list(enumerate(told))
     # Rank 0 alone has written tensors that are not cut, ``extra`` and the options.
     first, _, begins = told[0]
     singles = tuple(
@@ -76,6 +78,10 @@ def merge(told: Sequence[RankPart]) -> Manifest:
         files=tuple(file for _, file, _ in told),
         regions=tuple(_regions(told, shifts)),
         singles=singles,
+        cuts=merge_cuts(
+            [(part.cuts, _places(r, begins)) for r, (part, _, begins) in numbered],
+            lambda value, rank: _shifted(value, shifts[rank]),
+        ),
         loose=tuple(loose),
         param_groups=first.param_groups,
         extra=first.extra,
@@ -92,11 +98,16 @@ def _per_rank(told: Sequence[RankPart], shifts: list[int]) -> tuple[Json, ...]:
     """Return the own values of each rank; empty if no rank has given any."""
     if all(part.per_rank is None for part, _, _ in told):
         return ()
-    # A rank without values has none to lose.
+    # A rank without values has none to lose, and gets an empty dict back.
     return tuple(
         {} if part.per_rank is None else _shifted(part.per_rank, shift)
         for (part, _, _), shift in zip(told, shifts, strict=True)
     )
+
+
+def _places(rank: int, begins: dict[str, int]) -> Callable[[str], EntryPlace]:
+    """Return a function that returns the place of an entry of ``rank``."""
+    return lambda key: EntryPlace(rank, begins[key])
 
 
 def _library_version() -> str:

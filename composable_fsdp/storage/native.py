@@ -18,7 +18,14 @@ from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.directory import MANIFEST, open_plain
-from composable_fsdp.storage.manifest import EntryPlace, Manifest, Region, Slot, Stored
+from composable_fsdp.storage.manifest import (
+    Cut,
+    EntryPlace,
+    Manifest,
+    Region,
+    Slot,
+    Stored,
+)
 from composable_fsdp.storage.source import Copy, Source, TensorInfo
 from composable_fsdp.storage.validate import Entry, entries_by_file, parse
 from composable_fsdp.storage.values import decode
@@ -126,6 +133,31 @@ def cut_runs(
     return runs
 
 
+def part_runs(
+    cut: Cut, places: tuple[EntryPlace, ...], itemsize: int, start: int, stop: int
+) -> list[Run]:
+    """Return the places of elements ``[start, stop)`` of a cut, part by part.
+
+    Args:
+        cut: the parameter.
+        places: the places of the parts: of the cut, or of an optimizer state.
+        itemsize: the bytes of an element.
+        start: the first element, counted in the flattened parameter.
+        stop: the element after the last.
+
+    Returns: a run for each part that holds some of the elements, in order.
+    """
+    # A saved cut has a part per rank of its unit, so a search is not worth a table.
+    runs = []
+    for (first, last), place in zip(cut.bounds(), places, strict=True):
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            begin = place.begin + (low - first) * itemsize
+            end = begin + (high - low) * itemsize
+            runs.append(Run(low, high, place.file, begin, end))
+    return runs
+
+
 def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> str:
     """Return the interval of a flattened tensor as rectangles, as text for messages.
 
@@ -202,6 +234,7 @@ class NativeSource(Source):
         # None for the parameter or buffer itself.
         self._cut: dict[_Key, tuple[Region, Slot, tuple[EntryPlace, ...]]] = {}
         self._wholes: dict[_Key, Stored] = {}
+        self._parts: dict[_Key, tuple[Cut, tuple[EntryPlace, ...]]] = {}
         self._index()
         self.param_groups = self.extra = None
         self.saved_ranks = len(manifest.per_rank)
@@ -242,6 +275,14 @@ class NativeSource(Source):
             for key, stored in single.states.items():
                 optim.setdefault(name, {})[key] = info_of(stored.dtype, stored.shape)
                 self._wholes[name, key] = stored
+        for cut in self.manifest.cuts:
+            name, *others = cut.fqns
+            model[name] = info_of(cut.dtype, cut.shape)
+            self._parts[name, None] = cut, cut.parts
+            aliases.update(dict.fromkeys(others, name))
+            for key, own in cut.states.items():
+                optim.setdefault(name, {})[key] = info_of(own.dtype, cut.shape)
+                self._parts[name, key] = cut, own.parts
         self.model, self.aliases, self.optim = model, aliases, optim
 
     def _decode(self) -> None:
@@ -250,6 +291,7 @@ class NativeSource(Source):
         values: dict[str, dict[str, Any]] = {}
         held = [(s.fqns[0], s.values) for r in manifest.regions for s in r.slots]
         held += [(single.fqns[0], single.values) for single in manifest.singles]
+        held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
         for name, found in held:
             if found:
                 values[name] = {k: self._value(v) for k, v in found.items()}
@@ -409,11 +451,14 @@ class NativeSource(Source):
                 f"elements [{start}, {stop}) were asked of {quoted(name)}, which has "
                 f"{info.numel}."
             )
+        size = info.dtype.itemsize
+        if (name, state) in self._parts:
+            return part_runs(*self._parts[name, state], size, start, stop)
         found = self._cut.get((name, state))
         if found is None:
             return whole_runs(self._wholes[name, state], start, stop)
         region, slot, shards = found
-        return cut_runs(region, slot, shards, info.dtype.itemsize, start, stop)
+        return cut_runs(region, slot, shards, size, start, stop)
 
     def _told(self, what: tuple[Any, ...]) -> str:
         """Name a slice in error messages; the tuple is (name, state, start, stop)."""

@@ -39,9 +39,11 @@ from composable_fsdp.storage.contents import (
     not_in_module,
     require_readable,
 )
+from composable_fsdp.storage.cuts import CutPart, StateForms, cut_parts, is_whole
 from composable_fsdp.storage.manifest import Json, Slot, require_storable
 from composable_fsdp.storage.rng import rng_state
 from composable_fsdp.storage.same_on_ranks import RankValues, hash_tensors, text_of
+from composable_fsdp.storage.selection import ALL, Selection
 from composable_fsdp.storage.stateful import states_of
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
@@ -98,6 +100,8 @@ class FilePart:
 
     regions: list[RegionPart] = field(default_factory=list)
     singles: list[SinglePart] = field(default_factory=list)
+    cuts: list[CutPart] = field(default_factory=list)
+    """Parameters of units whose other parameters are left out of the save."""
     loose: list[str] = field(default_factory=list)
     """Keys of the entries that JSON values refer to by index in this list."""
     param_groups: list[Json] | None = None
@@ -169,8 +173,18 @@ def add_missing(part: FilePart, pieces: list[Piece], told: Iterable[Kinds]) -> N
 class PartMaker:
     """Collects the pieces and the description of the part of this rank."""
 
-    def __init__(self, contents: Contents, *, is_first: bool, is_alone: bool) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        selection: Selection = ALL,
+        *,
+        is_first: bool,
+        is_alone: bool,
+    ) -> None:
         self.contents, self.is_first, self.is_alone = contents, is_first, is_alone
+        # Names and ids of all are still needed: the optimizer may hold
+        # parameters that are left out of the checkpoint.
+        self.chosen = selection.of_contents(contents)
         self.pieces: list[Piece] = []
         self.part = FilePart()
         self.told = RankValues()
@@ -211,7 +225,7 @@ class PartMaker:
         if per_rank is not None:
             own = states_of(per_rank, "per_rank")
             self.part.per_rank = encode(own, "per_rank", partial(self._put, keep=True))
-        for name, module in self.contents.own_states.items():
+        for name, module in self.chosen.own_states.items():
             state = module.get_extra_state()
             if not self.is_alone:
                 self.told.buffers[name] = text_of(state, name)
@@ -220,16 +234,26 @@ class PartMaker:
             )
         # To hash the tensors takes time, and a single rank has nothing to compare.
         if not self.is_alone:
-            hash_tensors(self.contents.tensors, self.told)
+            hash_tensors(self.chosen.tensors, self.told)
+            if self.chosen is not self.contents:
+                params = (p for held in self.chosen.regions for p in held.params)
+                self.told.chosen = {param.names[0]: "chosen" for param in params}
             self._tell_states(states)
             self._tell_options(groups)
-        for held in self.contents.regions:
+        for held in self.chosen.regions:
             # All replicas hold equal shards, so the first replica alone writes them.
-            if held.handle.groups.in_first_replica:
+            if not held.handle.groups.in_first_replica:
+                continue
+            if is_whole(held):
                 self._region(held, states)
+                continue
+            forms = StateForms(_is_elementwise, self._value, text_of)
+            for cut, pieces in cut_parts(held, states, forms):
+                self.part.cuts.append(cut)
+                self.pieces += pieces
         if self.is_first:
             self.part.extra = encoded
-            for tensor in self.contents.tensors:
+            for tensor in self.chosen.tensors:
                 self._single(tensor, states)
             if optims:
                 self.part.param_groups = self._param_groups(groups)
@@ -261,37 +285,46 @@ class PartMaker:
 
     def _tell_states(self, states: dict[int, dict[str, Any]]) -> None:
         """Add the optimizer state of parameters in no unit to ``told``."""
-        for held in self.contents.tensors:
+        for held in self.chosen.tensors:
             for key, value in states.get(id(held.tensor), {}).items():
                 where = f"{held.names[0]} (state {key!r})"
                 self.told.parameters[where] = text_of(value, where)
 
     def _tell_options(self, groups: Groups) -> None:
         """Add the options of each parameter to ``told``."""
-        known = named(self.contents)
+        known = named(self.chosen)
         for g, (_, group) in enumerate(groups):
             # The order of names is the rank's own.
             options = {k: v for k, v in group.items() if k not in _MEMBERS}
             text = text_of(options, f"param_groups[{g}]")
             for parameter in group["params"]:
-                self.told.options[known[id(parameter)].names[0]] = text
+                if id(parameter) in known:
+                    self.told.options[known[id(parameter)].names[0]] = text
 
     def _param_groups(self, groups: Groups) -> list[Json]:
         """Return the options of all groups as JSON, with the parameters by name."""
-        known = named(self.contents)
+        known = named(self.chosen)
         result = []
         for g, (_, group) in enumerate(groups):
             options = {k: v for k, v in group.items() if k != "params"}
+            held = [known.get(id(p)) for p in group["params"]]
+            members = [each.names[0] for each in held if each is not None]
+            # A group whose parameters are all left out has nothing to come back to.
+            if held and not members:
+                continue
+            # Names of parameters that are left out would not be in the model.
+            if "param_names" in options:
+                pairs = zip(options["param_names"], held, strict=True)
+                options["param_names"] = [n for n, each in pairs if each is not None]
             encoded = encode(
                 options, f"param_groups[{g}]", self._put, python_values=True
             )
-            members = [known[id(p)].names[0] for p in group["params"]]
-            # ``encode`` writes a dict with a ``$`` key as pairs, and ``params`` cannot
+            # ``encode`` writes a dict with other keys as pairs, and ``params`` cannot
             # be added to pairs.
-            if "$dict" in encoded:
+            if "$dict" in encoded or "$map" in encoded:
                 raise TypeError(
-                    f"param_groups[{g}] has an option whose name starts with '$'; "
-                    "rename it."
+                    f"param_groups[{g}] has an option whose name starts with '$' or is "
+                    "no text; rename it."
                 )
             result.append({**encoded, "params": members})
         return result

@@ -40,6 +40,8 @@ class RankValues:
     """A hash of each parameter in no unit, and of the optimizer state, by name."""
     buffers: dict[str, Any] = field(default_factory=dict)
     """The same of each buffer and of each extra state."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """The names of parameters of units, if only a part of the model is saved."""
     options: dict[str, str] = field(default_factory=dict)
     """The options of the optimizer, as JSON, by the name of the parameter."""
 
@@ -47,7 +49,7 @@ class RankValues:
         """Return 16 bytes that are equal on ranks that tell the same."""
         # Sorted: ranks may order groups and parameters differently, and a checkpoint
         # goes by names.
-        parts = [self.shapes, self.parameters, self.buffers, self.options]
+        parts = [self.shapes, self.parameters, self.buffers, self.options, self.chosen]
         text = repr([sorted(part.items()) for part in parts])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -104,6 +106,15 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     Collective: none; all ranks have the same ``told``, so all decide alike.
     Raises: CheckpointError, for tensors and options that would be lost.
     """
+    unlike = _unlike(told, lambda each: each.chosen)
+    if unlike:
+        name = unlike[0]
+        raise CheckpointError(
+            f"{quoted(name)}{_more(unlike)} is not chosen on all ranks: "
+            f"{_who(ranks, [each.chosen.get(name) for each in told])}; nothing was "
+            "written. Pass the same include, exclude and trainable_only on every rank, "
+            "and freeze the same parameters."
+        )
     # Names and shapes first: hashes of values are compared for tensors that all ranks
     # have.
     unlike = _unlike(told, lambda each: each.shapes)

@@ -47,6 +47,7 @@ from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import FilePart, PartMaker, add_missing, digest
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.same_on_ranks import RankValues, require_same
+from composable_fsdp.storage.selection import Patterns, Selection
 from composable_fsdp.storage.team import Team, meet_team, team_of
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.writer import Piece, in_order, places_of, write_file
@@ -62,6 +63,9 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
     per_rank: dict[str, Any] | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    trainable_only: bool = False,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -91,6 +95,12 @@ def save(
         per_rank: values of this rank alone, such as the position of a data loader, of
             the same types as ``extra``. ``load`` returns them to the same rank. Default
             None: this rank has no such values.
+        include: patterns of the names to save, such as ``"*lora*"`` or the module
+            ``"head"``, or a function of a name; the same on every rank. State of the
+            optimizers is saved for the parameters that are. Default None: all names.
+        exclude: patterns of names to leave out, as ``include``. Default None: no name.
+        trainable_only: leave out buffers, extra states, and parameters that do not
+            require a gradient. Default False.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
     that other ranks have, or other values in no unit) and a broadcast of objects on a
@@ -101,7 +111,7 @@ def save(
     """
     meet_team(module, "save")
     team = team_of(module)
-    values = SaveValues(optim, extra, per_rank)
+    values = SaveValues(optim, extra, per_rank, (include, exclude, trainable_only))
     write(team, prepare(team, path, module, values, keep, overwrite))
 
 
@@ -112,6 +122,8 @@ class SaveValues:
     optim: Optimizers | None
     extra: Any
     per_rank: dict[str, Any] | None
+    chosen: tuple[Patterns, Patterns, bool] = (None, None, False)
+    """The arguments ``include``, ``exclude`` and ``trainable_only``."""
 
     def require_types(self) -> None:
         """Raise TypeError for a value of another type."""
@@ -177,7 +189,10 @@ def prepare(
         optims = optimizers_in(given.optim, "save")
         contents = contents_of(module, "save")
         maker = PartMaker(
-            contents, is_first=team.rank == 0, is_alone=team.world_size == 1
+            contents,
+            Selection.of(*given.chosen),
+            is_first=team.rank == 0,
+            is_alone=team.world_size == 1,
         )
         part, pieces = maker.make(optims, given.extra, given.per_rank)
         values = maker.told

@@ -72,6 +72,8 @@ def _differ(made: Any, given: Any) -> bool:
 
 def _require_own_state(value: object, where: str) -> None:
     """Raise TypeError for an object whose state is spread over ranks."""
+    # Before a step, the state dict of a sharded optimizer is plain tensors of a rank,
+    # which no later check could tell from whole ones.
     if isinstance(value, torch.optim.Optimizer):
         raise TypeError(
             f"{where} is an optimizer ({type(value).__name__}); its state is cut over "
@@ -145,6 +147,7 @@ def _merged(
         return saved
     is_dict = type(objects) is dict
     pairs = objects.items() if is_dict else enumerate(objects)
+    # Plain values of ``objects`` say nothing: users pass what they passed to ``save``.
     holds = [(key, each) for key, each in pairs if _holds_objects(each, depth + 1)]
     if not holds:
         return saved

@@ -17,6 +17,7 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.manifest import (
     BLOCK,
+    Cut,
     EntryPlace,
     Json,
     Manifest,
@@ -63,6 +64,8 @@ def parse(document: Json, file: str) -> Manifest:
     _check_names(manifest, file)
     for region in manifest.regions:
         _check_region(region, file)
+    for cut in manifest.cuts:
+        _check_cut(cut, file)
     # After the checks of files and regions, on which this check relies.
     entries_by_file(manifest, file)
     _check_values(manifest, file)
@@ -115,11 +118,45 @@ def _is_plain(name: str) -> bool:
 
 def _check_names(manifest: Manifest, file: str) -> None:
     """Check that no two tensors have the same name."""
-    names = [n for r in manifest.regions for slot in r.slots for n in slot.fqns]
-    names += [name for single in manifest.singles for name in single.fqns]
+    names = list(_names_of(manifest))
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise _refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
+
+
+def _names_of(manifest: Manifest) -> Iterator[str]:
+    """Yield all names of the tensors of the model."""
+    for region in manifest.regions:
+        for slot in region.slots:
+            yield from slot.fqns
+    for single in manifest.singles:
+        yield from single.fqns
+    for cut in manifest.cuts:
+        yield from cut.fqns
+
+
+def _check_cut(cut: Cut, file: str) -> None:
+    """Check that the parts of a cut cover the parameter, and its states, too."""
+    where = f"{quoted(cut.fqns[0])} of shape {cut.shape}"
+    count = len(cut.parts)
+    # A parameter without elements has a single part without elements.
+    rises = all(a < b for a, b in pairwise((*cut.begins, max(cut.numel, 1))))
+    if not count or len(cut.begins) != count or cut.begins[0] or not rises:
+        raise _refuse(
+            file,
+            f"{where} has {count} parts that begin at elements {cut.begins[:8]}, which "
+            "do not cover it",
+        )
+    for name, state in cut.states.items():
+        if len(state.parts) != count:
+            raise _refuse(
+                file,
+                f"state {name!r} of {where} has {len(state.parts)} parts, expected "
+                f"{count}",
+            )
+    # As of a slot: a reader would take either of the two.
+    if double := sorted(cut.states.keys() & cut.values.keys()):
+        raise _refuse(file, f"state {double[0]!r} of {where} stands there twice")
 
 
 def _check_region(region: Region, file: str) -> None:
@@ -204,6 +241,8 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
                 end = at.begin + count * size
                 what = f"shard {r} of state {state.name!r} of {of}"
                 yield at, Entry(at.begin, end, size, what, region, r, state)
+    for cut in manifest.cuts:
+        yield from _entries_of_cut(cut)
     # Entries of whole tensors: tensors in no unit, their optimizer states, loose
     # tensors.
     whole = [(quoted(s.fqns[0]), s.tensor) for s in manifest.singles]
@@ -218,6 +257,21 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
         size, at = stored.dtype.itemsize, stored.at
         end = at.begin + stored.numel * size
         yield at, Entry(at.begin, end, size, what, shape=stored.shape)
+
+
+def _entries_of_cut(cut: Cut) -> Iterator[tuple[EntryPlace, Entry]]:
+    """Yield the entries of the parts of a cut, with the places."""
+    name = quoted(cut.fqns[0])
+    kinds = [(name, cut.dtype, cut.parts)]
+    kinds += [
+        (f"state {k!r} of {name}", s.dtype, s.parts) for k, s in cut.states.items()
+    ]
+    for what, dtype, parts in kinds:
+        for (start, stop), at in zip(cut.bounds(), parts, strict=True):
+            end = at.begin + (stop - start) * dtype.itemsize
+            told = f"elements {start} to {stop} of {what}"
+            shape = (stop - start,)
+            yield at, Entry(at.begin, end, dtype.itemsize, told, shape=shape)
 
 
 def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
@@ -286,8 +340,7 @@ def _check_values(manifest: Manifest, file: str) -> None:
     check(manifest.extra, "extra")
     for name, value in manifest.own_states.items():
         check(value, f"own_states[{name!r}]")
-    names = {n for r in manifest.regions for slot in r.slots for n in slot.fqns}
-    names |= {name for single in manifest.singles for name in single.fqns}
+    names = set(_names_of(manifest))
     for g, group in enumerate(manifest.param_groups or []):
         members = group.get("params") if isinstance(group, dict) else None
         # By name: ids mean nothing to another optimizer object.
@@ -300,6 +353,7 @@ def _check_values(manifest: Manifest, file: str) -> None:
         (slot.fqns[0], slot.values) for r in manifest.regions for slot in r.slots
     ]
     held += [(single.fqns[0], single.values) for single in manifest.singles]
+    held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
     for name, values in held:
         for key, value in values.items():
             check(value, f"state {key!r} of {quoted(name)}")

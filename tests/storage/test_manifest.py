@@ -48,6 +48,15 @@ def sound() -> Json:
         "shards": [entry(0, 0), entry(1, 0)],
         "states": [{**state, "shards": [entry(0, 16), entry(1, 16)]}],
     }
+    cut = {
+        "fqns": ["lora"],
+        "dtype": "float32",
+        "shape": [3, 1],
+        "begins": [0, 2],
+        "parts": [entry(0, 44), entry(1, 32)],
+        "states": {"exp": {"dtype": "float32", "parts": [entry(0, 52), entry(1, 36)]}},
+        "values": {"step": 3},
+    }
     single = {"fqns": ["buf"], "tensor": stored([2], entry(0, 32))}
     files = [
         {
@@ -57,7 +66,7 @@ def sound() -> Json:
             "payload_nbytes": size,
             "blocks": [1],
         }
-        for r, size in enumerate((44, 32))
+        for r, size in enumerate((60, 40))
     ]
     return {
         "format": "composable_fsdp.checkpoint",
@@ -68,6 +77,7 @@ def sound() -> Json:
         "block_nbytes": 4 * 2**20,
         "files": files,
         "regions": [region],
+        "cuts": [cut],
         "singles": [{**single, "states": {}, "values": {"x": {"$float": "nan"}}}],
         "loose": [stored([1], entry(0, 40))],
         "param_groups": [{"lr": 0.1, "params": ["a", "b"]}],
@@ -111,8 +121,8 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
     ),
     "overlapping boxes": (put("singles.0.tensor.at", entry(0, 16)), "where 'buf' ends"),
     "offset out of range": (
-        put("singles.0.tensor.at", entry(0, 44)),
-        "'buf' ends at byte 52 of",
+        put("singles.0.tensor.at", entry(0, 60)),
+        "'buf' ends at byte 68 of",
     ),
     "no such file": (put("singles.0.tensor.at", entry(2, 32)), "'buf' lies in file 2"),
     "huge size": (put("regions.0.slots.1.shape", [HUGE]), "'b' of shape"),
@@ -135,6 +145,24 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
     ),
     "version": (put("version", 3), "format version 3"),
     "field of a newer version": (put("version", 1), "fields of version 1"),
+    "no begin": (put("cuts.0.begins", [1, 2]), "'lora' of shape (3, 1) has 2 parts"),
+    "begins that fall": (put("cuts.0.begins", [0, 0]), "which do not cover it"),
+    "begin behind the end": (put("cuts.0.begins", [0, 3]), "which do not cover it"),
+    "part too few": (put("cuts.0.begins", [0]), "has 2 parts that begin at elements"),
+    "no part": (put("cuts.0.parts", []), "'lora' of shape (3, 1) has 0 parts"),
+    "part of a state": (
+        put("cuts.0.states.exp.parts", [entry(0, 52)]),
+        "state 'exp' of 'lora' of shape (3, 1) has 1 parts, expected 2",
+    ),
+    "part elsewhere": (
+        put("cuts.0.parts.1", entry(1, 28)),
+        "elements 2 to 3 of 'lora' begins at byte 28, expected 32",
+    ),
+    "state of a cut twice": (
+        put("cuts.0.values", {"exp": 1}),
+        "state 'exp' of 'lora' of shape (3, 1) stands there twice",
+    ),
+    "name of a cut twice": (put("cuts.0.fqns", ["b"]), "'b' stand there twice"),
     "values of too few ranks": (put("per_rank", [{}]), "per_rank has 1 values for 2"),
     "other format": (put("format", "zip"), "format is 'zip', expected"),
     "unknown field": (put("regions.0.more", 1), "regions[0] is ['dtype', 'more'"),

@@ -320,6 +320,7 @@ def read_all(value: Any) -> Any:
         # optimizer can be tensors, too, such as the learning rate.
         return value.read(0, value.info.numel).reshape(value.info.shape).clone()
     if isinstance(value, Mapping):
+        # A scheduler's Counter must stay one.
         found = {key: read_all(each) for key, each in value.items()}
         return Counter(found) if isinstance(value, Counter) else found
     if isinstance(value, list | tuple):
