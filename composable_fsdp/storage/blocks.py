@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.direct import named_errors
 from composable_fsdp.storage.directory import open_plain
 from composable_fsdp.storage.manifest import BLOCK, File
 from composable_fsdp.storage.writer import bytes_of
@@ -136,7 +138,9 @@ class BlockFile:
     def close(self) -> None:
         """Close the file, if open."""
         if self._handle >= 0:
-            os.close(self._handle)
+            # Nothing was written, so a failure of the system loses nothing.
+            with suppress(OSError):
+                os.close(self._handle)
             self._handle = -1
 
     def _verify(self, block: int, buffer: memoryview, want: ReadRequest) -> None:
@@ -175,7 +179,8 @@ class BlockFile:
             return
         handle = open_plain(self.path)
         try:
-            self._check_header(handle)
+            with named_errors(self.path):
+                self._check_header(handle)
         except BaseException:
             # ``close`` would not find the handle: ``self._handle`` is set below.
             os.close(handle)

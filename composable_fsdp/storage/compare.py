@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,11 @@ class LoadReport:
     def is_empty(self) -> bool:
         """Return whether everything fits."""
         return not self._lines()
+
+    def add(self, other: LoadReport) -> None:
+        """Append the differences of ``other``."""
+        for each in fields(other):
+            getattr(self, each.name).extend(getattr(other, each.name))
 
     def _lines(self) -> list[str]:
         """Return a line per kind of difference, without empty kinds."""

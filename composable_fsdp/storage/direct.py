@@ -10,12 +10,26 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 BUFFER = 4 << 20
 """The size of the buffer in bytes; a full buffer is written at once."""
 _ALIGNMENT = 4096
 """The unit of ``O_DIRECT`` writes in bytes."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+@contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add ``path`` to each OSError of the block that names no file."""
+    try:
+        yield
+    except OSError as error:
+        # Calls on a file descriptor (write, fsync, preadv) know no name.
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 class DirectFile:
@@ -27,8 +41,10 @@ class DirectFile:
     """
 
     def __init__(self, path: str) -> None:
+        self._path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        self._file = os.open(path, flags, 0o666)
+        with named_errors(path):
+            self._file = os.open(path, flags, 0o666)
         # Mapped memory starts at a page boundary. Do not close the map explicitly: the
         # traceback of an error may hold a view of the map, and the memory is freed with
         # the last view.
@@ -56,11 +72,13 @@ class DirectFile:
     def finish(self) -> None:
         """Write the rest of the buffer; on return, all bytes are on the disk."""
         self._flush()
-        os.fsync(self._file)
+        with named_errors(self._path):
+            os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file; bytes in the buffer are lost."""
-        os.close(self._file)
+        with named_errors(self._path):
+            os.close(self._file)
 
     def __enter__(self) -> DirectFile:
         return self
@@ -82,7 +100,8 @@ class DirectFile:
                 done += os.write(self._file, self._buffer[done:stop])
             except OSError:
                 if not self._is_direct:
-                    raise
+                    with named_errors(self._path):
+                        raise
                 # Some file systems accept the flag and refuse the write.
                 self._is_direct = self._set_direct(False)
                 continue

@@ -27,6 +27,7 @@ from pathlib import Path, PurePosixPath
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
+from composable_fsdp.storage.direct import named_errors
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -138,7 +139,7 @@ def write_synced(path: str, data: bytes) -> None:
     """Write a new file; on return, the file is on the disk."""
     # Never overwrite a file and never follow a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(path, flags, 0o666), "wb") as out:
+    with named_errors(path), open(os.open(path, flags, 0o666), "wb") as out:
         out.write(data)
         out.flush()
         os.fsync(out.fileno())
@@ -146,11 +147,12 @@ def write_synced(path: str, data: bytes) -> None:
 
 def sync(path: str | os.PathLike[str]) -> None:
     """Write a file, or the names in a directory, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with named_errors(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def set_latest(path: str) -> None:

@@ -2,6 +2,7 @@
 
 ::
 
+    rank 0      look up the newest checkpoint in a directory
     all ranks   open, compare names | verify what this rank needs | agree | copy | agree
 
 No tensor of the model changes before all ranks agree. After that, each rank
@@ -14,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,15 +24,16 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.optim.names import Optimizers
 from composable_fsdp.runtime.meta_buffers import unfilled_buffers
+from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.compare import ComparedModel, LoadReport, compare_model
 from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
-from composable_fsdp.storage.directory import path_text
 from composable_fsdp.storage.load_optim import OptimizerLoad, optimizer_loads
+from composable_fsdp.storage.look_up import Found, look_up
 from composable_fsdp.storage.opening import open_source
-from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
+from composable_fsdp.storage.pending import wait_for_pending
 from composable_fsdp.storage.rename import Rename, RenamedSource
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
 from composable_fsdp.storage.selection import Patterns, Selection
@@ -115,8 +117,9 @@ def load(
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
-    Collective: two all-gathers of objects on the private gloo group of ``save``; all
-    ranks of the module's mesh must call.
+    Collective: three all-gathers of objects on the private gloo group of ``save`` (two
+    more for each checkpoint that another job removes meanwhile); all ranks of the
+    module's mesh must call.
     Raises: CheckpointError, TypeError or PhaseError, the same on every rank.
     """
     meet_team(module, "load")
@@ -124,62 +127,106 @@ def load(
     # An asynchronous save of the same ranks may still be writing the checkpoint at
     # ``path``.
     before = wait_for_pending(team)
-    tell = not strict and report is None
-    report = LoadReport() if report is None else report
+    wanted = _Wanted(
+        optim,
+        extra,
+        strict,
+        cast,
+        rng,
+        LoadReport(),
+        per_rank,
+        redeal,
+        (include, exclude, trainable_only),
+        rename,
+    )
+    loaded: tuple[Any] | None = None
+    # The report of the last attempt counts: an attempt whose checkpoint was removed may
+    # have compared a part of the names.
+    try:
+        for left in reversed(range(_ATTEMPTS)):
+            found = look_up(team, path, before)
+            wanted = wanted._replace(report=LoadReport())
+            loaded = _attempt(team, found, module, wanted, retry=left > 0)
+            if loaded is not None:
+                break
+    finally:
+        if report is not None:
+            report.add(wanted.report)
+    assert loaded is not None
+    if not strict and report is None:
+        wanted.report.warn()
+    # After the copy, which fills the persistent buffers.
+    _tell_unfilled(module)
+    return loaded[0]
+
+
+_ATTEMPTS = 5
+"""The number of times that a directory is looked up beside a job that removes."""
+
+
+class _Wanted(NamedTuple):
+    """Arguments of ``load``, and the report of an attempt."""
+
+    optim: Optimizers | None
+    extra: Any
+    strict: bool
+    cast: bool
+    rng: bool
+    report: LoadReport
+    per_rank: dict[str, Any] | None
+    redeal: Redeal | None
+    chosen: tuple[Patterns, Patterns, bool]
+    rename: Rename | None
+
+
+def _attempt(
+    team: Team, found: Found, module: nn.Module, wanted: _Wanted, *, retry: bool
+) -> tuple[Any] | None:
+    """Load the checkpoint; return ``extra`` in a tuple, or None to look up another.
+
+    Args:
+        team: the ranks of the load.
+        found: the checkpoint to open.
+        module: the model.
+        wanted: the arguments of ``load``; the report gets the differences.
+        retry: whether a checkpoint that is gone leads to None on all ranks.
+
+    Collective: two all-gathers of objects over the team's group; one before None.
+    Raises: as ``load``.
+    """
     error: Exception | None = None
-    source: Source | None = path if isinstance(path, Source) else None
+    source: Source | None = None
     planned: _Planned | None = None
     try:
         try:
             require_module(module, "load")
-            source = source or open_source(path_text(path, "load"))
-            # Random states, ``extra`` and the fingerprint have no names of tensors.
-            shown = source if rename is None else RenamedSource(source, rename)
-            optims = optimizers_in(optim, "load")
-            # Only compared here; ``_change`` gives the states.
-            filled = fill(extra, source.extra, "extra")
-            own = _own_values(source, team, per_rank, redeal)
-            report.values += [*filled.problems, *own.problems]
-            planned = _prepare(
-                shown,
-                module,
-                optims,
-                report,
-                Selection.of(include, exclude, trainable_only),
-                strict=strict,
-                cast=cast,
-            )
-            planned.objects = [filled, own]
-            planned.rng = source.rng(team.rank, team.world_size) if rng else None
-            if planned.rng is not None:
-                # Try the random state on other generators: after the agreement nothing
-                # may fail.
-                check_rng_state(planned.rng, _name_of(source))
+            given = found.what
+            source = given if isinstance(given, Source) else open_source(given)
+            planned = _planned(team, source, module, wanted)
         except Exception as raised:
             error = raised
+        gone = retry and error is not None and found.is_gone()
         opened = () if source is None else _identity(source)
         # Every rank takes part, also a rank with an error, so that no other rank waits.
-        answers = team.agree(error, (before, opened))
-        raise_unseen(team, [before for before, _ in answers])
-        _require_same(team.ranks, [opened for _, opened in answers])
-        assert source is not None
+        everyone = team.outcomes(error, (opened, gone))
+        if any(each.value[1] for each in everyone):
+            return None
+        team.raise_first([each.failure for each in everyone], error)
+        _require_same(team.ranks, [each.value[0] for each in everyone])
         assert planned is not None
         # From here on, tensors of the model and the optimizer are overwritten.
         _change(team, planned)
+        filled, own = planned.objects
         # After the agreement: a load that raises leaves the caller's dict alone.
-        if per_rank is not None:
-            per_rank.update(own.value or {})
+        if wanted.per_rank is not None:
+            wanted.per_rank.update(own.value or {})
         # Values are read into the memory of the shards, past the version counters.
         for _, _, state_of_unit in walk_states(module):
             state_of_unit.initial.forget()
-        if tell:
-            report.warn()
-        # After the copy, which fills the persistent buffers.
-        _tell_unfilled(module)
-        return filled.value
+        return (filled.value,)
     finally:
         # The caller of ``load`` closes a source that the caller has opened.
-        if source is not None and source is not path:
+        if source is not None and source is not found.what:
             source.close()
 
 
@@ -246,26 +293,49 @@ def _require_dict(value: object, expected: str) -> None:
         raise TypeError(f"{expected}, got a {type(value).__name__}.")
 
 
-def _prepare(
-    source: Source,
-    module: nn.Module,
-    optims: Sequence[torch.optim.Optimizer],
-    report: LoadReport,
-    selection: Selection,
-    *,
-    strict: bool,
-    cast: bool,
+def _planned(
+    team: Team, source: Source, module: nn.Module, wanted: _Wanted
 ) -> _Planned:
+    """Compare and verify the reads of this rank, and fill memory that is new.
+
+    Args:
+        team: the ranks of the load.
+        source: the open checkpoint.
+        module: the model; unchanged.
+        wanted: the arguments of ``load``; the report gets the differences.
+
+    Raises: as ``load``.
+    Collective: none.
+    """
+    # Only compared here; ``_change`` gives the states.
+    filled = fill(wanted.extra, source.extra, "extra")
+    own = _own_values(source, team, wanted.per_rank, wanted.redeal)
+    wanted.report.values += [*filled.problems, *own.problems]
+    # Random states, ``extra`` and the fingerprint have no names of tensors.
+    rename = wanted.rename
+    shown = source if rename is None else RenamedSource(source, rename)
+    with within_limits(_name_of(source)):
+        planned = _prepare(shown, module, wanted)
+    # Formats with a checksum per file: a read by each rank would cost more, and the
+    # error of rank 0 reaches the other ranks in the next exchange.
+    if team.rank == 0:
+        source.require_checksums()
+    planned.objects = [filled, own]
+    planned.rng = source.rng(team.rank, team.world_size) if wanted.rng else None
+    if planned.rng is not None:
+        # Try the random state on other generators: after the agreement nothing may
+        # fail.
+        check_rng_state(planned.rng, _name_of(source))
+    return planned
+
+
+def _prepare(source: Source, module: nn.Module, wanted: _Wanted) -> _Planned:
     """Compare the checkpoint with model and optimizers, and verify the blocks to read.
 
     Args:
         source: the checkpoint.
         module: the model; unchanged.
-        optims: the optimizers; unchanged.
-        report: gets the differences.
-        selection: the tensors to load.
-        strict: raise for a difference.
-        cast: take tensors of another dtype.
+        wanted: the arguments of ``load``; the optimizers are unchanged.
 
     Returns: the comparison of the model and of each optimizer, and all copies, without
     objects and random state.
@@ -273,10 +343,12 @@ def _prepare(
     Collective: none.
     """
     contents = contents_of(module, "load")
+    report, optims = wanted.report, optimizers_in(wanted.optim, "load")
+    selection = Selection.of(*wanted.chosen)
     chosen, leaves_out = selection.of_contents(contents), selection.leaves_out(contents)
-    fit = compare_model(source, chosen, report, leaves_out, cast=cast)
+    fit = compare_model(source, chosen, report, leaves_out, cast=wanted.cast)
     loads = optimizer_loads(source, contents, optims, report, selection)
-    if strict:
+    if wanted.strict:
         report.require_empty(source)
     fit.require_writable()
     copies = [*fit.copies, *(copy for each in loads for copy in each.plan())]

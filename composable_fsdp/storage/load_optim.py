@@ -29,6 +29,7 @@ from composable_fsdp.storage.contents import (
     named,
     not_in_module,
 )
+from composable_fsdp.storage.optim_types import require_options, require_states
 from composable_fsdp.storage.selection import ALL, Selection
 from composable_fsdp.storage.source import Copy, Source
 
@@ -201,7 +202,7 @@ class OptimizerLoad:
         joined in a flat parameter.
         """
         # Raise for groups that do not fit before any memory is allocated.
-        self._origins()
+        self._require_types(self._origins())
         if isinstance(self.optim, OverOriginals):
             found = {id(m.held.tensor): m for group in self.groups for m in group if m}
             self.optim.require_joinable(
@@ -212,6 +213,19 @@ class OptimizerLoad:
                 present = self.optim.state.get(member.held.tensor, {})
                 self.states[id(member)] = self._state(member, present)
         return self.copies
+
+    def _require_types(self, origins: list[int | None]) -> None:
+        """Raise CheckpointError for options and states of wrong types."""
+        real = self.optim.optim if isinstance(self.optim, OverOriginals) else self.optim
+        source, saved = self.source, self.source.param_groups or ()
+        for g, (origin, members) in enumerate(zip(origins, self.groups, strict=True)):
+            own = self.optim.param_groups[g]
+            chosen = own if origin is None else {**own, **saved[origin]}
+            require_options(real, own, chosen, g)
+            for member in filter(None, members):
+                tensors = source.optim.get(member.name, {})
+                values = source.optim_values.get(member.name, {})
+                require_states(real, member.name, tensors, values, chosen)
 
     def _new_state(self, leaf: Any, name: str, dtype: torch.dtype) -> Tensor:
         """Return memory for a state tensor in the shape of ``leaf``."""

@@ -17,7 +17,8 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
-from composable_fsdp.storage.directory import MANIFEST, open_plain
+from composable_fsdp.storage.bounds import read_document, within_limits
+from composable_fsdp.storage.directory import MANIFEST
 from composable_fsdp.storage.manifest import (
     Cut,
     EntryPlace,
@@ -55,8 +56,7 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
     Raises: CheckpointError, naming the file.
     """
     file = os.path.join(path, MANIFEST)
-    with open(open_plain(file), "rb") as found:
-        data = found.read()
+    data = read_document(file)
     size = len(_HEAD % 0)
     body = data[size : len(data) - len(_TAIL)]
     # Compare all bytes of the file: a change outside of the manifest counts as damage,
@@ -70,7 +70,9 @@ def read_manifest(path: str) -> tuple[Manifest, str]:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no JSON ({error}).") from error
-    return parse(document, file), data[:size].decode()
+    # The parser stops at the limit of recursion, and the checks may stop there, too.
+    with within_limits(file):
+        return parse(document, file), data[:size].decode()
 
 
 class Run(NamedTuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.bounds import within_limits
 from composable_fsdp.storage.commit import has_newest, interrupted, newest_in
 from composable_fsdp.storage.directory import LATEST, MANIFEST, no_checkpoint_text
 from composable_fsdp.storage.formats.dcp_metadata import METADATA
@@ -75,7 +76,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     (4, 4)
     """
     found, name = find_checkpoint(path)
-    return _FORMATS[name].opener(found)
+    with within_limits(found):
+        return _FORMATS[name].opener(found)
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:

@@ -34,6 +34,7 @@ from composable_fsdp.storage.contents import (
     contents_of,
     optimizers_in,
 )
+from composable_fsdp.storage.direct import named_errors
 from composable_fsdp.storage.directory import (
     MANIFEST,
     make_temporary,
@@ -288,7 +289,8 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
         # The manifest is written and synced before the rename, so a directory with its
         # final name is always complete.
         write_synced(os.path.join(job.temporary, MANIFEST), manifest_bytes(manifest))
-        commit(job.temporary, job.path, job.overwrite)
+        with named_errors(job.path):
+            commit(job.temporary, job.path, job.overwrite)
         committed = True
         # ``latest`` must name a checkpoint that exists, so the file changes after the
         # rename. Older checkpoints go last: at every moment at least one complete

@@ -157,6 +157,15 @@ class Source(ABC):
         # The default of formats that hold weights only.
         raise KeyError((name, state))
 
+    def require_checksums(self) -> None:  # noqa: B027  # most formats need none
+        """Verify checksums that ``prepare`` cannot compare for slices alone.
+
+        ``load`` calls this on rank 0 only: the whole checkpoint is read once.
+
+        Raises: CheckpointError, naming the file.
+        """
+        # The default of formats without checksums, or with a checksum per block.
+
     def prepare(self, copies: Sequence[Copy]) -> None:
         """Verify the bytes that ``copies`` read, and fill destinations that are new.
 

@@ -54,13 +54,21 @@ class Team:
         must call.
         Raises: the error of the first rank that has an error, the same on every rank.
         """
-        said = Outcome(self.failure_of(error), value)
-        everyone = [said]
-        if self.group is not None:
-            with _Exchange(self.group, error):
-                everyone = collectives.all_gather_object(said, self.group)
-        self._raise_first([each.failure for each in everyone], error)
+        everyone = self.outcomes(error, value)
+        self.raise_first([each.failure for each in everyone], error)
         return [each.value for each in everyone]
+
+    def outcomes(self, error: Exception | None, value: Any = None) -> list[Outcome]:
+        """Return every rank's error and ``value``, in rank order.
+
+        Collective: one all-gather of objects over the group; all ranks of the group
+        must call.
+        """
+        said = Outcome(self.failure_of(error), value)
+        if self.group is None:
+            return [said]
+        with _Exchange(self.group, error):
+            return collectives.all_gather_object(said, self.group)
 
     def to_first(self, error: Exception | None, value: Any) -> list[Outcome]:
         """Return on rank 0 every rank's outcome; return an empty list elsewhere.
@@ -94,12 +102,12 @@ class Team:
         if self.group is not None:
             with _Exchange(self.group, own):
                 failures = collectives.broadcast_object(list(failures), self.group)
-        self._raise_first(failures, own)
+        self.raise_first(failures, own)
 
-    def _raise_first(
+    def raise_first(
         self, failures: Sequence[Failure | None], own: Exception | None
     ) -> None:
-        """Raise the first failure; on its rank, ``own`` becomes the cause."""
+        """Raise the first failure, if any; on its rank, ``own`` becomes the cause."""
         failure = first_failure(failures)
         if failure is not None:
             # Unlike elsewhere, the failing rank raises the rebuilt error, too: the
@@ -165,6 +173,11 @@ class _Exchange:
 
 def _accessed(error: Exception | None) -> Exception | None:
     """Return ``error``; an OSError is replaced by a CheckpointError that names it."""
+    if isinstance(error, MemoryError):
+        return CheckpointError(
+            "this process has no more memory for the checkpoint. Nothing was changed; "
+            "free memory, or use more ranks."
+        )
     if not isinstance(error, OSError):
         return error
     # The reason and the file, without the error number that ``str`` adds.

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.bounds import read_document, require_document
 from composable_fsdp.storage.directory import inner_file
 from composable_fsdp.storage.formats.torch_read import refusal
 from composable_fsdp.storage.manifest import LARGEST
@@ -166,9 +167,10 @@ def read_metadata(directory: Path) -> dict[str, SavedKey]:
     Raises: CheckpointError, naming the file and the key.
     """
     file = inner_file(directory, METADATA)
+    data = read_document(str(file))
     try:
         # From memory: a read of a file allocates as many bytes as the pickle claims.
-        metadata = _Reader(io.BytesIO(file.read_bytes())).load()
+        metadata = _Reader(io.BytesIO(data)).load()
     except Exception as error:  # A damaged pickle raises many kinds of errors.
         raise refusal(file, error) from error
     try:
@@ -204,6 +206,7 @@ def _entries(directory: Path, metadata: Any) -> Iterator[tuple[str, SavedKey]]:
             item = items.get((key, None))
             if item is None:
                 raise _Malformed(f"no file holds {key!r}")
+            require_document(f"{item.file}, {key!r},", item.length)
             yield key, SavedKey(path, None, (), item)
         else:
             info = _info(_kept(about, "TensorStorageMetadata"))
@@ -239,6 +242,11 @@ def _chunks(
             raise _Malformed(
                 f"a box of {key!r} is of {sizes}, its {item.length} bytes hold less"
             )
+        # DCP writes each box as an archive of its own, which is read whole.
+        require_document(
+            f"{item.file}, {key!r},",
+            item.length - TensorInfo(info.dtype, sizes).nbytes,
+        )
         yield Chunk(offsets, sizes, item)
 
 

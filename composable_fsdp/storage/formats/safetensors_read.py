@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.storage.bounds import read_document
 from composable_fsdp.storage.directory import inner_file
 from composable_fsdp.storage.manifest import CODES
 from composable_fsdp.storage.source import Source, TensorInfo
@@ -142,7 +143,7 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
         return {inner_file(path, SINGLE): None}
     index = inner_file(path, INDEX)
     try:
-        weights = json.loads(index.read_bytes())["weight_map"]
+        weights = json.loads(read_document(str(index)))["weight_map"]
         pairs = list(weights.items())
     # Deeply nested JSON exhausts the stack.
     except (

@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.state_dict.local import PLAN
+from composable_fsdp.storage.bounds import bounded, require_document
 from composable_fsdp.storage.formats.nested import NestedSource
 from composable_fsdp.storage.formats.safetensors_read import file_start
 from composable_fsdp.storage.source import LazyTensor, TensorInfo
@@ -38,7 +41,15 @@ def open_torch(path: Path) -> NestedSource:
             f"{path} holds a {type(tree).__name__}; expected a dictionary. Save "
             '{"model": model.state_dict(), ...}.'
         )
-    return NestedSource(str(path), lazy_tensors(tree, str(path), path.stat().st_size))
+    return TorchSource(str(path), lazy_tensors(tree, str(path), path.stat().st_size))
+
+
+class TorchSource(NestedSource):
+    """A file that ``torch.save`` wrote, whose archive has a checksum per tensor."""
+
+    def require_checksums(self) -> None:
+        """Read the file once and compare all checksums; see ``Source``."""
+        require_checksums(Path(self.path))
 
 
 def is_torch_file(path: str) -> bool:
@@ -59,7 +70,7 @@ def require_checksums(path: Path) -> None:
             return
         # ``torch.load`` does not compare the checksums of records (checked on torch
         # 2.13).
-        with zipfile.ZipFile(path) as archive:
+        with bounded(path) as file, zipfile.ZipFile(file) as archive:
             record = archive.testzip()
     except Exception as error:  # zipfile raises many kinds of errors.
         raise CheckpointError(f"{path} is damaged: {error}. Copy it again.") from error
@@ -92,8 +103,13 @@ def require_uncompressed(file: Path | BytesIO) -> None:
     """Raise zipfile.BadZipFile, naming the record, if a record is compressed."""
     # ``torch.save`` compresses no record. Mapped, compressed bytes would be taken for
     # values; unpacked, a small record may fill any memory.
-    with zipfile.ZipFile(file) as archive:
+    # Bytes in memory were judged before they were read.
+    opened = nullcontext(file) if isinstance(file, BytesIO) else bounded(file)
+    with opened as found, zipfile.ZipFile(found) as archive:
         for record in archive.infolist():
+            # torch reads the pickle whole; the tensors are in records beside it.
+            if record.filename.endswith("/data.pkl"):
+                require_document(record.filename, record.file_size)
             if record.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile(f"record {record.filename!r} is compressed")
 
@@ -231,7 +247,16 @@ def _lazy_tensor(tensor: Tensor, where: str) -> LazyTensor:
     )
 
     def read(start: int, stop: int) -> Tensor:
-        return tensor.reshape(-1)[start:stop]
+        if tensor.is_contiguous():
+            return tensor.view(-1)[start:stop]
+        # ``reshape(-1)`` would copy the whole of an expanded tensor for one element.
+        result = torch.empty(stop - start, dtype=tensor.dtype)
+        for box in interval_boxes(tuple(tensor.shape), start, stop):
+            part = tensor
+            for dim, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, at, size)
+            result[box.start : box.stop].view(box.sizes).copy_(part)
+        return result
 
     info = TensorInfo(tensor.dtype, tuple(tensor.shape))
     return LazyTensor(info, read, place if tensor.numel() else None)

@@ -1,0 +1,62 @@
+"""Finds the checkpoint that a path stands for, once for all ranks of a load."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from composable_fsdp.storage.directory import path_text
+from composable_fsdp.storage.opening import find_checkpoint
+from composable_fsdp.storage.pending import PendingOutcome, raise_unseen
+from composable_fsdp.storage.source import Source
+from composable_fsdp.storage.team import Team
+
+
+class Found(NamedTuple):
+    """An open source or a path to open; ``newest``: rank 0 has found the path."""
+
+    what: str | Source
+    newest: bool
+
+    def is_gone(self) -> bool:
+        """Return whether a save with ``keep`` has removed the path."""
+        # A checkpoint disappears by one rename of its directory, so no file of the
+        # directory needs a look. A path that the caller has named is never looked up
+        # again: its loss is an error.
+        is_path = isinstance(self.what, str) and self.newest
+        return is_path and not os.path.lexists(self.what)  # type: ignore[arg-type]  # a path
+
+
+def look_up(
+    team: Team, path: str | os.PathLike[str] | Source, before: PendingOutcome
+) -> Found:
+    """Return the checkpoint that this rank opens: rank 0 alone looks for the newest.
+
+    Args:
+        team: the ranks of the load.
+        path: see ``load``.
+        before: the outcome of the previous asynchronous save on this rank.
+
+    Returns: ``path`` itself for an open source; else this rank's ``path``, followed by
+    the name that rank 0 has found in the directory.
+    Collective: one all-gather of objects over the team's group.
+    Raises: CheckpointError or TypeError, the same on every rank.
+    """
+    error: Exception | None = None
+    own, name = "", "."
+    try:
+        if not isinstance(path, Source):
+            own = os.path.abspath(path_text(path, "load"))
+            # Ranks that looked for themselves would differ beside a job that saves.
+            if team.rank == 0:
+                name = os.path.relpath(find_checkpoint(own)[0], own)
+    except Exception as raised:
+        error = raised
+    # Also ranks with an open source take part: the call may differ between ranks.
+    answers = team.agree(error, (before, name))
+    raise_unseen(team, [each for each, _ in answers])
+    if isinstance(path, Source):
+        return Found(path, newest=False)
+    # A name, and not the path: each rank may have a disk of its own.
+    name = answers[0][1]
+    return Found(os.path.normpath(os.path.join(own, name)), newest=name != ".")

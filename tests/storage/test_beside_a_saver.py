@@ -1,0 +1,102 @@
+"""Claims on a load of a directory while another job saves there and removes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import load, save
+from composable_fsdp.storage import load as loading
+from composable_fsdp.storage import look_up, opening
+from composable_fsdp.storage.source import Source
+from tests.storage.training import make
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+
+def filled(value: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model
+
+
+def check_saver(world: World, folder: Path) -> list[str]:
+    """Rank 0 looks up step-1; the other job then replaces the newest by the next."""
+    if world.rank == 0:
+        save_alone(folder / "step-1", 1.0)
+    world.barrier()
+    opened: list[str] = []
+    real = opening.open_source
+
+    def late(path: Any) -> Source:
+        # All ranks have rank 0's answer; the first two answers are removed.
+        world.barrier()
+        if world.rank == 0 and len(opened) < 2:
+            save_alone(folder / f"step-{len(opened) + 2}", len(opened) + 2.0)
+            shutil.rmtree(path)
+        world.barrier()
+        opened.append(Path(path).name)
+        return real(path)
+
+    model = filled(0.0)
+    with mock.patch.object(loading, "open_source", late):
+        load(folder, model, rng=False)
+    return [*opened, str(model.weight[0, 0].item())]
+
+
+def save_alone(path: Path, value: float) -> None:
+    """As another job, which is no part of this process group."""
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        save(path, filled(value))
+
+
+@pytest.mark.req("K-03")
+def test_ranks_follow_rank_0_and_look_again_if_the_newest_was_removed(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """Beside a job that saves with keep=1, which removes what was just found."""
+    first, second = ranks(2).run(check_saver, tmp_path)
+
+    assert first == second == ["step-1", "step-2", "step-3", "3.0"]
+
+
+@on_ranks(2)
+@pytest.mark.req("K-03")
+def test_latest_is_read_by_rank_0_alone(world: World, tmp_path: Path) -> None:
+    """Ranks that see an older file (NFS) open what rank 0 has found."""
+    model = make("composable")
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", model, extra=step)
+    real = opening.find_checkpoint
+    asked: list[object] = []
+
+    def looked(path: Any) -> tuple[str, str]:
+        asked.append(path)
+        return real(path)
+
+    with mock.patch.object(look_up, "find_checkpoint", looked):
+        extra = load(tmp_path, model)
+
+    assert extra == 2
+    assert asked == ([str(tmp_path)] if world.rank == 0 else [])
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_is_named_is_not_looked_up_again(
+    world: World, tmp_path: Path
+) -> None:
+    """If it is gone, the error says so."""
+    model = make("composable")
+    save(tmp_path / "step-1", model)
+
+    text = message_of(lambda: load(tmp_path / "step-2", model))
+
+    assert f"{tmp_path}/step-2 does not exist; {tmp_path} holds " in text
