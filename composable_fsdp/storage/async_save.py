@@ -37,6 +37,7 @@ def async_save(
     include: Patterns = None,
     exclude: Patterns = None,
     trainable_only: bool = False,
+    local: Patterns = None,
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
@@ -61,6 +62,7 @@ def async_save(
         include: see ``save``.
         exclude: see ``save``.
         trainable_only: see ``save``.
+        local: see ``save``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the
@@ -72,7 +74,8 @@ def async_save(
     team = team_of(module)
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
-    values = SaveValues(optim, extra, per_rank, (include, exclude, trainable_only))
+    chosen = include, exclude, trainable_only
+    values = SaveValues(optim, extra, per_rank, chosen, local)
     job = prepare(team, path, module, values, keep, overwrite)
     error: Exception | None = None
     try:

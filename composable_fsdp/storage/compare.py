@@ -40,6 +40,8 @@ class LoadReport:
     """
     optimizer: list[str] = field(default_factory=list)
     """Differences in the optimizer's parameters, states and options."""
+    local: list[str] = field(default_factory=list)
+    """Values that were saved per rank, by another number of ranks."""
     values: list[str] = field(default_factory=list)
     """Objects in ``extra`` and ``per_rank`` that the checkpoint has no state for."""
 
@@ -61,6 +63,7 @@ class LoadReport:
             "Of another dtype": self.dtypes,
             "Tied in the model and different in the checkpoint": self.untied,
             "Of the optimizer": self.optimizer,
+            "Of single ranks": self.local,
             "Of extra and per_rank": self.values,
         }
         lines = [(what, listed(names)) for what, names in parts.items()]
@@ -91,7 +94,7 @@ class LoadReport:
         if self.values:
             ways.append("Pass to load the objects that were saved, at the same keys.")
         # Without one of the two a lenient load would load nothing.
-        others = self.missing or self.unexpected or self.values
+        others = self.missing or self.unexpected or self.values or self.local
         if self.optimizer != [NO_OPTIMIZER] or others:
             ways.append("load(..., strict=False) loads what fits.")
         return ways

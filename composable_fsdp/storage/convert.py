@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.directory import appear
 from composable_fsdp.storage.formats.dcp_write import write_dcp
 from composable_fsdp.storage.formats.native_write import write_native
@@ -81,6 +82,7 @@ def convert(
     with opened(source) as found:
         # Rank 0 of 1 rank: a source has random states of all ranks or of no rank.
         left_out = [] if found.rng(0, 1) is None else ["random states"]
+        left_out += ["scalars of other ranks (local)"] if found.local_states else []
         left_out += ["values of single ranks (per_rank)"] if found.saved_ranks else []
         # safetensors holds weights only, so the other parts are hidden and never read.
         # A file with unreadable optimizer state can still be converted.
@@ -137,10 +139,25 @@ def opened(source: str | PathLike[str] | Source) -> Iterator[Source]:
     """Yield the source itself, or open the path and close the source at the end."""
     # The caller closes a source that the caller has opened.
     if isinstance(source, Source):
+        _require_shown(source)
         yield source
     else:
         with open_whole(source) as found:
+            _require_shown(found)
             yield found
+
+
+def _require_shown(source: Source) -> None:
+    """Raise CheckpointError if tensors of single ranks would be left out."""
+    shown = {*source.model, *source.aliases, *source.own_states}
+    # A converted checkpoint has a single value per name.
+    hidden = sorted(source.local_tensors - shown)
+    if hidden:
+        raise CheckpointError(
+            f"{getattr(source, 'path', 'the checkpoint')} has values of "
+            f"{listed(map(quoted, hidden))} per rank (save(.., local=..)). Open it "
+            "(open_source), choose a rank (source.on_rank(0)), and pass the source."
+        )
 
 
 def open_whole(path: str | PathLike[str]) -> Source:

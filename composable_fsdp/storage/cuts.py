@@ -196,5 +196,6 @@ def _require_same_state(parts: Sequence[tuple[int, CutPart]]) -> None:
             f"{ {**kinds, **first.shared} } on rank {rank} of the save and "
             f"{ {**others, **part.shared} } on rank {other_rank}, which hold parts of "
             "the parameter. Nothing was committed. Step the same optimizer on every "
-            "rank, and make its scalars equal."
+            "rank, and make its scalars equal, or pass "
+            f"local=[{first.names[0]!r}], which saves each rank's own scalars."
         )

@@ -31,12 +31,13 @@ from composable_fsdp.storage.contents import (
     optimizers_in,
 )
 from composable_fsdp.storage.load_optim import OptimizerLoad, optimizer_loads
+from composable_fsdp.storage.local import other_ranks_text
 from composable_fsdp.storage.look_up import Found, look_up
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import wait_for_pending
-from composable_fsdp.storage.rename import Rename, RenamedSource
+from composable_fsdp.storage.rename import Rename, RenamedSource, renaming
 from composable_fsdp.storage.rng import check_rng_state, set_rng_state
-from composable_fsdp.storage.selection import Patterns, Selection
+from composable_fsdp.storage.selection import Patterns, Selection, matcher
 from composable_fsdp.storage.source import Copy, Source
 from composable_fsdp.storage.stateful import Filling, fill
 from composable_fsdp.storage.team import Team, meet_team, team_of
@@ -65,6 +66,7 @@ def load(
     exclude: Patterns = None,
     trainable_only: bool = False,
     rename: Rename | None = None,
+    local: Patterns = None,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
@@ -114,6 +116,10 @@ def load(
             prefixes, such as ``{"model": "backbone"}`` (``""`` is no prefix), or a
             function of a name that returns the new name, or None to leave the tensor
             out. Default None: the same names.
+        local: patterns of the names in the checkpoint, as ``include``, that were saved
+            per rank (``save(.., local=..)``) and may come back at another world size:
+            rank r gets the values that rank r saved, and ranks beyond the saved ones
+            keep their own. Default None: another number of ranks is a difference.
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
@@ -138,6 +144,7 @@ def load(
         redeal,
         (include, exclude, trainable_only),
         rename,
+        local,
     )
     loaded: tuple[Any] | None = None
     # The report of the last attempt counts: an attempt whose checkpoint was removed may
@@ -177,6 +184,7 @@ class _Wanted(NamedTuple):
     redeal: Redeal | None
     chosen: tuple[Patterns, Patterns, bool]
     rename: Rename | None
+    local: Patterns
 
 
 def _attempt(
@@ -287,6 +295,44 @@ def _own_values(
     return fill(wanted, dealt, "per_rank")
 
 
+def _of_ranks(source: Source, team: Team, wanted: _Wanted) -> Selection:
+    """Return the selection without the tensors that this rank has no values for.
+
+    Args:
+        source: the open checkpoint; shows the values of this rank.
+        team: the ranks of the load.
+        wanted: the arguments of ``load``; the report gets the names that need
+            ``local``.
+
+    Raises: TypeError, for patterns of another type.
+    Collective: none.
+    """
+    selection, rename = Selection.of(*wanted.chosen), wanted.rename
+    told = matcher(wanted.local, "local")
+    saved = source.local_ranks
+    # ``on_rank`` has shown this rank's own values, and nothing is left to decide.
+    if saved in (0, team.world_size):
+        return selection
+    names = [*source.local_tensors, *source.local_states]
+    if rename is not None:
+        new = renaming(rename, [*source.model, *source.aliases, *names])
+        pairs = [(name, new(name)) for name in names]
+    else:
+        pairs = [(name, name) for name in names]
+    asked = [(old, n) for old, n in pairs if n and selection.takes_names([n])]
+    untold = sorted(old for old, _ in asked if not told(old))
+    if untold:
+        wanted.report.local.append(other_ranks_text(untold, saved, team.world_size))
+    # A refused name, or a name without values here, is not missing as well.
+    beyond = team.rank >= saved
+    left = {
+        n
+        for old, n in asked
+        if old in source.local_tensors and (beyond or not told(old))
+    }
+    return selection.without(left)
+
+
 def _require_dict(value: object, expected: str) -> None:
     """Raise TypeError, unless ``value`` is a dict."""
     if not isinstance(value, dict):
@@ -307,6 +353,8 @@ def _planned(
     Raises: as ``load``.
     Collective: none.
     """
+    # Before the names are renamed and compared: ranks may have other names.
+    source.on_rank(team.rank)
     # Only compared here; ``_change`` gives the states.
     filled = fill(wanted.extra, source.extra, "extra")
     own = _own_values(source, team, wanted.per_rank, wanted.redeal)
@@ -315,7 +363,8 @@ def _planned(
     rename = wanted.rename
     shown = source if rename is None else RenamedSource(source, rename)
     with within_limits(_name_of(source)):
-        planned = _prepare(shown, module, wanted)
+        selection = _of_ranks(source, team, wanted)
+        planned = _prepare(shown, module, wanted, selection)
     # Formats with a checksum per file: a read by each rank would cost more, and the
     # error of rank 0 reaches the other ranks in the next exchange.
     if team.rank == 0:
@@ -329,13 +378,16 @@ def _planned(
     return planned
 
 
-def _prepare(source: Source, module: nn.Module, wanted: _Wanted) -> _Planned:
+def _prepare(
+    source: Source, module: nn.Module, wanted: _Wanted, selection: Selection
+) -> _Planned:
     """Compare the checkpoint with model and optimizers, and verify the blocks to read.
 
     Args:
         source: the checkpoint.
         module: the model; unchanged.
         wanted: the arguments of ``load``; the optimizers are unchanged.
+        selection: the tensors to load.
 
     Returns: the comparison of the model and of each optimizer, and all copies, without
     objects and random state.
@@ -344,7 +396,6 @@ def _prepare(source: Source, module: nn.Module, wanted: _Wanted) -> _Planned:
     """
     contents = contents_of(module, "load")
     report, optims = wanted.report, optimizers_in(wanted.optim, "load")
-    selection = Selection.of(*wanted.chosen)
     chosen, leaves_out = selection.of_contents(contents), selection.leaves_out(contents)
     fit = compare_model(source, chosen, report, leaves_out, cast=wanted.cast)
     loads = optimizer_loads(source, contents, optims, report, selection)

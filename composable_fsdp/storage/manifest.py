@@ -30,7 +30,7 @@ FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
 VERSION = 2
 # The fields that older versions lack, with the value that stands for them.
-SINCE: dict[int, dict[str, Any]] = {2: {"per_rank": [], "cuts": []}}
+SINCE: dict[int, dict[str, Any]] = {2: {"per_rank": [], "cuts": [], "local": []}}
 """Per version: the fields that the version has added, with their defaults in JSON."""
 # To verify a slice, a reader reads whole blocks: larger blocks cost more for small
 # slices, and smaller blocks make a larger manifest.
@@ -251,6 +251,21 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Local:
+    """The values that a rank has saved for itself; see ``local``.
+
+    ``values`` holds, by parameter of a unit and by state, the optimizer state that is
+    not element-wise; ``param_groups`` the options of all parameters whose options are
+    this rank's.
+    """
+
+    singles: tuple[Single, ...]
+    own_states: dict[str, Json]
+    values: dict[str, dict[str, Json]]
+    param_groups: list[Json] | None
+
+
+@dataclass(frozen=True, slots=True)
 class File:
     """The file of a rank: sizes and checksums to verify before reading the payload."""
 
@@ -287,6 +302,8 @@ class Manifest:
     singles: tuple[Single, ...]
     # Empty, unless the save was of a part of a unit.
     cuts: tuple[Cut, ...]
+    # Empty, or an entry per rank.
+    local: tuple[Local, ...]
     loose: tuple[Stored, ...]
     # None: the checkpoint was saved without an optimizer.
     param_groups: list[Json] | None

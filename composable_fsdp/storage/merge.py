@@ -14,6 +14,13 @@ import torch.distributed as dist
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
 from composable_fsdp.storage.cuts import merge_cuts
+from composable_fsdp.storage.file_part import (
+    FilePart,
+    RegionPart,
+    SinglePart,
+    StateKey,
+)
+from composable_fsdp.storage.local import merge_local
 from composable_fsdp.storage.manifest import (
     EntryPlace,
     File,
@@ -25,7 +32,6 @@ from composable_fsdp.storage.manifest import (
     Slot,
     Stored,
 )
-from composable_fsdp.storage.part import FilePart, RegionPart, StateKey
 
 _LOST = (
     "The process group was destroyed (torch.distributed.destroy_process_group) before "
@@ -61,27 +67,34 @@ def merge(told: Sequence[RankPart]) -> Manifest:
             loose.append(_stored(part, begins, rank, key))
     numbered = list(enumerate(told))
     # Rank 0 alone has written tensors that are not cut, ``extra`` and the options.
-    first, _, begins = told[0]
-    singles = tuple(
-        Single(
+    first = told[0][0]
+
+    # Of any rank: ``local`` has tensors of all, ``singles`` those of rank 0.
+    def single_of(rank: int, single: SinglePart) -> Single:
+        part, _, begins = told[rank]
+        states = single.states.items()
+        return Single(
             single.names,
-            _stored(first, begins, 0, single.key),
-            {k: _stored(first, begins, 0, key) for k, key in single.states.items()},
-            single.values,
+            _stored(part, begins, rank, single.key),
+            {k: _stored(part, begins, rank, key) for k, key in states},
+            _shifted(single.values, shifts[rank]),
         )
-        for single in first.singles
-    )
+
+    def shifted(value: Json, rank: int) -> Json:
+        return _shifted(value, shifts[rank])
+
     return Manifest(
         library=_library_version(),
         torch=str(torch.__version__),
         world_size=len(told),
         files=tuple(file for _, file, _ in told),
         regions=tuple(_regions(told, shifts)),
-        singles=singles,
+        singles=tuple(single_of(0, single) for single in first.singles),
         cuts=merge_cuts(
             [(part.cuts, _places(r, begins)) for r, (part, _, begins) in numbered],
-            lambda value, rank: _shifted(value, shifts[rank]),
+            shifted,
         ),
+        local=merge_local([part.local for part, _, _ in told], single_of, shifted),
         loose=tuple(loose),
         param_groups=first.param_groups,
         extra=first.extra,
@@ -246,7 +259,9 @@ def _require_same_values(
                         f"on rank {rank}, which hold parts of the parameter; a "
                         "checkpoint has such state once. Nothing was committed. Make "
                         "it equal on all ranks (all-reduce it in the optimizer's "
-                        "step), or keep it out of optimizer.state."
+                        "step), keep it out of optimizer.state, or pass "
+                        f"local=[{first.slots[i].fqns[0]!r}], which saves each rank's "
+                        "own."
                     )
 
 

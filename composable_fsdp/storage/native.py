@@ -19,9 +19,11 @@ from composable_fsdp.planning.boxes import interval_boxes
 from composable_fsdp.storage.blocks import BlockFile, ReadRequest
 from composable_fsdp.storage.bounds import read_document, within_limits
 from composable_fsdp.storage.directory import MANIFEST
+from composable_fsdp.storage.local import LocalNames
 from composable_fsdp.storage.manifest import (
     Cut,
     EntryPlace,
+    Local,
     Manifest,
     Region,
     Slot,
@@ -237,18 +239,32 @@ class NativeSource(Source):
         self._cut: dict[_Key, tuple[Region, Slot, tuple[EntryPlace, ...]]] = {}
         self._wholes: dict[_Key, Stored] = {}
         self._parts: dict[_Key, tuple[Cut, tuple[EntryPlace, ...]]] = {}
-        self._index()
+        self._local = LocalNames(manifest)
+        self.local_ranks = len(manifest.local)
+        self.local_tensors = self._local.tensors
+        self.local_states = self._local.states
+        self._values = values
+        self._index(self._local.of_rank(None))
         self.param_groups = self.extra = None
         self.saved_ranks = len(manifest.per_rank)
         try:
             if values:
-                self._decode()
+                self._decode(self._local.of_rank(None))
         except BaseException:
             # The constructor failed, so no caller has an object to close.
             self.close()
             raise
 
-    def _index(self) -> None:
+    def on_rank(self, rank: int | None) -> None:
+        """Show the values of ``rank`` alone, too; see ``Source``."""
+        # Most checkpoints have none, and their tables stay.
+        if self.local_ranks:
+            own = self._local.of_rank(rank)
+            self._index(own)
+            if self._values:
+                self._decode(own)
+
+    def _index(self, own: Local) -> None:
         """Build ``model``, ``aliases`` and ``optim``, and the two dicts of entries."""
         # Many parameters have equal dtype and shape; sharing the objects leaves fewer
         # objects for the garbage collector to track.
@@ -269,7 +285,9 @@ class NativeSource(Source):
                     info = info_of(state.dtype, slot.shape)
                     optim.setdefault(name, {})[state.name] = info
                     self._cut[name, state.name] = region, slot, state.shards
-        for single in self.manifest.singles:
+        # Another rank may have been shown before.
+        self._wholes.clear()
+        for single in (*self.manifest.singles, *own.singles):
             name, *others = single.fqns
             model[name] = info_of(single.tensor.dtype, single.tensor.shape)
             self._wholes[name, None] = single.tensor
@@ -282,26 +300,30 @@ class NativeSource(Source):
             model[name] = info_of(cut.dtype, cut.shape)
             self._parts[name, None] = cut, cut.parts
             aliases.update(dict.fromkeys(others, name))
-            for key, own in cut.states.items():
-                optim.setdefault(name, {})[key] = info_of(own.dtype, cut.shape)
-                self._parts[name, key] = cut, own.parts
+            for key, of_cut in cut.states.items():
+                optim.setdefault(name, {})[key] = info_of(of_cut.dtype, cut.shape)
+                self._parts[name, key] = cut, of_cut.parts
         self.model, self.aliases, self.optim = model, aliases, optim
 
-    def _decode(self) -> None:
+    def _decode(self, own: Local) -> None:
         """Decode the JSON values of the manifest, which are small and always needed."""
         manifest = self.manifest
         values: dict[str, dict[str, Any]] = {}
         held = [(s.fqns[0], s.values) for r in manifest.regions for s in r.slots]
-        held += [(single.fqns[0], single.values) for single in manifest.singles]
+        singles = (*manifest.singles, *own.singles)
+        held += [(single.fqns[0], single.values) for single in singles]
         held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
+        held += own.values.items()
         for name, found in held:
             if found:
-                values[name] = {k: self._value(v) for k, v in found.items()}
+                decoded = {k: self._value(v) for k, v in found.items()}
+                values.setdefault(name, {}).update(decoded)
         self.optim_values = values
         if manifest.param_groups is not None:
-            self.param_groups = [self._value(group) for group in manifest.param_groups]
+            groups = [*manifest.param_groups, *(own.param_groups or ())]
+            self.param_groups = [self._value(group) for group in groups]
         self.extra = self._value(manifest.extra)
-        own_states = manifest.own_states
+        own_states = {**manifest.own_states, **own.own_states}
         self.own_states = {k: self._value(v) for k, v in own_states.items()}
 
     def _value(self, value: Any) -> Any:

@@ -106,7 +106,7 @@ def scalar_of(dtype: Any, text: object) -> Any:
     """Return the scalar with the bytes ``text``; None if ``text`` is no such bytes."""
     import numpy
 
-    # The length first: ``fromhex`` and numpy allocate what the text claims.
+    # The length first: ``fromhex`` and numpy allocate as much as the text claims.
     if not isinstance(text, str) or len(text) != 2 * dtype.itemsize or not text:
         return None
     try:

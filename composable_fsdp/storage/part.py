@@ -16,9 +16,7 @@ have.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,23 +25,32 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import quoted
+from composable_fsdp.optim.names import is_absent
 from composable_fsdp.optim.original_view import over_originals
 from composable_fsdp.optim.own_state_dict import plain_values
 from composable_fsdp.optim.scalars import is_scalar
 from composable_fsdp.optim.state_dict_hooks import install_optimizer_hooks
 from composable_fsdp.storage.contents import (
     Contents,
+    HeldParam,
     HeldRegion,
     HeldTensor,
     named,
     not_in_module,
     require_readable,
 )
-from composable_fsdp.storage.cuts import CutPart, StateForms, cut_parts, is_whole
+from composable_fsdp.storage.cuts import StateForms, cut_parts, is_whole
+from composable_fsdp.storage.file_part import (
+    FilePart,
+    Kinds,
+    RegionPart,
+    SinglePart,
+    StateKey,
+)
 from composable_fsdp.storage.manifest import Json, Slot, require_storable
 from composable_fsdp.storage.rng import rng_state
 from composable_fsdp.storage.same_on_ranks import RankValues, hash_tensors, text_of
-from composable_fsdp.storage.selection import ALL, Selection
+from composable_fsdp.storage.selection import ALL, Patterns, Selection, matcher
 from composable_fsdp.storage.stateful import states_of
 from composable_fsdp.storage.values import encode
 from composable_fsdp.storage.writer import Piece, of_tensor, shard_pieces
@@ -53,86 +60,6 @@ Groups = list[tuple[Any, dict[str, Any]]]
 
 _MEMBERS = ("params", "param_names")
 """The keys of a group that list parameters; all others are options."""
-
-StateKey = tuple[str, str]
-"""The name and the dtype of an optimizer state."""
-
-
-@dataclass(slots=True)
-class RegionPart:
-    """This rank's part of a region; ``slots`` is None unless the rank describes them.
-
-    ``shard`` is the number of this rank's shard, ``shards`` the number of shards.
-    """
-
-    unit: str
-    index: int
-    shard: int
-    shards: int
-    dtype: torch.dtype
-    shard_numel: int
-    first: str
-    """The name of the first parameter, for messages."""
-    key: str
-    """The key of the shard's entry in the rank's file."""
-    states: dict[StateKey, tuple[torch.dtype, tuple[int, ...], str]]
-    """Per state: dtype, slots with elements and state on this rank, and entry key."""
-    values: dict[int, dict[str, Json]] = field(default_factory=dict)
-    """State that is not element-wise, by slot, where this rank writes the state."""
-    shared: dict[int, dict[str, str]] = field(default_factory=dict)
-    """The same as texts to compare, for slots that other ranks hold elements of."""
-    slots: tuple[Slot, ...] | None = None
-
-
-@dataclass(slots=True)
-class SinglePart:
-    """A tensor in no unit, with optimizer state; ``states`` maps names to keys."""
-
-    names: tuple[str, ...]
-    key: str
-    states: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Json] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class FilePart:
-    """The description of this rank's file for rank 0, without tensor values."""
-
-    regions: list[RegionPart] = field(default_factory=list)
-    singles: list[SinglePart] = field(default_factory=list)
-    cuts: list[CutPart] = field(default_factory=list)
-    """Parameters of units whose other parameters are left out of the save."""
-    loose: list[str] = field(default_factory=list)
-    """Keys of the entries that JSON values refer to by index in this list."""
-    param_groups: list[Json] | None = None
-    extra: Json = None
-    own_states: dict[str, Json] = field(default_factory=dict)
-    rng: Json = None
-    per_rank: Json = None
-    """The values of this rank alone; None if the caller has given none."""
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(
-        default_factory=dict
-    )
-    """The dtype and shape of every entry, by key."""
-
-    def kinds(self) -> Kinds:
-        """Return the states that each region has on this rank."""
-        return {
-            (region.unit, region.index): {
-                key: dtype for key, (dtype, _, _) in region.states.items()
-            }
-            for region in self.regions
-        }
-
-
-Kinds = dict[tuple[str, int], dict[StateKey, torch.dtype]]
-"""(unit, index) of a region -> the states of the region, with dtypes."""
-
-
-def digest(kinds: Kinds) -> str:
-    """Return 16 characters that differ if ``kinds`` differ; empty without a region."""
-    told = sorted((region, sorted(states)) for region, states in kinds.items())
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16] if told else ""
 
 
 def add_missing(part: FilePart, pieces: list[Piece], told: Iterable[Kinds]) -> None:
@@ -177,6 +104,7 @@ class PartMaker:
         self,
         contents: Contents,
         selection: Selection = ALL,
+        local: Patterns = None,
         *,
         is_first: bool,
         is_alone: bool,
@@ -185,6 +113,7 @@ class PartMaker:
         # Names and ids of all are still needed: the optimizer may hold
         # parameters that are left out of the checkpoint.
         self.chosen = selection.of_contents(contents)
+        self._is_local_name = matcher(local, "local")
         self.pieces: list[Piece] = []
         self.part = FilePart()
         self.told = RankValues()
@@ -226,20 +155,23 @@ class PartMaker:
             own = states_of(per_rank, "per_rank")
             self.part.per_rank = encode(own, "per_rank", partial(self._put, keep=True))
         for name, module in self.chosen.own_states.items():
-            state = module.get_extra_state()
-            if not self.is_alone:
+            state, is_local = module.get_extra_state(), self._is_local_name(name)
+            if not self.is_alone and not is_local:
                 self.told.buffers[name] = text_of(state, name)
-            self.part.own_states[name] = encode(
-                state, name, self._put, python_values=True
-            )
+            # Rank 0 alone keeps shared values.
+            put = partial(self._put, keep=is_local)
+            target = self.part.local if is_local else self.part
+            target.own_states[name] = encode(state, name, put, python_values=True)
+        shared = [held for held in self.chosen.tensors if not self._is_local(held)]
         # To hash the tensors takes time, and a single rank has nothing to compare.
         if not self.is_alone:
-            hash_tensors(self.chosen.tensors, self.told)
+            hash_tensors(shared, self.told)
             if self.chosen is not self.contents:
                 params = (p for held in self.chosen.regions for p in held.params)
                 self.told.chosen = {param.names[0]: "chosen" for param in params}
-            self._tell_states(states)
+            self._tell_states(shared, states)
             self._tell_options(groups)
+        self._local(states, groups if optims else None)
         for held in self.chosen.regions:
             # All replicas hold equal shards, so the first replica alone writes them.
             if not held.handle.groups.in_first_replica:
@@ -253,10 +185,10 @@ class PartMaker:
                 self.pieces += pieces
         if self.is_first:
             self.part.extra = encoded
-            for tensor in self.chosen.tensors:
-                self._single(tensor, states)
+            for tensor in shared:
+                self.part.singles.append(self._single(tensor, states))
             if optims:
-                self.part.param_groups = self._param_groups(groups)
+                self.part.param_groups = self._param_groups(groups, local=False)
         # Random states differ between ranks, so each rank keeps these loose
         # tensors.
         self.part.rng = encode(rng_state(), "rng", partial(self._put, keep=True))
@@ -283,9 +215,40 @@ class PartMaker:
                             require_readable(value, f"{name} (state {key!r})", "save")
         return found
 
-    def _tell_states(self, states: dict[int, dict[str, Any]]) -> None:
+    def _is_local(self, held: HeldParam | HeldTensor) -> bool:
+        """Return whether each rank saves its own values; a tied tensor by any name."""
+        return any(map(self._is_local_name, held.names))
+
+    def _local(self, states: dict[int, dict[str, Any]], groups: Groups | None) -> None:
+        """Collect the values of this rank alone; take scalars out of ``states``."""
+        own = self.part.local
+        for held in self.chosen.each():
+            name, found = held.names[0], states.get(id(held.tensor), {})
+            if not self._is_local(held):
+                continue
+            if isinstance(held, HeldTensor):
+                own.singles.append(self._single(held, states))
+                continue
+            # As for a region: state without an element here need not be up to date.
+            if is_absent(held.ref.leaf):
+                continue
+            # A new dict: the present one may be the optimizer's own.
+            kept = states[id(held.tensor)] = {}
+            for key, value in found.items():
+                # Elements are cut over ranks, and no rank has them for itself.
+                if _is_elementwise(key, value, held.ref.leaf, name):
+                    kept[key] = value
+                else:
+                    told = self._value(key, value, name)
+                    own.values.setdefault(name, {})[key] = told
+        if groups is not None:
+            own.param_groups = self._param_groups(groups, local=True) or None
+
+    def _tell_states(
+        self, shared: Sequence[HeldTensor], states: dict[int, dict[str, Any]]
+    ) -> None:
         """Add the optimizer state of parameters in no unit to ``told``."""
-        for held in self.chosen.tensors:
+        for held in shared:
             for key, value in states.get(id(held.tensor), {}).items():
                 where = f"{held.names[0]} (state {key!r})"
                 self.told.parameters[where] = text_of(value, where)
@@ -298,27 +261,34 @@ class PartMaker:
             options = {k: v for k, v in group.items() if k not in _MEMBERS}
             text = text_of(options, f"param_groups[{g}]")
             for parameter in group["params"]:
-                if id(parameter) in known:
-                    self.told.options[known[id(parameter)].names[0]] = text
+                held = known.get(id(parameter))
+                if held is not None and not self._is_local(held):
+                    self.told.options[held.names[0]] = text
 
-    def _param_groups(self, groups: Groups) -> list[Json]:
-        """Return the options of all groups as JSON, with the parameters by name."""
-        known = named(self.chosen)
+    def _param_groups(self, groups: Groups, *, local: bool) -> list[Json]:
+        """Return the options of all groups as JSON, with the parameters by name.
+
+        Only of parameters whose options each rank saves for itself, or of all others.
+        """
+        known = {
+            key: held
+            for key, held in named(self.chosen).items()
+            if self._is_local(held) == local
+        }
         result = []
         for g, (_, group) in enumerate(groups):
             options = {k: v for k, v in group.items() if k != "params"}
             held = [known.get(id(p)) for p in group["params"]]
             members = [each.names[0] for each in held if each is not None]
             # A group whose parameters are all left out has nothing to come back to.
-            if held and not members:
+            if not members and (held or local):
                 continue
             # Names of parameters that are left out would not be in the model.
             if "param_names" in options:
                 pairs = zip(options["param_names"], held, strict=True)
                 options["param_names"] = [n for n, each in pairs if each is not None]
-            encoded = encode(
-                options, f"param_groups[{g}]", self._put, python_values=True
-            )
+            put = partial(self._put, keep=local)
+            encoded = encode(options, f"param_groups[{g}]", put, python_values=True)
             # ``encode`` writes a dict with other keys as pairs, and ``params`` cannot
             # be added to pairs.
             if "$dict" in encoded or "$map" in encoded:
@@ -410,8 +380,13 @@ class PartMaker:
         where = f"optimizer state {name!r} of {quoted(fqn)}"
         return encode(value, where, partial(self._put, keep=True), python_values=True)
 
-    def _single(self, held: HeldTensor, states: dict[int, dict[str, Any]]) -> None:
-        """Add entries and description of a tensor in no unit and of the state."""
+    def _single(
+        self, held: HeldTensor, states: dict[int, dict[str, Any]]
+    ) -> SinglePart:
+        """Add entries of a tensor in no unit and of the state; return the description.
+
+        Raises: CheckpointError, for a dtype that no file holds.
+        """
         name = held.names[0]
         require_storable(held.dtype, quoted(name))
         part = SinglePart(held.names, f"tensor.{name}")
@@ -423,7 +398,7 @@ class PartMaker:
                 self.pieces.append(of_tensor(part.states[key], value))
             else:
                 part.values[key] = self._value(key, value, name)
-        self.part.singles.append(part)
+        return part
 
 
 def _is_elementwise(name: str, value: Any, leaf: Tensor, fqn: str) -> bool:

@@ -124,9 +124,9 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
             f"{quoted(name)}{_more(unlike)} is in no unit and not the same on all "
             f"ranks: {_who(ranks, [each.shapes.get(name) for each in told])}. Rank "
             f"{ranks[0]} saves such tensors for all ranks, so the others' would be "
-            "lost; nothing was written. Build the same modules on every rank, or save "
-            "the part that differs apart, by torch.save of its state_dict() on each "
-            "rank."
+            "lost; nothing was written. Build the same modules on every rank, or pass "
+            f"local=[{name!r}] (names, or patterns such as 'experts.*'), which saves "
+            "each rank's own."
         )
     # Experts of a rank alone, or modules that no rank synchronizes: the values are the
     # result of training, and only this rank has them.
@@ -137,7 +137,8 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
             f"values on {_others(ranks, told, unlike[0])} than on rank {ranks[0]}, "
             "which saves such parameters for all ranks; nothing was written. Give all "
             "ranks the same values (torch.distributed.broadcast), pass its module to "
-            "fully_shard, or save it apart, by torch.save on each rank."
+            f"fully_shard, or pass local=[{unlike[0]!r}] (names, or patterns such as "
+            "'experts.*'), which saves each rank's own."
         )
     _require_same_options(ranks, told)
     # A warning and no error: the running means of a normalization differ in ordinary
@@ -148,7 +149,8 @@ def require_same(ranks: Sequence[int], told: Sequence[RankValues]) -> str:
     return (
         f"Buffers and extra states differ over ranks: {listed(map(quoted, unlike))}. "
         f"The checkpoint has those of rank {ranks[0]}, and load gives them to all "
-        "ranks. Broadcast them before the save, if each rank's own are not to be lost."
+        "ranks. Broadcast them before the save, or pass local=[..] with their names, "
+        "which saves each rank's own."
     )
 
 
@@ -170,7 +172,8 @@ def _require_same_options(ranks: Sequence[int], told: Sequence[RankValues]) -> N
                 f"The optimizer's option {key!r} of {quoted(name)} is "
                 f"{left.get(key)!r} on rank {ranks[0]} and {right.get(key)!r} on rank "
                 f"{ranks[other]}; a checkpoint has options once, for all ranks. "
-                "Nothing was written. Give all ranks the same options."
+                "Nothing was written. Give all ranks the same options, or pass "
+                f"local=[{name!r}], which saves each rank's own."
             )
 
 

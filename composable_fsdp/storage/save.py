@@ -42,10 +42,11 @@ from composable_fsdp.storage.directory import (
     stale_copies,
     write_synced,
 )
+from composable_fsdp.storage.file_part import FilePart, digest
 from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
-from composable_fsdp.storage.part import FilePart, PartMaker, add_missing, digest
+from composable_fsdp.storage.part import PartMaker, add_missing
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
 from composable_fsdp.storage.same_on_ranks import RankValues, require_same
 from composable_fsdp.storage.selection import Patterns, Selection
@@ -67,6 +68,7 @@ def save(
     include: Patterns = None,
     exclude: Patterns = None,
     trainable_only: bool = False,
+    local: Patterns = None,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -102,6 +104,11 @@ def save(
         exclude: patterns of names to leave out, as ``include``. Default None: no name.
         trainable_only: leave out buffers, extra states, and parameters that do not
             require a gradient. Default False.
+        local: patterns of the names, as ``include``, whose values differ over ranks by
+            design: tensors in no unit, such as a rank's experts, with optimizer state
+            and options, and scalar optimizer state and options of parameters of units.
+            Each rank's own are saved and come back to the same rank. Default None: a
+            difference is refused.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
     that other ranks have, or other values in no unit) and a broadcast of objects on a
@@ -112,19 +119,21 @@ def save(
     """
     meet_team(module, "save")
     team = team_of(module)
-    values = SaveValues(optim, extra, per_rank, (include, exclude, trainable_only))
+    chosen = include, exclude, trainable_only
+    values = SaveValues(optim, extra, per_rank, chosen, local)
     write(team, prepare(team, path, module, values, keep, overwrite))
 
 
 @dataclass(frozen=True, slots=True)
 class SaveValues:
-    """What a save writes beside the module; see ``save``."""
+    """The values that a save writes beside the module; see ``save``."""
 
     optim: Optimizers | None
     extra: Any
     per_rank: dict[str, Any] | None
     chosen: tuple[Patterns, Patterns, bool] = (None, None, False)
     """The arguments ``include``, ``exclude`` and ``trainable_only``."""
+    local: Patterns = None
 
     def require_types(self) -> None:
         """Raise TypeError for a value of another type."""
@@ -192,6 +201,7 @@ def prepare(
         maker = PartMaker(
             contents,
             Selection.of(*given.chosen),
+            given.local,
             is_first=team.rank == 0,
             is_alone=team.world_size == 1,
         )

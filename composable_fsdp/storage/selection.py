@@ -1,4 +1,4 @@
-"""Chooses a part of a model by names: what a save writes, and what a load reads.
+"""Chooses a part of a model by names, for a save or a load of that part.
 
 A pattern is a name with the wildcards of ``fnmatch``. A pattern that matches a module's
 name stands for all that the module holds::
@@ -81,6 +81,13 @@ class Selection:
         """Whether nothing is left out."""
         return self == Selection()
 
+    def without(self, names: set[str]) -> Selection:
+        """Return the selection without a set of names."""
+        if not names:
+            return self
+        exclude = self.exclude or (lambda name: False)
+        return replace(self, exclude=lambda name: name in names or exclude(name))
+
     def takes_names(self, names: Iterable[str]) -> bool:
         """Return whether a tensor with ``names`` is chosen by the patterns."""
         # A tied tensor is chosen under any name, and left out under any name.
@@ -98,7 +105,7 @@ class Selection:
         return self.takes_names(held.names)
 
     def of_contents(self, contents: Contents) -> Contents:
-        """Return ``contents`` with what is chosen; a region may lack parameters."""
+        """Return the chosen part of ``contents``; a region may lack parameters."""
         # The same object, which tells a save that nothing is left out.
         if self.is_all:
             return contents

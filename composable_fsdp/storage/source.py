@@ -123,6 +123,13 @@ class Source(ABC):
     own_states: Mapping[str, Any] = MappingProxyType({})
     """Results of modules' ``get_extra_state``, by the name in a state dict."""
 
+    local_ranks: int = 0
+    """The number of ranks that have saved tensors or options for themselves."""
+    local_tensors: frozenset[str] = frozenset()
+    """Names of tensors in no unit, and of extra states, that belong to single ranks."""
+    local_states: frozenset[str] = frozenset()
+    """Names of parameters of units with scalar state or options per rank."""
+
     saved_ranks: int = 0
     """The number of ranks that have saved values of their own (``per_rank``)."""
 
@@ -200,12 +207,19 @@ class Source(ABC):
         return None
 
     def rank_values(self, rank: int) -> Any:
-        """Return what ``rank`` gave ``save`` as ``per_rank``; see ``saved_ranks``.
+        """Return the ``per_rank`` that ``rank`` has saved; see ``saved_ranks``.
 
         Raises: KeyError, if no such rank has saved values.
         """
         # The default of formats that hold no values of ranks.
         raise KeyError(rank)
+
+    def on_rank(self, rank: int | None) -> None:  # noqa: B027  # a default, not forgotten
+        """Show in ``model`` and the others also values of ``rank`` alone.
+
+        None, and a rank beyond ``local_ranks``, show no such tensors; scalar state and
+        options of units are then those of the first rank.
+        """
 
     @abstractmethod
     def close(self) -> None:

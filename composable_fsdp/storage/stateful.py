@@ -46,7 +46,7 @@ def states_of(value: Any, where: str, depth: int = 0) -> Any:
     ``state_dict``.
     Collective: those of the objects' ``state_dict``.
     """
-    # ``encode`` refuses what is deeper, by the path.
+    # ``encode`` refuses deeper values, by the path.
     if depth > _MAX_DEPTH:
         return value
     if is_stateful(value):
@@ -89,7 +89,7 @@ def _require_own_state(value: object, where: str) -> None:
 
 @dataclass(slots=True)
 class Filling:
-    """What a load gives to the objects of the caller; see ``fill``."""
+    """The states that a load gives to the objects of the caller; see ``fill``."""
 
     value: Any = None
     """The saved value, with the objects in place of their states."""
@@ -147,7 +147,7 @@ def _merged(
         return saved
     is_dict = type(objects) is dict
     pairs = objects.items() if is_dict else enumerate(objects)
-    # Plain values of ``objects`` say nothing: users pass what they passed to ``save``.
+    # Plain values of ``objects`` say nothing: users pass the same dict as to ``save``.
     holds = [(key, each) for key, each in pairs if _holds_objects(each, depth + 1)]
     if not holds:
         return saved

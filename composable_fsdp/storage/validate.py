@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed, quoted
 from composable_fsdp.storage.manifest import (
     BLOCK,
@@ -23,13 +22,9 @@ from composable_fsdp.storage.manifest import (
     Manifest,
     Region,
     RegionState,
-    Stored,
 )
 from composable_fsdp.storage.parse import parse_fields
-from composable_fsdp.storage.values import decode
-
-RNG_KEYS = ("torch", "cuda", "others")
-"""The keys of a rank's random state; see ``rng_state``."""
+from composable_fsdp.storage.validate_values import check_values, names_of, refuse
 
 
 class Entry(NamedTuple):
@@ -68,16 +63,8 @@ def parse(document: Json, file: str) -> Manifest:
         _check_cut(cut, file)
     # After the checks of files and regions, on which this check relies.
     entries_by_file(manifest, file)
-    _check_values(manifest, file)
+    check_values(manifest, file)
     return manifest
-
-
-def _refuse(file: str, problem: str) -> CheckpointError:
-    """Return the error for an inconsistent manifest."""
-    return CheckpointError(
-        f"{file}: {problem}. The manifest is damaged or was edited; use another "
-        "checkpoint."
-    )
 
 
 def _check_files(manifest: Manifest, file: str) -> None:
@@ -85,7 +72,7 @@ def _check_files(manifest: Manifest, file: str) -> None:
     names = [each.name for each in manifest.files]
     for each in manifest.files:
         if not _is_plain(each.name):
-            raise _refuse(
+            raise refuse(
                 file,
                 f"file name {each.name[:80]!r} is no plain name inside the directory",
             )
@@ -93,16 +80,16 @@ def _check_files(manifest: Manifest, file: str) -> None:
         # Without a checksum for every block, a part of the payload could not be
         # verified.
         if len(each.blocks) != blocks:
-            raise _refuse(
+            raise refuse(
                 file,
                 f"{each.name} has {len(each.blocks)} checksums for "
                 f"{each.payload_nbytes} bytes of payload, expected {blocks}",
             )
     if len(set(names)) != len(names):
-        raise _refuse(file, f"a file stands twice in {names[:8]}")
+        raise refuse(file, f"a file stands twice in {names[:8]}")
     # Every rank writes a file, even without any entry.
     if len(names) != manifest.world_size:
-        raise _refuse(
+        raise refuse(
             file,
             f"there are {len(names)} files of {manifest.world_size} ranks, expected "
             "one each",
@@ -118,21 +105,19 @@ def _is_plain(name: str) -> bool:
 
 def _check_names(manifest: Manifest, file: str) -> None:
     """Check that no two tensors have the same name."""
-    names = list(_names_of(manifest))
+    names = list(names_of(manifest))
+    _refuse_twice(names, file)
+    for own in manifest.local:
+        mine = [name for single in own.singles for name in single.fqns]
+        _refuse_twice([*names, *mine], file)
+        _refuse_twice([*manifest.own_states, *own.own_states], file)
+
+
+def _refuse_twice(names: list[str], file: str) -> None:
+    """Raise CheckpointError if a name stands in ``names`` twice."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise _refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
-
-
-def _names_of(manifest: Manifest) -> Iterator[str]:
-    """Yield all names of the tensors of the model."""
-    for region in manifest.regions:
-        for slot in region.slots:
-            yield from slot.fqns
-    for single in manifest.singles:
-        yield from single.fqns
-    for cut in manifest.cuts:
-        yield from cut.fqns
+        raise refuse(file, f"{listed(map(quoted, repeated))} stand there twice")
 
 
 def _check_cut(cut: Cut, file: str) -> None:
@@ -142,21 +127,21 @@ def _check_cut(cut: Cut, file: str) -> None:
     # A parameter without elements has a single part without elements.
     rises = all(a < b for a, b in pairwise((*cut.begins, max(cut.numel, 1))))
     if not count or len(cut.begins) != count or cut.begins[0] or not rises:
-        raise _refuse(
+        raise refuse(
             file,
             f"{where} has {count} parts that begin at elements {cut.begins[:8]}, which "
             "do not cover it",
         )
     for name, state in cut.states.items():
         if len(state.parts) != count:
-            raise _refuse(
+            raise refuse(
                 file,
                 f"state {name!r} of {where} has {len(state.parts)} parts, expected "
                 f"{count}",
             )
     # As of a slot: a reader would take either of the two.
     if double := sorted(cut.states.keys() & cut.values.keys()):
-        raise _refuse(file, f"state {double[0]!r} of {where} stands there twice")
+        raise refuse(file, f"state {double[0]!r} of {where} stands there twice")
 
 
 def _check_region(region: Region, file: str) -> None:
@@ -164,7 +149,7 @@ def _check_region(region: Region, file: str) -> None:
     where = f"region of unit {quoted(region.unit)}"
     ranks = len(region.shards)
     if not ranks or region.shard_numel * ranks != region.padded_numel:
-        raise _refuse(
+        raise refuse(
             file,
             f"the {where} has padded_numel {region.padded_numel} in {ranks} shards of "
             f"{region.shard_numel}, which do not cover it",
@@ -173,14 +158,14 @@ def _check_region(region: Region, file: str) -> None:
     for slot in region.slots:
         # Gaps between slots are allowed: alignment padding.
         if slot.offset < end:
-            raise _refuse(
+            raise refuse(
                 file,
                 f"{quoted(slot.fqns[0])} begins at element {slot.offset} of the "
                 f"{where}, where {quoted(last)} has not ended ({end})",
             )
         end, last = slot.offset + slot.numel, slot.fqns[0]
         if end > region.padded_numel:
-            raise _refuse(
+            raise refuse(
                 file,
                 f"{quoted(last)} of shape {slot.shape} ends at element {end} of the "
                 f"{where}, which has {region.padded_numel}",
@@ -192,13 +177,13 @@ def _check_region(region: Region, file: str) -> None:
         _check_state(region, state, where, file)
         mine = {(state.name, index) for index in state.slots}
         if seen & mine:
-            raise _refuse(
+            raise refuse(
                 file, f"state {state.name!r} of the {where} stands there twice"
             )
         seen |= mine
     for index, slot in enumerate(region.slots):
         if double := [name for name in slot.values if (name, index) in seen]:
-            raise _refuse(
+            raise refuse(
                 file,
                 f"state {double[0]!r} of {quoted(slot.fqns[0])} stands there twice",
             )
@@ -209,13 +194,13 @@ def _check_state(region: Region, state: RegionState, where: str, file: str) -> N
     indices = state.slots
     ordered = all(a < b for a, b in pairwise(indices))
     if not indices or not ordered or indices[-1] >= len(region.slots):
-        raise _refuse(
+        raise refuse(
             file,
             f"state {state.name!r} of the {where} is of parameters {indices[:8]}, "
             f"expected some of 0 to {len(region.slots) - 1} in order",
         )
     if len(state.shards) != len(region.shards):
-        raise _refuse(
+        raise refuse(
             file,
             f"state {state.name!r} of the {where} has {len(state.shards)} shards, "
             f"expected {len(region.shards)} "
@@ -245,9 +230,12 @@ def all_entries(manifest: Manifest) -> Iterator[tuple[EntryPlace, Entry]]:
         yield from _entries_of_cut(cut)
     # Entries of whole tensors: tensors in no unit, their optimizer states, loose
     # tensors.
-    whole = [(quoted(s.fqns[0]), s.tensor) for s in manifest.singles]
-    for single in manifest.singles:
-        name = quoted(single.fqns[0])
+    singles = [(quoted(single.fqns[0]), single) for single in manifest.singles]
+    # Names repeat over ranks, so the message needs the rank.
+    for r, own in enumerate(manifest.local):
+        singles += [(f"{quoted(s.fqns[0])} of rank {r}", s) for s in own.singles]
+    whole = [(name, single.tensor) for name, single in singles]
+    for name, single in singles:
         whole += [(f"state {k!r} of {name}", v) for k, v in single.states.items()]
     whole += [
         (f"loose tensor {i} (extra, random states)", each)
@@ -282,12 +270,12 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
     found: list[list[Entry]] = [[] for _ in manifest.files]
     for place, entry in all_entries(manifest):
         if place.file >= len(found):
-            raise _refuse(
+            raise refuse(
                 file, f"{entry.what} lies in file {place.file} of {len(found)}"
             )
         size = manifest.files[place.file].payload_nbytes
         if entry.end > size:
-            raise _refuse(
+            raise refuse(
                 file,
                 f"{entry.what} ends at byte {entry.end} of {size} bytes of payload in "
                 f"{manifest.files[place.file].name}",
@@ -302,78 +290,16 @@ def entries_by_file(manifest: Manifest, file: str) -> list[list[Entry]]:
             # An entry must also be aligned to the element size, counted from the file's
             # start: readers that map the file need aligned elements.
             if entry.begin != end or (each.header_nbytes + end) % entry.itemsize:
-                raise _refuse(
+                raise refuse(
                     file,
                     f"in {each.name}, {entry.what} begins at byte {entry.begin}, "
                     f"expected {end}, where {last} ends",
                 )
             end, last = entry.end, entry.what
         if end != each.payload_nbytes:
-            raise _refuse(
+            raise refuse(
                 file,
                 f"in {each.name}, {last} ends at byte {end} of "
                 f"{each.payload_nbytes} bytes of payload",
             )
     return found
-
-
-def _check_values(manifest: Manifest, file: str) -> None:
-    """Check that every JSON value can be decoded and uses loose tensors correctly.
-
-    Each loose tensor must belong to exactly a single value.
-    """
-    used: Counter[int] = Counter()
-
-    # Stands in for the reader of loose tensors: counts the uses and reads no payload.
-    # The place has the dtype and the shape, which bytes and arrays are checked by.
-    def note(index: int) -> Stored:
-        if not 0 <= index < len(manifest.loose):
-            raise _refuse(
-                file, f"loose tensor {index} is asked for and there is none such"
-            )
-        used[index] += 1
-        return manifest.loose[index]
-
-    def check(value: Json, where: str) -> None:
-        decode(value, f"{file}: {where}", note)
-
-    check(manifest.extra, "extra")
-    for name, value in manifest.own_states.items():
-        check(value, f"own_states[{name!r}]")
-    names = set(_names_of(manifest))
-    for g, group in enumerate(manifest.param_groups or []):
-        members = group.get("params") if isinstance(group, dict) else None
-        # By name: ids mean nothing to another optimizer object.
-        if not isinstance(members, list) or not all(
-            isinstance(m, str) and m in names for m in members
-        ):
-            raise _refuse(file, f"param_groups[{g}] does not list parameters by name")
-        check(group, f"param_groups[{g}]")
-    held: list[tuple[str, dict[str, Any]]] = [
-        (slot.fqns[0], slot.values) for r in manifest.regions for slot in r.slots
-    ]
-    held += [(single.fqns[0], single.values) for single in manifest.singles]
-    held += [(cut.fqns[0], cut.values) for cut in manifest.cuts]
-    for name, values in held:
-        for key, value in values.items():
-            check(value, f"state {key!r} of {quoted(name)}")
-    # A converted checkpoint has no random states.
-    if len(manifest.rng) not in (0, manifest.world_size):
-        raise _refuse(
-            file,
-            f"rng has {len(manifest.rng)} states for {manifest.world_size} ranks",
-        )
-    for r, state in enumerate(manifest.rng):
-        if not isinstance(state, dict) or not state.keys() <= set(RNG_KEYS):
-            raise _refuse(file, f"rng[{r}] holds something else than {RNG_KEYS}")
-        check(state, f"rng[{r}]")
-    if len(manifest.per_rank) not in (0, manifest.world_size):
-        raise _refuse(
-            file,
-            f"per_rank has {len(manifest.per_rank)} values for {manifest.world_size} "
-            "ranks",
-        )
-    for r, value in enumerate(manifest.per_rank):
-        check(value, f"per_rank[{r}]")
-    if len(used) != len(manifest.loose) or any(n > 1 for n in used.values()):
-        raise _refuse(file, "loose tensors are not referred to once each")

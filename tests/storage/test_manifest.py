@@ -32,6 +32,17 @@ def stored(shape: list[int], at: Json) -> Json:
     return {"dtype": "float32", "shape": shape, "at": at}
 
 
+def local(begin: int) -> Json:
+    """An expert of a rank, with a scalar of a sharded parameter, and options."""
+    expert = {"fqns": ["expert"], "tensor": stored([1], entry(int(begin < 60), begin))}
+    return {
+        "singles": [{**expert, "states": {}, "values": {"step": 1}}],
+        "own_states": {"e._extra_state": begin},
+        "values": {"b": {"norm": 0.5}},
+        "param_groups": [{"lr": 0.2, "params": ["expert", "b"]}],
+    }
+
+
 def sound() -> Json:
     """A manifest of two ranks: a region with one state, a buffer, a loose tensor."""
     slots = [
@@ -66,7 +77,7 @@ def sound() -> Json:
             "payload_nbytes": size,
             "blocks": [1],
         }
-        for r, size in enumerate((60, 40))
+        for r, size in enumerate((64, 44))
     ]
     return {
         "format": "composable_fsdp.checkpoint",
@@ -78,6 +89,7 @@ def sound() -> Json:
         "files": files,
         "regions": [region],
         "cuts": [cut],
+        "local": [local(60), local(40)],
         "singles": [{**single, "states": {}, "values": {"x": {"$float": "nan"}}}],
         "loose": [stored([1], entry(0, 40))],
         "param_groups": [{"lr": 0.1, "params": ["a", "b"]}],
@@ -121,8 +133,8 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
     ),
     "overlapping boxes": (put("singles.0.tensor.at", entry(0, 16)), "where 'buf' ends"),
     "offset out of range": (
-        put("singles.0.tensor.at", entry(0, 60)),
-        "'buf' ends at byte 68 of",
+        put("singles.0.tensor.at", entry(0, 64)),
+        "'buf' ends at byte 72 of",
     ),
     "no such file": (put("singles.0.tensor.at", entry(2, 32)), "'buf' lies in file 2"),
     "huge size": (put("regions.0.slots.1.shape", [HUGE]), "'b' of shape"),
@@ -163,6 +175,29 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         "state 'exp' of 'lora' of shape (3, 1) stands there twice",
     ),
     "name of a cut twice": (put("cuts.0.fqns", ["b"]), "'b' stand there twice"),
+    "too few ranks": (put("local.1", {}), "local[1] is [], expected an object of"),
+    "ranks left out": (put("local", [local(60)]), "in rank1.safetensors, elements 2"),
+    "expert twice": (put("local.1.singles.0.fqns", ["a"]), "'a' stand there twice"),
+    "expert of a rank elsewhere": (
+        put("local.1.singles.0.tensor.at", entry(1, 44)),
+        "'expert' of rank 1 ends at byte 48 of 44",
+    ),
+    "extra state twice": (
+        put("local.0.own_states", {"m._extra_state": 1}),
+        "'m._extra_state' stand there twice",
+    ),
+    "scalar of no unit": (
+        put("local.0.values", {"expert": {"norm": 1}}),
+        "local[0] has state of 'expert' of no unit",
+    ),
+    "scalar twice": (
+        put("local.0.values", {"a": {"step": 1}}),
+        "local[0] has state of 'a' 'step' twice",
+    ),
+    "options of nothing": (
+        put("local.1.param_groups.0.params", ["x"]),
+        "local[1].param_groups[0] does not list parameters by name",
+    ),
     "values of too few ranks": (put("per_rank", [{}]), "per_rank has 1 values for 2"),
     "other format": (put("format", "zip"), "format is 'zip', expected"),
     "unknown field": (put("regions.0.more", 1), "regions[0] is ['dtype', 'more'"),

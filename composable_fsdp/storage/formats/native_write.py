@@ -16,10 +16,10 @@ from torch import Tensor
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.directory import MANIFEST, write_synced
+from composable_fsdp.storage.file_part import FilePart, SinglePart
 from composable_fsdp.storage.manifest import Manifest, require_storable
 from composable_fsdp.storage.merge import merge
 from composable_fsdp.storage.native import manifest_bytes
-from composable_fsdp.storage.part import FilePart, SinglePart
 from composable_fsdp.storage.source import Source, TensorInfo
 from composable_fsdp.storage.validate import parse
 from composable_fsdp.storage.values import encode

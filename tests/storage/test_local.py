@@ -1,0 +1,327 @@
+"""Claims on ``local``: what differs over ranks by design comes back to each rank."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from composable_fsdp import (
+    CheckpointError,
+    LoadReport,
+    async_save,
+    convert,
+    fully_shard,
+    load,
+    open_source,
+    save,
+    verify,
+)
+from tests.support.on_ranks import on_ranks
+from tests.support.place import _same
+from tests.support.sharded import RankCount, message_of
+from tests.support.world import World
+
+
+class Expert(nn.Module):
+    """A layer of a rank, with a buffer and an extra state of its own."""
+
+    def __init__(self, rank: int, rows: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, rows)
+        self.down = nn.Linear(rows, 4)
+        self.register_buffer("seen", torch.tensor([rank]))
+        self.label: Any = (rank, torch.tensor([rank]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+    def get_extra_state(self) -> Any:
+        return self.label
+
+    def set_extra_state(self, state: Any) -> None:
+        self.label = state
+
+
+class Mixture(nn.Module):
+    """A sharded trunk, a norm that all ranks have alike, and an expert of the rank."""
+
+    def __init__(self, rank: int, seed: int, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.trunk = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        torch.manual_seed(100 * seed + rank)
+        self.experts = nn.ModuleDict({"own": Expert(rank, rows)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts["own"](self.norm(self.trunk(x)))
+        return y
+
+
+Pair = tuple[Any, optim.Optimizer]
+
+
+def trained(world: World, seed: int, *, shape: bool = False) -> Pair:
+    """A mixture after two steps; the options and scalars of the expert are its own.
+
+    ``shape``: the experts of ranks differ in shape, too.
+    """
+    model = Mixture(world.rank, seed, 4 + world.rank * shape)
+    experts, norm = list(model.experts.parameters()), list(model.norm.parameters())
+    fully_shard(model, ignored_states=[*experts, *norm])
+    rate = torch.tensor(0.1 * (world.rank + 1 + seed))
+    own: dict[str, Any] = {"params": experts, "lr": rate, "eps": 1e-3 + seed}
+    groups = [{"params": [*model.trunk.parameters(), *norm]}, own]
+    optimizer = optim.AdamW(groups, lr=0.01)
+    for at in range(2):
+        model(torch.ones(2, 4) * at).sum().backward()
+        # As data parallel training gives all ranks the gradients of the norm.
+        for param in norm:
+            param.grad = torch.ones(4)
+        optimizer.step()
+        optimizer.zero_grad()
+    for param in experts:
+        # The expert of a rank may have taken more steps.
+        optimizer.state[param]["step"] += world.rank
+    return model, optimizer
+
+
+def all_of(pair: Pair) -> Any:
+    model, optimizer = pair
+    own = [dict(optimizer.state[p]) for p in model.parameters()]
+    options = [
+        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+    ]
+    expert = model.experts["own"]
+    return (
+        [param.detach().clone() for param in model.parameters()],
+        [{k: v.clone() for k, v in state.items()} for state in own],
+        options,
+        expert.seen.clone(),
+        expert.label,
+    )
+
+
+@pytest.mark.req("K-01", "U-07")
+@pytest.mark.parametrize("how", ["save", "async", "shapes"])
+@on_ranks(1, 2, 3)
+def test_the_values_of_a_rank_come_back_to_it(
+    world: World, tmp_path: Path, how: str
+) -> None:
+    """Weights, buffers, extra states, optimizer state, scalars and options."""
+    pair = trained(world, 0, shape=how == "shapes")
+    saved = all_of(pair)
+    if how == "async":
+        future = async_save(tmp_path / "a", *pair, local="experts")
+        with torch.no_grad():
+            pair[0].experts["own"].up.weight.zero_()
+        future.result()
+    else:
+        save(tmp_path / "a", *pair, local=["experts.*"])
+    other = trained(world, 1, shape=how == "shapes")
+    assert not _same(all_of(other), saved)
+
+    load(tmp_path / "a", *other)
+
+    assert _same(all_of(other), saved)
+    assert verify(tmp_path / "a")
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline: the names of one rank are on no other."""
+
+    def __init__(self, rank: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank + seed)
+        self.stages = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 3 + rank)})
+
+    def step(self, optimizer: optim.Optimizer) -> None:
+        sum(stage(torch.ones(3)).sum() for stage in self.stages.values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.req("K-01")
+@on_ranks(2, 3)
+def test_the_stages_of_a_pipeline_are_saved(world: World, tmp_path: Path) -> None:
+    """A plain module whose names differ per rank, with its optimizer."""
+    model = Stage(world.rank, 0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1 + world.rank, momentum=0.9)
+    model.step(optimizer)
+    save(tmp_path / "a", model, optimizer, local="stages")
+    other = Stage(world.rank, 7)
+    fresh = optim.SGD(other.parameters(), lr=5, momentum=0.1)
+
+    load(tmp_path / "a", other, fresh)
+
+    assert _same(other.state_dict(), model.state_dict())
+    assert _same(fresh.state_dict(), optimizer.state_dict())
+    with open_source(tmp_path / "a") as source:
+        assert source.local_ranks == world.world_size
+        assert source.local_tensors >= {"stages.stage0.weight", "stages.stage1.bias"}
+        assert not source.model
+        source.on_rank(1)
+        assert set(source.model) == {"stages.stage1.weight", "stages.stage1.bias"}
+
+
+def scaled(rank: int, seed: int, rate: float) -> Pair:
+    torch.manual_seed(seed)
+    model = fully_shard(nn.Linear(4, 16))
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    for param in optimizer.state:
+        optimizer.state[param]["norm"] = torch.tensor(float(rank + seed))
+    return model, optimizer
+
+
+def numbers(optimizer: optim.Optimizer) -> list[Any]:
+    values = [float(state["norm"]) for state in optimizer.state.values()]
+    return [*values, *(group["lr"] for group in optimizer.param_groups)]
+
+
+@pytest.mark.req("K-01")
+@pytest.mark.parametrize("part", [{}, {"include": "weight"}], ids=["whole", "cut"])
+@on_ranks(2)
+def test_scalars_of_sharded_parameters_come_back_per_rank(
+    world: World, tmp_path: Path, part: dict[str, Any]
+) -> None:
+    """Where the caller says so; the elements are cut over ranks as ever."""
+    model, optimizer = scaled(world.rank, 0, 0.1 * (world.rank + 1))
+    save(tmp_path / "a", model, optimizer, local=["weight", "bias"], **part)
+    other, fresh = scaled(world.rank, 5, 9.0)
+
+    load(tmp_path / "a", other, fresh, **part)
+
+    weight = next(iter(other.parameters()))
+    assert float(fresh.state[weight]["norm"]) == world.rank
+    assert fresh.param_groups[0]["lr"] == 0.1 * (world.rank + 1)
+    if not part:
+        assert numbers(fresh) == numbers(optimizer)
+        assert _same(other.state_dict(), model.state_dict())
+
+
+def refused(world: World, folder: Path) -> list[str]:
+    """What a save says of each difference that is not told."""
+    pair = trained(world, 0)
+    texts = [message_of(lambda: save(folder / "a", *pair))]
+    texts += [message_of(lambda: save(folder / "a", *trained(world, 0, shape=True)))]
+    model, optimizer = scaled(0, 0, 0.1 * (world.rank + 1))
+    texts += [message_of(lambda: save(folder / "a", model, optimizer))]
+    model, optimizer = scaled(world.rank, 0, 0.1)
+    texts += [message_of(lambda: save(folder / "a", model, optimizer))]
+    model, optimizer = trained(world, 0)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        save(folder / "b", model, include="experts.own.seen")
+    return texts + [str(each.message) for each in found]
+
+
+@pytest.mark.req("K-01")
+def test_a_refusal_names_the_way_out(ranks: RankCount, tmp_path: Path) -> None:
+    """``local=`` with the name, on every rank; buffers are a warning of rank 0."""
+    first, second = ranks(2).run(refused, tmp_path)
+
+    values, shapes, options, scalars, *buffers = first
+    assert "pass local=['experts.own.up.weight'] (names, or patterns such" in values
+    assert "pass local=['experts.own.up.weight'] (names, or patterns such" in shapes
+    assert "or pass local=['weight'], which saves each rank's own." in options
+    assert "or pass local=['weight'], which saves each rank's own." in scalars
+    assert any("or pass local=[..] with their names" in text for text in buffers)
+    assert second[:4] == first[:4]
+    assert not (tmp_path / "a").exists()
+
+
+def save_mixture(world: World, folder: Path) -> Any:
+    pair = trained(world, 0)
+    save(folder / "a", *pair, local="experts")
+    return all_of(pair)
+
+
+def load_elsewhere(world: World, folder: Path, local: Any) -> tuple[str, Any, Any]:
+    pair = trained(world, 1)
+    before = all_of(pair)
+    text = message_of(lambda: load(folder / "a", *pair, local=local))
+    return text, before, all_of(pair)
+
+
+@pytest.mark.req("K-01", "U-07")
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 2), (2, 1)])
+def test_at_another_world_size_ranks_get_theirs_or_keep_their_own(
+    ranks: RankCount, tmp_path: Path, saving: int, loading: int
+) -> None:
+    """Only if told so; otherwise the error names them, and nothing is loaded."""
+    saved = ranks(saving).run(save_mixture, tmp_path)
+
+    untold = ranks(loading).run(load_elsewhere, tmp_path, None)
+    told = ranks(loading).run(load_elsewhere, tmp_path, "experts.*")
+
+    for text, before, after in untold:
+        assert "'experts.own._extra_state', 'experts.own.down.bias'" in text
+        assert f"were saved per rank (local=) by {saving} ranks, and {loading}" in text
+        assert "pass load(.., local=[..]) with their names" in text
+        assert "Missing" not in text
+        assert _same(after, before)
+    for rank, (text, before, after) in enumerate(told):
+        assert text == "nothing was raised"
+        # The trunk and the norm are everyone's; the expert has four parameters.
+        expert = saved[rank] if rank < saving else before
+        assert _same(after[0][-4:], expert[0][-4:])
+        assert _same(after[1][-4:], expert[1][-4:])
+        assert _same(after[2][1], expert[2][1])
+        assert _same(after[3:], expert[3:])
+        assert _same(after[0][2:4], saved[0][0][2:4])
+
+
+@pytest.mark.req("K-01")
+def test_a_lenient_load_leaves_values_of_other_ranks_alone(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """And reports them."""
+    ranks(2).run(save_mixture, tmp_path)
+
+    for found, same in ranks(1).run(load_leniently, tmp_path):
+        assert len(found) == 1
+        assert "were saved per rank" in found[0]
+        assert same
+
+
+def load_leniently(world: World, folder: Path) -> tuple[list[str], bool]:
+    pair, report = trained(world, 1), LoadReport()
+    before = all_of(pair)
+    load(folder / "a", *pair, strict=False, report=report)
+    after = all_of(pair)
+    return report.local, _same(after[0][-4:], before[0][-4:])
+
+
+@pytest.mark.req("K-01")
+def test_a_conversion_drops_no_rank_in_silence(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """It is refused, or the caller chooses a rank."""
+    ranks(2).run(save_stages, tmp_path)
+
+    with pytest.raises(
+        CheckpointError, match=r"has values of 'stages.stage0.bias'.*on_rank"
+    ):
+        convert(tmp_path / "a", tmp_path / "b", "torch")
+    ranks(2).run(save_mixture, tmp_path / "mixture")
+    with open_source(tmp_path / "mixture" / "a") as source:
+        source.on_rank(1)
+        convert(source, tmp_path / "c", "native")
+
+    with open_source(tmp_path / "c") as source:
+        assert source.own_states["experts.own._extra_state"][0] == 1
+        assert source.read_model("experts.own.seen", 0, 1).item() == 1
+        assert len(source.param_groups or ()) == 2
+
+
+def save_stages(world: World, folder: Path) -> None:
+    save(folder / "a", Stage(world.rank, 0), local="stages")
