@@ -69,17 +69,21 @@ def gather_slot(ref: ParamRef, part: Tensor) -> Tensor:
     Returns: a new tensor of the plain model's shape on the compute device; on meta if
         ``part`` is on meta.
     Collective: over the shard group a broadcast from each rank that holds elements, of
-        these elements; none without a shard group.
+        these elements; none without a shard group. Of a parameter that tensor
+        parallelism cuts, an all-gather over its ranks.
     """
     handle, slot = ref.handle, ref.slot
-    group = handle.groups.shard
+    group, form = handle.groups.shard, ref.form
     if part.is_meta:
-        return part.new_empty(slot.shape)
+        return part.new_empty(ref.shape)
     if group is None:
-        return part.to(handle.layout.device, copy=True).view(slot.shape)
-    ranks = range(group.size())
-    intervals = [ref.region.layout.interval(slot, rank) for rank in ranks]
-    return gather_part(part, slot.shape, intervals, group, handle.layout.device)
+        own = part.to(handle.layout.device, copy=True).view(slot.shape)
+    else:
+        ranks = range(group.size())
+        intervals = [ref.region.layout.interval(slot, rank) for rank in ranks]
+        own = gather_part(part, slot.shape, intervals, group, handle.layout.device)
+    # The data ranks hold equal rectangles; the last step joins the rectangles.
+    return own if form is None else form.whole(own)
 
 
 @torch.no_grad()

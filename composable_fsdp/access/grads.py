@@ -34,6 +34,7 @@ from composable_fsdp.flat.flat_parameter import (
 from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, sample_again
 from composable_fsdp.flat.gradients import views_are_intact
 from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_ref import ParamRef, param_refs
 from composable_fsdp.flat.region import FlatParameter
 from composable_fsdp.naming import listed
 
@@ -101,7 +102,8 @@ def clip_grad_norm_(
     Returns: the norm before clipping, a 0-d tensor on the compute device, equal on all
         ranks; NaN or inf on every rank if the norm of any rank is NaN or inf.
     Collective: per shard group among the parameters an all-reduce of one number (two
-        numbers for the ``inf`` norm). All ranks must pass the same parameters. If
+        numbers for the ``inf`` norm); for parameters that tensor parallelism cuts,
+        another over its ranks. All ranks must pass the same parameters. If
         ``error_if_nonfinite`` raises, also an all-gather of objects, for the message.
     Raises: DesyncError, if another rank does not make this call, before anything is
         sent, or, on the CPU, passes another ``max_norm``; ValueError, unless
@@ -113,7 +115,7 @@ def clip_grad_norm_(
     norm_type, max_norm = _as_norms(norm_type, max_norm)
     chosen = dict(zip(map(id, parameters), parameters, strict=True))
     handles, others = units_and_others(chosen)
-    sharded: dict[dist.ProcessGroup, list[Tensor]] = {}
+    sharded: dict[Route, list[Tensor]] = {}
     plain = [p.grad for p in others if p.grad is not None]
     gradients = plain.copy()
     device = others[0].device if others else None
@@ -122,10 +124,18 @@ def clip_grad_norm_(
         # The all-reduce runs on the compute device, also if the gradients are in host
         # memory.
         device = handle.layout.device
+        if handle.layout.forms:
+            dtypes.update(region.shard.dtype for region in handle.layout.regions)
+            for route, gradient in _gradients_in_form(handle, chosen):
+                # Also without a gradient: all ranks send over the same groups.
+                where = sharded.setdefault(route, []) if route else plain
+                where += gradient
+                gradients += gradient
+            continue
         group = handle.groups.shard
         # Without a shard group every rank holds all elements, as of plain parameters: a
-        # sum over ranks would count them repeatedly.
-        where = plain if group is None else sharded.setdefault(group, [])
+        # sum over ranks would count them repeatedly. Not ``_route``, which is a call.
+        where = plain if group is None else sharded.setdefault((group,), [])
         for region in handle.layout.regions:
             dtypes.add(region.shard.dtype)
             if region.layout.trainable:
@@ -141,7 +151,8 @@ def clip_grad_norm_(
     dtype = torch.float64 if is_double else torch.float32
     if sharded:
         # A training loop repeats this call, and an expected call visits no store.
-        meet(sharded, _clip_call(norm_type, dtype, len(parameters)), always=False)
+        groups = dict.fromkeys(group for route in sharded for group in route)
+        meet(groups, _clip_call(norm_type, dtype, len(parameters)), always=False)
     norms = _norms_one_by_one if foreach is False else torch._foreach_norm
     device = device or torch.device("cpu")
     kind = _Kind(norm_type, device, dtype, norms, max_norm)
@@ -243,6 +254,38 @@ def _norms_one_by_one(
     return [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors]
 
 
+Route = tuple[dist.ProcessGroup, ...]
+"""The groups whose ranks hold other elements of a parameter; none if all are here."""
+
+
+def _route(handle: FlatParamHandle, slot: int) -> Route:
+    """Return the groups over which the norm of a parameter's gradient is a sum."""
+    group, form = handle.groups.shard, handle.layout.forms.get(slot)
+    # Replicas have equal gradients, as have the ranks of a mesh that does not cut.
+    return (*(() if group is None else (group,)), *(form.cut_over if form else ()))
+
+
+def _gradients_in_form(
+    handle: FlatParamHandle, chosen: dict[int, Tensor]
+) -> Iterator[tuple[Route, list[Tensor]]]:
+    """Yield route and gradient of each chosen parameter of a unit with forms."""
+    refs: dict[int, tuple[FlatParameter, int]] = {}
+    for region in handle.layout.regions:
+        if region.flat is not None:
+            add_own_gradients(handle, region)
+        for index, slot in enumerate(region.layout.parameters):
+            flat, leaf = region.flat, region.leaves[index]
+            # A flat parameter stands for all parameters of its region.
+            if id(leaf) in chosen or (flat is not None and id(flat) in chosen):
+                refs[slot.index] = region, index
+    # By index: tensor-parallel ranks with parts of other sizes have other regions, and
+    # must meet the groups in the same order.
+    for key in sorted(refs):
+        region, index = refs[key]
+        gradient = leaf_gradients(region, handle)[index]
+        yield _route(handle, key), [] if gradient is None else [gradient]
+
+
 def _gradients(
     handle: FlatParamHandle, region: FlatParameter, chosen: dict[int, Tensor]
 ) -> list[Tensor]:
@@ -294,7 +337,7 @@ def _is_whole(region: FlatParameter) -> bool:
 def _offenders(
     handles: Sequence[FlatParamHandle],
     chosen: dict[int, Tensor],
-    groups: Iterable[dist.ProcessGroup],
+    routes: Iterable[Route],
     norms: Sequence[Tensor],
 ) -> str:
     """Return the gradients that are not finite, in words.
@@ -304,13 +347,22 @@ def _offenders(
     # The norm over a group is equal on the group's ranks, so all ranks decide alike.
     # A list and no set: the groups exchange one after the other, in an order that is
     # equal on all ranks.
-    bad = [g for g, norm in zip(groups, norms, strict=True) if not norm.isfinite()]
+    bad = [r for r, norm in zip(routes, norms, strict=True) if not norm.isfinite()]
     # Units without a shard group hold whole gradients, equal on all ranks.
-    whole = [each for each in handles if each.groups.shard is None]
+    whole = [
+        each for each in handles if each.groups.shard is None and not each.layout.forms
+    ]
     found = collect_nonfinite(whole, chosen, ()) if whole else []
-    for group in bad:
-        units = [each for each in handles if each.groups.shard is group]
-        found += collect_nonfinite(units, chosen, (group,))
+    for route in bad:
+        held = {
+            id(ref.leaf): (handle, ref.leaf)
+            for handle in handles
+            for ref in param_refs(handle)
+            if _route(handle, ref.slot.index) == route and _is_chosen(ref, chosen)
+        }
+        units = list(dict.fromkeys(handle for handle, _ in held.values()))
+        leaves = {key: leaf for key, (_, leaf) in held.items()}
+        found += collect_nonfinite(units, leaves, route)
     # Finite gradients may have a norm that is too large for the dtype of the sum.
     if not found:
         return (
@@ -319,8 +371,13 @@ def _offenders(
     return f"{listed(found, '; ')}."
 
 
+def _is_chosen(ref: ParamRef, chosen: dict[int, Tensor]) -> bool:
+    """Return whether a parameter, or the flat parameter of its region, is chosen."""
+    return id(ref.leaf) in chosen or id(ref.region.flat) in chosen
+
+
 def _norm_parts(
-    plain: list[Tensor], sharded: dict[dist.ProcessGroup, list[Tensor]], kind: _Kind
+    plain: list[Tensor], sharded: dict[Route, list[Tensor]], kind: _Kind
 ) -> list[Tensor]:
     """Return powers of norms: of plain gradients, then over the ranks of each group.
 
@@ -330,11 +387,11 @@ def _norm_parts(
     parts, differing = [_power(plain, kind)], []
     # 18 bits: the sum of the squares of 100,000 ranks is exact in float64.
     mark = zlib.crc32(struct.pack("d", kind.max_norm)) >> 14
-    for group, gradients in sharded.items():
+    for route, gradients in sharded.items():
         part = _power(gradients, kind)
         sent = [part]
         # On a GPU the host would wait for the result.
-        compares = kind.device.type == "cpu" and can_compare(group)
+        compares = kind.device.type == "cpu" and all(map(can_compare, route))
         if infinite:
             # A maximum may lose a NaN (gloo's does), so the NaN flag is reduced as a
             # second number.
@@ -343,7 +400,8 @@ def _norm_parts(
             sent += map(torch.tensor, (mark, -mark if infinite else mark * mark))
         wide = torch.float64 if compares else kind.dtype
         both = torch.stack([each.to(wide) for each in sent])
-        collectives.all_reduce(both, group, maximum=infinite)
+        for group in route:
+            collectives.all_reduce(both, group, maximum=infinite)
         part = both[0].to(kind.dtype)
         if infinite:
             part = torch.where(both[1] > 0, math.nan, part)
@@ -352,23 +410,27 @@ def _norm_parts(
             # Integers: a square of a sum may need more bits than float64 has.
             one, other = map(int, both[-2:].tolist())
             # Equal marks: the largest is the least, or their variance is 0.
-            if (other != -one) if infinite else (other * group.size() != one * one):
-                differing.append(group)
+            ranks = math.prod(group.size() for group in route)
+            if (other != -one) if infinite else (other * ranks != one * one):
+                differing.append(route)
     # After the last group, whose other ranks wait for this rank.
-    for group in differing:
-        _refuse_max_norms(kind.max_norm, group)
+    for route in differing:
+        _refuse_max_norms(kind.max_norm, route)
     return parts
 
 
-def _refuse_max_norms(max_norm: float, group: dist.ProcessGroup) -> NoReturn:
+def _refuse_max_norms(max_norm: float, route: Route) -> NoReturn:
     """Raise the error of ranks that clip to different norms.
 
-    Collective: an all-gather of objects over ``group``.
-    Raises: DesyncError, on all ranks of ``group``.
+    Collective: an all-gather of objects over each group of ``route``.
+    Raises: DesyncError, on all ranks of ``route``.
     """
-    given = collectives.all_gather_object(max_norm, group)
-    ranks = dist.get_process_group_ranks(group)
-    told = (f"{norm:g} on rank {r}" for r, norm in zip(ranks, given, strict=True))
+    given = [(dist.get_rank(), max_norm)]
+    for group in route:
+        # After the first group a rank passes on the values of the whole group.
+        parts = collectives.all_gather_object(given, group)
+        given = [each for part in parts for each in part]
+    told = (f"{norm:g} on rank {rank}" for rank, norm in sorted(given))
     raise DesyncError(
         f"clip_grad_norm_ expects the same max_norm on all ranks, got {listed(told)}. "
         "Each rank would scale its part of a gradient by another factor. Nothing was "

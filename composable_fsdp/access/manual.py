@@ -215,7 +215,7 @@ def full_shape(parameter: Tensor) -> torch.Size:
             "this rank holds of several. Ask for the parameters of model.parameters()."
         )
     ref = find_param(parameter)
-    return parameter.shape if ref is None else torch.Size(ref.slot.shape)
+    return parameter.shape if ref is None else torch.Size(ref.shape)
 
 
 def _context(state: _FSDPState, what: str) -> RuntimeContext:

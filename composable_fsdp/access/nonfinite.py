@@ -64,9 +64,9 @@ def find_nonfinite(
 
     Returns: a ``NonFinite`` per gradient, by name; empty if all are finite. A plain
         parameter is only looked at on this rank, and goes by its position.
-    Collective: over each shard and replicate group of the units an all-reduce of one
-        number, and, only if a gradient is not finite, an all-gather of objects. All
-        ranks must pass the same parameters.
+    Collective: over each shard and replicate group of the units, and the ranks of
+        tensor parallelism, an all-reduce of one number, and, only if a gradient is not
+        finite, an all-gather of objects. All ranks must pass the same parameters.
     Raises: DesyncError, if another rank does not make this call; TypeError, for an
         argument that is no parameter.
 
@@ -78,16 +78,25 @@ def find_nonfinite(
     handles, others = units_and_others(chosen)
     # Units over other groups exchange separately, in the order of the units, which is
     # equal on all ranks.
-    routes: dict[tuple[dist.ProcessGroup, ...], list[FlatParamHandle]] = {}
+    routes: dict[tuple[dist.ProcessGroup, ...], dict[FlatParamHandle, None]] = {}
+    held: dict[tuple[dist.ProcessGroup, ...], dict[int, Tensor]] = {}
     for handle in handles:
-        routes.setdefault(handle.groups.present, []).append(handle)
+        # By index: ranks of tensor parallelism may have other regions.
+        for ref in sorted(param_refs(handle), key=lambda each: each.slot.index):
+            if id(ref.leaf) in chosen or id(ref.region.flat) in chosen:
+                # Ranks with equal values look at the same elements, and find the same.
+                cut = () if ref.form is None else ref.form.cut_over
+                route = (*handle.groups.present, *cut)
+                routes.setdefault(route, {})[handle] = None
+                held.setdefault(route, {})[id(ref.leaf)] = ref.leaf
     call = Call("find_nonfinite", f"{len(parameters)} parameters")
     meet(dict.fromkeys(g for route in routes for g in route), call, always=False)
     found: list[NonFinite] = []
-    for route, units in routes.items():
+    for route, among in routes.items():
+        units = list(among)
         # The usual answer is that all gradients are finite, and costs a single number
         # per group. Names are only sent after a finding, which all ranks know of.
-        mine = _own(units, chosen)
+        mine = _own(units, held[route])
         flag = torch.tensor([len(mine)], device=units[0].layout.device)
         for group in route:
             collectives.all_reduce(flag, group, maximum=True)

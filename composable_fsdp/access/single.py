@@ -19,6 +19,7 @@ from composable_fsdp.comm import collectives
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import CompositionError, PhaseError
 from composable_fsdp.flat.flat_parameter import leaf_gradients, set_leaf_gradient
+from composable_fsdp.flat.param_form import mesh_groups
 from composable_fsdp.flat.param_ref import ParamRef, find_param, param_refs
 from composable_fsdp.naming import join_name, quoted, strip_wrapper
 from composable_fsdp.planning.layout import ParameterSlot
@@ -37,6 +38,7 @@ def get_full_param(module: nn.Module, fqn: str) -> Tensor:
 
     Collective: over the shard group a broadcast per rank that holds elements, ``numel``
         elements in all; all its ranks must call. None if the parameter is not sharded.
+        Of a parameter that tensor parallelism cuts, an all-gather over its ranks.
     Raises: CompositionError, if ``module`` has no parameter of this name; PhaseError,
         inside forward, backward or ``unshard_params``.
 
@@ -98,8 +100,9 @@ def get_full_grad(module: nn.Module, fqn: str) -> Tensor | None:
     # A rank without elements of the parameter has no gradient, but must take part in
     # the broadcasts: agree first whether any rank has a gradient.
     has = torch.tensor([part is not None], device=handle.layout.device).to(torch.uint8)
-    if group is not None:
-        collectives.all_reduce(has, group, maximum=True)
+    # Tensor-parallel ranks ask together, because all of them join the parts below.
+    for each in (*(() if group is None else (group,)), *mesh_groups([found.form])):
+        collectives.all_reduce(has, each, maximum=True)
     if not has.item():
         return None
     if part is None:
@@ -269,7 +272,7 @@ def _checked(
 
     Raises: CompositionError, if the shape differs; PhaseError, for a parameter on meta.
     """
-    shape = found.slot.shape if isinstance(found, ParamRef) else tuple(found.shape)
+    shape = found.shape if isinstance(found, ParamRef) else tuple(found.shape)
     leaf = found.leaf if isinstance(found, ParamRef) else found
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -22,6 +22,8 @@ from composable_fsdp.access.unsharded_unit import _unshard_state
 from composable_fsdp.comm.consensus import failed_rank, send_failure
 from composable_fsdp.comm.meeting import Call
 from composable_fsdp.errors import DesyncError
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.phases import Phase
 from composable_fsdp.planning import walk
 from composable_fsdp.runtime.offload import synchronize_copy_stream
@@ -83,7 +85,8 @@ def unshard_params(
         the same collectives for the gradients and a single all-reduce with a byte per
         parameter (with ``rank0_only`` and ``writeback`` a broadcast of these bytes on
         exit). With ``writeback`` the ranks agree on exit that no rank raised: an
-        all-reduce of an integer per shard and replicate group. ``check_same`` adds a
+        all-reduce of an integer per shard and replicate group, and per group of a
+        DTensor's mesh. ``check_same`` adds a
         single all-reduce with two numbers per parameter.
     Raises: PhaseError, inside forward, backward or another such block; the exception of
         the block, and DesyncError on the other ranks: on all ranks the units that the
@@ -257,7 +260,7 @@ def _unshard_states(
                 for groups, at in _routes(states).items()
             }
             for unit in shown:
-                unit.is_agreed = failed[unit.handle.groups.present] is None
+                unit.is_agreed = failed[_route(unit.handle)] is None
                 if check_same and unit.is_agreed:
                     require_same_values(unit.handle, unit.fulls)
     rank = next((rank for rank in failed.values() if rank is not None), None)
@@ -289,8 +292,15 @@ def _routes(states: Sequence[_FSDPState]) -> dict[Route, torch.device]:
     """Return each route once, in the order of the units, with a device to send on."""
     found: dict[Route, torch.device] = {}
     for state in states:
-        found.setdefault(state.handle.groups.present, state.handle.layout.device)
+        found.setdefault(_route(state.handle), state.handle.layout.device)
     return found
+
+
+def _route(handle: FlatParamHandle) -> Route:
+    """Return the groups over which an outcome reaches all ranks of a unit."""
+    # Ranks of tensor parallelism hold other parts of the parameters that the block
+    # writes: all of them write, or none.
+    return (*handle.groups.present, *groups_of(handle.layout.forms))
 
 
 @contextmanager

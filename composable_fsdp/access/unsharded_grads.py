@@ -128,8 +128,13 @@ def unshard_grads(
             continue
         # As the full parameters with offload_to_cpu, the gradients live in host memory.
         views, _ = full_views(region.layout, full.cpu() if to_cpu else full)
-        for leaf, view, flag in zip(full_leaves, views, flags, strict=True):
-            leaf.grad = view if flag else None
+        for leaf, view, flag, slot in zip(
+            full_leaves, views, flags, region.layout.parameters, strict=True
+        ):
+            # A DTensor takes no plain tensor as ``.grad``.
+            form = handle.layout.forms.get(slot.index)
+            whole = view if form is None else form.shown(view)
+            leaf.grad = whole if flag else None
     return shown
 
 
@@ -171,11 +176,14 @@ def _full_gradient(
     numel = region.layout.padded_numel
     full = memory.new_buffer(numel, region.layout.dtype, handle.layout.device).zero_()
     views, _ = full_views(region.layout, full)
-    for leaf, view in zip(leaves, views, strict=True):
+    for leaf, view, slot in zip(leaves, views, region.layout.parameters, strict=True):
         if leaf.grad is not None:
+            # The block may have set a gradient of other placements.
+            form = handle.layout.forms.get(slot.index)
+            given = leaf.grad if form is None else form.gradient(leaf.grad)
             # A sparse gradient is converted: an exception here would leave the other
             # ranks waiting.
-            view.copy_(leaf.grad.to_dense())
+            view.copy_(given.to_dense())
     return full
 
 

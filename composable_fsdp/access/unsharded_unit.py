@@ -22,13 +22,14 @@ from composable_fsdp.access.unsharded_grads import UnshardedGrads, unshard_grads
 from composable_fsdp.comm import collectives
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat import part_guards, residency
-from composable_fsdp.flat.build_region import full_leaf, full_views
+from composable_fsdp.flat.build_region import full_leaves_in_form, full_views
 from composable_fsdp.flat.external_changes import is_at, restore_full_views
 from composable_fsdp.flat.handle import FlatParamHandle, written
 from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.residency import version_of
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Phase, illegal_move
+from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.unshard import reshard, unshard, wait_unsharded
 from composable_fsdp.tree.root import ensure_root
 from composable_fsdp.tree.state import RuntimeContext, _FSDPState
@@ -109,8 +110,10 @@ class UnshardedUnit:
             if self.leaves:
                 index = place[id(sharded)]
                 expected, home = self.leaves[index], homes[index]
-            found = parameters.get(name)
-            if found is expected and is_at(found, home):
+            shown = parameters.get(name)
+            # Of a DTensor the plain tensor inside, which must be a view of ``full``.
+            found = local_of(shown) if isinstance(shown, Tensor) else shown
+            if shown is expected and found is not None and is_at(found, home):
                 continue
             if (
                 not isinstance(found, Tensor)
@@ -279,9 +282,12 @@ def _show_copies(unit: UnshardedUnit, *, rank0_only: bool, to_cpu: bool) -> None
         unit.fulls = [full.to(home, copy=alone) for full in fulls]
         for region, full in zip(handle.layout.regions, unit.fulls, strict=True):
             pieces, _ = full_views(region.layout, full)
-            unit.leaves.extend(
-                full_leaf(piece, leaf, trainable=leaf.requires_grad)
-                for piece, leaf in zip(pieces, region.leaves, strict=True)
+            unit.leaves += full_leaves_in_form(
+                region.layout,
+                pieces,
+                region.leaves,
+                handle.layout.forms,
+                [leaf.requires_grad for leaf in region.leaves],
             )
     made = {id(leaf): new for leaf, new in zip(handle.leaves, unit.leaves, strict=True)}
     for parameters, name, sharded, _ in handle.swaps:

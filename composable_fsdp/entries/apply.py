@@ -21,6 +21,7 @@ from composable_fsdp.comm.groups import RankLayout, resolve_device, resolve_rank
 from composable_fsdp.entries.initial_values import prepare_values
 from composable_fsdp.entries.under_ddp import install_ddp_hook
 from composable_fsdp.errors import CompositionError, PlanError
+from composable_fsdp.flat.dtensor_params import refuse_shared_ranks
 from composable_fsdp.flat.handle import LEAVES, find_leaf
 from composable_fsdp.naming import WRAPPED_MODULE, join_name, quoted
 from composable_fsdp.planning.assign import API, PlanRequest
@@ -142,6 +143,8 @@ def apply(
     ranks = application.ranks
     plan, targets = plan_modules(modules, application.request)
     _refuse_started(modules[0], targets)
+    # Here, because planning knows sizes of groups and no groups.
+    refuse_shared_ranks(targets, ranks)
     parameters = [p for t in targets for region in t.parameters for p in region]
     device = _device_of(targets, parameters, application)
     init, sync = application.param_init_fn, application.sync_module_states

@@ -28,6 +28,7 @@ from composable_fsdp.access.grad_scaler import ShardedGradScaler, unscale_togeth
 from composable_fsdp.access.grads import clip_grad_norm_ as own_clip
 from composable_fsdp.entries.fsdp2_module import FSDPModule
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.flat.param_ref import param_ref
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.scaler_check import AGREED
@@ -102,10 +103,12 @@ def _unscale_by_kind(plain: Any) -> Any:
             return found
         # Equal on all ranks, as the optimizers are.
         groups = [
-            handle.groups.shard
+            each
             for group in optimizer.param_groups
             for handle in map(_handle_of_the_door, group["params"])
             if handle is not None
+            # A rank of tensor parallelism may be the only one with an inf.
+            for each in (handle.groups.shard, *groups_of(handle.layout.forms))
         ]
         # Optimizers of plain models step as without this package.
         if not groups:

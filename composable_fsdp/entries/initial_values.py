@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composable_fsdp.comm import collectives
 from composable_fsdp.comm.groups import RankLayout
+from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.planning.planner import Target
 from composable_fsdp.runtime.materialize import (
     Init,
@@ -122,7 +123,7 @@ def _broadcast(
     tensors: Sequence[Tensor], ranks: RankLayout, device: torch.device
 ) -> None:
     """Broadcast each tensor from the first rank of the shard and replicate groups."""
-    for tensor in tensors:
+    for tensor in map(local_of, tensors):
         # Collectives require dense memory on the device of the group's backend.
         data = tensor.detach().to(device).contiguous()
         # First within the shard group, then over the replicate group: all ranks end

@@ -24,6 +24,7 @@ from composable_fsdp.flat.handle import (
     remember_leaves,
     written,
 )
+from composable_fsdp.flat.param_form import NO_FORMS, Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule, division
 from composable_fsdp.flat.region import (
     FlatParameter,
@@ -50,6 +51,7 @@ def build_handle(
     sharded: bool = False,
     rule: ReduceRule | None = None,
     guarded: PartGuards | None = None,
+    forms: Forms = NO_FORMS,
 ) -> FlatParamHandle:
     """Turn a planned unit into flat buffers and leaves; the unit is sharded afterwards.
 
@@ -62,6 +64,7 @@ def build_handle(
         rule: the settings of the unit's reduction. Default: None, the defaults.
         guarded: the pre-hook tables of the unit's parts. Default: None, find the tables
             in ``target.modules``.
+        forms: the forms of the parameters by slot index. Default: all are plain.
 
     Returns: the handle, in the sharded state.
     Collective: none.
@@ -69,12 +72,20 @@ def build_handle(
     plan = target.plan
     made = make_layout(
         plan,
-        build_regions(plan, target.parameters, groups.rank, device, sharded=sharded),
+        build_regions(
+            plan,
+            target.parameters,
+            groups.rank,
+            device,
+            sharded=sharded,
+            forms=forms,
+        ),
         target.places,
         target.owners,
         origin=plan.regions,
         epoch=0,
         device=device,
+        forms=forms,
     )
     # ``copy.deepcopy`` passes the tables, because the modules below may be partly
     # copied.
@@ -131,6 +142,7 @@ def replace_layout(
         device,
         sharded=True,
         fulls=fulls,
+        forms=handle.layout.forms,
     )
     made = make_layout(
         plan,
@@ -141,6 +153,7 @@ def replace_layout(
         epoch=handle.layout.epoch + 1,
         device=device,
         earlier=earlier,
+        forms=handle.layout.forms,
     )
     handle.begin_layout(made, make_form(made), leaf_memory(made))
     count_flat_writes(handle)
@@ -171,6 +184,7 @@ def build_regions(
     *,
     sharded: bool,
     fulls: Sequence[FullBuffer | None] | None = None,
+    forms: Forms = NO_FORMS,
 ) -> tuple[FlatParameter, ...]:
     """Return the regions of ``plan`` over ``parameters``, which become the leaves.
 
@@ -182,6 +196,7 @@ def build_regions(
         sharded: the parameters hold only this rank's elements already.
         fulls: full buffers of earlier regions; a buffer that is no buffer of its own
             becomes the shard. Default: None, all shards are new.
+        forms: the forms of the parameters by slot index. Default: all are plain.
 
     Returns: the regions. Collective: none.
     """
@@ -199,6 +214,7 @@ def build_regions(
                 offload=offload,
                 sharded=sharded,
                 shard=None if full is None or full.is_cut else full.buffer,
+                forms=forms,
             )
             for layout, leaves, full in zip(
                 plan.regions,
@@ -220,6 +236,7 @@ def make_layout(
     epoch: int,
     device: torch.device,
     earlier: tuple[weakref.ref[FullForm], ...] = (),
+    forms: Forms = NO_FORMS,
 ) -> UnitLayout:
     """Return the layout of a unit, with the tuples that every step iterates over.
 
@@ -232,6 +249,7 @@ def make_layout(
         epoch: number of times the regions were rebuilt.
         device: the compute device.
         earlier: the full forms of earlier layouts. Default: none.
+        forms: the forms of the parameters by slot index. Default: all are plain.
 
     Returns: the layout. Collective: none.
     """
@@ -254,6 +272,7 @@ def make_layout(
         keys=tuple([place.name for place in places]),
         sharded_placed=_placed(regions, places, [r.leaves for r in regions]),
         earlier=earlier,
+        forms=forms,
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from composable_fsdp.flat import memory
 from composable_fsdp.flat.gradients import new_shard, shard_views, show_on_leaves
+from composable_fsdp.flat.param_form import NO_FORMS, Forms, ParamForm
 from composable_fsdp.flat.region import (
     FlatParameter,
     FullBuffer,
@@ -30,6 +31,7 @@ def build_region(
     offload: bool = False,
     sharded: bool = False,
     shard: Tensor | None = None,
+    forms: Forms = NO_FORMS,
 ) -> FlatParameter:
     """Copy this rank's part of ``parameters`` into the shard and create all views.
 
@@ -49,6 +51,7 @@ def build_region(
         sharded: ``parameters`` hold only this rank's elements already. Default: False.
         shard: the memory of the shard, which no parameter uses. Default: None, create
             a shard.
+        forms: the forms of the unit's parameters. Default: all are plain.
 
     Returns: the region.
     Collective: none.
@@ -66,7 +69,14 @@ def build_region(
         _fill_shard(shard, cuts, leaves, sharded=sharded)
         _make_sharded_leaves(shard, cuts, leaves, dtypes.gradient, sharded=sharded)
         full = make_full(
-            layout, leaves, shard, dtypes.compute, rank, device, offload=offload
+            layout,
+            leaves,
+            shard,
+            dtypes.compute,
+            rank,
+            device,
+            offload=offload,
+            forms=forms,
         )
         kind = TrainableRegion if layout.trainable else FlatParameter
         region = kind(
@@ -147,6 +157,7 @@ def make_full(
     device: torch.device,
     *,
     offload: bool,
+    forms: Forms = NO_FORMS,
 ) -> FullBuffer:
     """Create a full buffer ``(padded_numel,)`` of ``dtype``, and the full leaves.
 
@@ -158,6 +169,7 @@ def make_full(
         rank: this rank's index in the shard group.
         device: the compute device.
         offload: whether ``shard`` is in host memory.
+        forms: the forms of the unit's parameters. Default: all are plain.
 
     Returns: the buffer, which has no memory, unless the buffer is the shard itself.
     Collective: none.
@@ -175,6 +187,10 @@ def make_full(
             full_leaf(part, leaf, trainable=layout.trainable)
             for part, leaf in zip(parts, leaves, strict=True)
         ]
+        if not forms
+        else full_leaves_in_form(
+            layout, parts, leaves, forms, [layout.trainable] * len(leaves)
+        )
     )
     if is_cut:
         # Views can be created only while the storage has memory. The views stay valid
@@ -226,6 +242,35 @@ def full_leaf(part: Tensor, leaf: nn.Parameter, *, trainable: bool) -> nn.Parame
         made = torch.Tensor._make_subclass(type(leaf), part, trainable)
     # Shared, so that an attribute that a user sets on either leaf is visible on both.
     made.__dict__ = leaf.__dict__
+    return made
+
+
+def full_leaves_in_form(
+    layout: RegionLayout,
+    parts: Sequence[Tensor],
+    leaves: Sequence[nn.Parameter],
+    forms: Forms,
+    trainable: Sequence[bool],
+) -> list[nn.Parameter]:
+    """Return the full leaves of a region, of which some parameters may have a form.
+
+    Args:
+        layout: the layout of the region.
+        parts: the views from ``full_views``.
+        leaves: the sharded leaves.
+        forms: the forms of the unit's parameters.
+        trainable: per parameter, as in ``full_leaf``.
+
+    Returns: the full leaves. Collective: none.
+    """
+    made = []
+    for slot, part, leaf, trains in zip(
+        layout.parameters, parts, leaves, trainable, strict=True
+    ):
+        # By index and not by name: a unit may hold a name twice.
+        form: ParamForm | None = forms.get(slot.index)
+        make = full_leaf if form is None else form.full_leaf
+        made.append(make(part, leaf, trainable=trains))
     return made
 
 

@@ -49,6 +49,7 @@ from composable_fsdp.flat.precision import take_form
 from composable_fsdp.flat.region import FullBuffer
 from composable_fsdp.flat.residency import shards_are_unchanged
 from composable_fsdp.naming import listed, quoted
+from composable_fsdp.planning.dtensors import is_dtensor, local_of
 from composable_fsdp.planning.layout import RegionLayout
 from composable_fsdp.planning.split import split_region
 
@@ -141,7 +142,7 @@ def require_leaves(handle: FlatParamHandle) -> bool:
         tuple(current[slot.index] for slot in region.layout.parameters)
         for region in handle.layout.regions
     ]
-    record_replaced(handle, leaves)
+    record_replaced(handle, [r.leaves for r in handle.layout.regions], leaves)
     _rebuild_handle(handle, leaves, device=_device(handle, current))
     return True
 
@@ -155,7 +156,7 @@ def _current(handle: FlatParamHandle, names: dict[int, str]) -> dict[int, nn.Par
         # The first place of a tied parameter names the parameter.
         fqn = names.setdefault(place.slot_index, place_path(handle, at))
         found = parameters.get(key)
-        if not isinstance(found, nn.Parameter):
+        if not isinstance(found, nn.Parameter) or is_dtensor(found):
             raise PlanError(
                 f"Parameter {quoted(fqn)} was removed or replaced by a "
                 f"{type(found).__name__} after fully_shard (torch.func.functional_call "
@@ -261,8 +262,10 @@ def _misfit(fqn: str, expected: torch.Tensor, got: torch.Tensor) -> PlanError:
     )
 
 
-def full_locations(handle: FlatParamHandle) -> list[tuple[nn.Parameter, torch.Tensor]]:
+def full_locations(handle: FlatParamHandle) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each full leaf with the view of ``full`` that its data must be.
+
+    Of a full leaf with a form, the plain tensor inside.
 
     ``full`` must have memory.
     """
@@ -270,7 +273,7 @@ def full_locations(handle: FlatParamHandle) -> list[tuple[nn.Parameter, torch.Te
         pair
         for region in handle.layout.regions
         for pair in zip(
-            region.full.leaves,
+            map(local_of, region.full.leaves),
             full_views(region.layout, region.full.buffer)[0],
             strict=True,
         )
@@ -452,14 +455,13 @@ _times = 0
 
 
 def record_replaced(
-    handle: FlatParamHandle, leaves: Sequence[Sequence[nn.Parameter]]
+    handle: FlatParamHandle, *leaves: Sequence[Sequence[nn.Parameter]]
 ) -> None:
-    """Record the leaves of ``handle`` that ``leaves`` will replace."""
+    """Record the old leaves, given first, that the new leaves of ``handle`` replace."""
     global _times
-    for region, parameters in zip(handle.layout.regions, leaves, strict=True):
-        for slot, old, new in zip(
-            region.layout.parameters, region.leaves, parameters, strict=True
-        ):
+    # Of a DTensor, the first leaf is already another object than the parameter.
+    for region, before, after in zip(handle.layout.regions, *leaves, strict=True):
+        for slot, old, new in zip(region.layout.parameters, before, after, strict=True):
             if old is not new:
                 _places[old] = _Place(weakref.ref(handle), slot.index)
                 # A parameter that returns is a leaf again. The entry must go, because

@@ -19,6 +19,7 @@ from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.flat.residency import accept_versions, set_versions, version_of
 from composable_fsdp.naming import quoted
+from composable_fsdp.planning.dtensors import local_of
 
 _COPIED = 1 << 18
 """Number of elements up to which a snapshot is a copy. A copy and a comparison take two
@@ -79,7 +80,7 @@ def _copy_write_to_shard(
         )
     # Else the full leaf views the shard itself, which already has the new values.
     if region.full.is_cut:
-        sharded.copy_(part_of(region, slot, full, like=sharded))
+        sharded.copy_(part_of(region, slot, local_of(full), like=sharded))
     # The full leaf's version must equal the sharded leaf's version plus the versions of
     # flat parameters (``versions.make_readable``).
     versions = full._version - sum(map(version_of, handle.writes.flat_parameters))

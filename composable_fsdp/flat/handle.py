@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from composable_fsdp.comm.device import Waitable, make_events
 from composable_fsdp.comm.groups import Groups
 from composable_fsdp.comm.sequence import OrderLog
+from composable_fsdp.flat.param_form import Forms
 from composable_fsdp.flat.reduce_rule import ReduceRule
 from composable_fsdp.flat.region import FlatParameter, FullBuffer, TrainableRegion
 from composable_fsdp.naming import quoted
@@ -159,6 +160,8 @@ class UnitLayout:
     """The sharded leaf of each place."""
     earlier: tuple[weakref.ref[FullForm], ...]
     """The full forms of earlier layouts, of which graphs may hold some."""
+    forms: Forms
+    """The forms of the parameters that compute sees as another class, by slot index."""
 
 
 class LeafMemory(NamedTuple):

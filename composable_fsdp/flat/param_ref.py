@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from composable_fsdp.flat.handle import LEAVES, FlatParamHandle, find_leaf
+from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter, part_of
 from composable_fsdp.planning.layout import ParameterSlot
@@ -38,6 +39,23 @@ class ParamRef:
         return slot_path(self.handle, self.slot)
 
     @property
+    def form(self) -> ParamForm | None:
+        """Return how compute sees the parameter; None for a plain parameter."""
+        return self.handle.layout.forms.get(self.slot.index)
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether other ranks hold elements that this rank does not hold."""
+        form = self.form
+        return self.handle.groups.shard is not None or bool(form and form.cut_over)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape in the plain model, of which tensor parallelism cuts."""
+        slot = self.slot
+        return slot.shape if slot.whole is None else slot.whole.shape
+
+    @property
     def interval(self) -> tuple[int, int]:
         """Return elements ``[start, stop)`` of the flattened parameter on this rank."""
         return self.region.layout.interval(self.slot, self.region.rank)
@@ -48,8 +66,14 @@ class ParamRef:
         return self.region.layout.shard_offset(self.slot, self.region.rank)
 
     def part_of(self, value: Tensor) -> Tensor:
-        """Return this rank's part of the full ``value``, in the shape of ``leaf``."""
-        return part_of(self.region, self.slot, value, like=self.leaf)
+        """Return this rank's part of the full ``value``, in the shape of ``leaf``.
+
+        The value has the plain model's shape, of which tensor parallelism cuts.
+        """
+        form = self.form
+        # First the rectangle of this rank's mesh, of which the shard group cuts rows.
+        own = value if form is None else form.part(value)
+        return part_of(self.region, self.slot, own, like=self.leaf)
 
 
 def param_refs(handle: FlatParamHandle) -> Iterator[ParamRef]:

@@ -110,6 +110,7 @@ def switch_form(handle: FlatParamHandle) -> bool:
                     region.rank,
                     region.device,
                     offload=region.offload,
+                    forms=handle.layout.forms,
                 )
         other = make_form(handle.layout, form.unreadable, full_precision=True)
         other.regions = tuple([region.full for region in handle.layout.regions])

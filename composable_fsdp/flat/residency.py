@@ -36,6 +36,7 @@ from composable_fsdp.flat.param_paths import place_path
 from composable_fsdp.flat.part_guards import REFUSE, refuse_part
 from composable_fsdp.naming import quoted
 from composable_fsdp.phases import Residency, illegal_move
+from composable_fsdp.planning.dtensors import local_of
 
 SHARDED, GATHERING, UNSHARDED, HIDDEN, FREE_PENDING, COPIES_SHOWN = Residency
 NOT_GATHERED = SHARDED, FREE_PENDING
@@ -187,7 +188,7 @@ def leave_full(handle: FlatParamHandle) -> None:
         if not full.is_cut or not memory.is_allocated(full.buffer):
             continue
         views = [] if full.own_slice is None else [full.own_slice]
-        fresh = memory.leave(full.buffer, [*views, *full.leaves])
+        fresh = memory.leave(full.buffer, [*views, *map(local_of, full.leaves)])
         gathered[:] = [fresh if each is full.buffer else each for each in gathered]
         region.full = full._replace(buffer=fresh)
     if handle.form.regions:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.dtensor_params import refuse_forms
+from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.naming import join_name, strip_wrapper
@@ -38,7 +40,7 @@ class Named:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter in the plain model."""
-        return self.ref.slot.shape if self.ref else tuple(self.parameter.shape)
+        return self.ref.shape if self.ref else tuple(self.parameter.shape)
 
     @property
     def is_cut(self) -> bool:
@@ -112,7 +114,19 @@ def require_pairs(model: object, optim: object, what: str) -> list[Any]:
     found = optimizers_of(optim)
     for each in found:
         require_pair(model, each, what)
+        refuse_cut_by_mesh(each, what)
     return found
+
+
+def refuse_cut_by_mesh(optim: Any, what: str) -> None:
+    """Raise PlanError for an optimizer of parameters that tensor parallelism cuts."""
+    # Also below ``model``, of which an optimizer may hold a part.
+    places = (
+        find_leaf(p) or find_flat(p)
+        for group in optim.param_groups
+        for p in group["params"]
+    )
+    refuse_forms(dict.fromkeys(place[0] for place in places if place), what)
 
 
 Group = dict[str, Any]

@@ -21,7 +21,7 @@ from composable_fsdp.optim.names import (
     is_absent,
     name_parameters,
 )
-from composable_fsdp.planning.checks import is_dtensor
+from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.state_dict.sharded import ShardedValue
 
 wants_parts: ContextVar[bool] = ContextVar("wants_parts", default=False)

@@ -33,6 +33,7 @@ from composable_fsdp.comm.meeting import Call, meet
 from composable_fsdp.comm.sequence import Operation
 from composable_fsdp.comm.watch import pronounce
 from composable_fsdp.errors import CompositionError
+from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.flat_parameter import find_flat
 from composable_fsdp.flat.param_ref import ParamRef, find_param
 from composable_fsdp.optim.step_checks import flat_name
@@ -103,6 +104,7 @@ def map_on_owners(
     """
     chosen = list(parameters)
     refs = _found(chosen, values)
+    refuse_forms((ref.handle for ref in refs if ref), "map_on_owners")
     results: list[Tensor | None] = [None] * len(chosen)
     groups: dict[dist.ProcessGroup, None] = {}
     for ref in refs:

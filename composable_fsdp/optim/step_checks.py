@@ -96,9 +96,12 @@ def require_elementwise(optim: object) -> None:
 
 def cut_leaf(parameter: object) -> tuple[FlatParamHandle, int] | None:
     """Return the unit of a sharded parameter and its number; None if held whole."""
-    # A unit without a shard group keeps its parameters whole on every rank.
+    # A unit without a shard group keeps its parameters whole on every rank, unless
+    # tensor parallelism cuts them.
     found = find_leaf(parameter)
-    return found if found is not None and found[0].groups.shard is not None else None
+    if found is None or found[0].groups.shard is not None:
+        return found
+    return found if found[0].layout.forms and param_ref(*found).is_cut else None
 
 
 def leaf_name(handle: FlatParamHandle, index: int) -> str:
@@ -224,7 +227,8 @@ def _groups_to_ask(
             continue
         ref = param_ref(*found)
         group = ref.handle.groups.shard
-        assert group is not None  # it is cut
+        if group is None:  # tensor parallelism alone cuts it, and all ranks hold a part
+            continue
         # Ranks may order the parameters of an optimizer differently.
         first = firsts.setdefault(group, ref.handle)
         if ref.handle.full_fqn < first.full_fqn:
@@ -270,7 +274,7 @@ def _require_own_shapes(optim: torch.optim.Optimizer) -> None:
         found = cut_leaf(parameter)
         if found is None:
             continue
-        whole = param_ref(*found).slot.shape
+        whole = param_ref(*found).shape
         for key, value in values.items():
             # Skip tensors of a single element, which may be counters. Shapes cannot
             # tell counters from element-wise state there.

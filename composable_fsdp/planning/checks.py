@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp.errors import CompositionError, PlanError
 from composable_fsdp.naming import quoted
 from composable_fsdp.planning import walk
+from composable_fsdp.planning.dtensors import (
+    is_dtensor,
+    local_of,
+    refuse_placements,
+)
 from composable_fsdp.planning.options import GroupBy
 
 
@@ -84,10 +88,14 @@ def refuse_parameter(parameter: nn.Parameter, fqn: str) -> None:
             "forward with the plain model first, then fully_shard."
         )
     if is_dtensor(parameter):
+        refuse_placements(parameter, fqn)
+        return
+    if hasattr(parameter, "__tensor_flatten__"):
         raise PlanError(
-            f"Parameter {quoted(fqn)} is a DTensor; a flat buffer holds plain tensors. "
-            "Shard before tensor parallelism is "
-            "applied, or pass it in ignored_states."
+            f"Parameter {quoted(fqn)} is a {type(parameter).__name__}, a tensor class "
+            "with tensors inside, which a flat buffer cannot hold; expected an "
+            "nn.Parameter or a DTensor. Shard first and convert the model later, or "
+            "pass it in ignored_states."
         )
     if parameter.layout is not torch.strided:
         raise PlanError(
@@ -120,17 +128,13 @@ def _refuse_narrow(parameter: nn.Parameter, fqn: str) -> None:
     )
 
 
-def is_dtensor(parameter: Tensor) -> bool:
-    """Return whether ``parameter`` is a ``torch.distributed.tensor.DTensor``."""
-    # Importing DTensor takes long. While the module is not imported, no DTensor can
-    # exist.
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(parameter, tensor.DTensor)
-
-
 def share_storage(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether at least two of these distinct parameters share a storage."""
-    storages = {parameter.untyped_storage()._cdata for parameter in parameters}
+    # The test of the class saves a call per plain parameter.
+    storages = {
+        (p if type(p) is nn.Parameter else local_of(p)).untyped_storage()._cdata
+        for p in parameters
+    }
     return len(storages) < len(parameters)
 
 
@@ -140,7 +144,8 @@ def refuse_overlapping_storage(named: Sequence[tuple[str, nn.Parameter]]) -> Non
     Sharding would separate these parameters, and only one of them would be trained.
     """
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for fqn, parameter in named:
+    for fqn, given in named:
+        parameter = local_of(given)
         # An empty parameter occupies no memory.
         if parameter.numel() == 0:
             continue

@@ -33,6 +33,28 @@ LAUNCH_BYTES = 64 * 1024
 """Padding, in bytes of the whole buffer, that saving a kernel launch is worth."""
 
 
+class Whole(NamedTuple):
+    """Where a rank's rectangle lies in a parameter that other ranks hold parts of.
+
+    Args:
+        shape: shape of the global parameter, as files and the plain model have it.
+        offset: index of the rectangle's first element, per dim.
+        axes: per dimension of the tensor-parallel mesh its name, its size, and the
+            dim of the parameter that it cuts; None if its ranks hold equal values.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    axes: tuple[tuple[str, int, int | None], ...]
+
+    def __str__(self) -> str:
+        held = [
+            f"{name or 'mesh'} {size} {'replicated' if dim is None else f'dim {dim}'}"
+            for name, size, dim in self.axes
+        ]
+        return f"part of {self.shape} at {self.offset}: {', '.join(held)}"
+
+
 class ParameterSpec(NamedTuple):
     """The facts about a parameter that a layout depends on.
 
@@ -45,6 +67,8 @@ class ParameterSpec(NamedTuple):
         block: run of elements that no shard boundary may cut.
         group: the answer of ``group_by``. Parameters of different groups share no
             region. Default None: no group.
+        whole: of a DTensor, the place of this rank's rectangle, whose shape is
+            ``shape``. Default None: a plain parameter.
     """
 
     fqns: tuple[str, ...]
@@ -53,6 +77,7 @@ class ParameterSpec(NamedTuple):
     trainable: bool
     block: int
     group: Hashable = None
+    whole: Whole | None = None
 
     @property
     def numel(self) -> int:
@@ -72,6 +97,7 @@ class ParameterSlot:
         offset: first element in the region.
         index: position in the unit's list of parameters. Names do not identify a
             parameter, because two modules of a unit may use the same name.
+        whole: as in ``ParameterSpec``. Default None.
     """
 
     fqns: tuple[str, ...]
@@ -80,6 +106,7 @@ class ParameterSlot:
     block: int
     offset: int
     index: int
+    whole: Whole | None = None
 
     @property
     def fqn(self) -> str:
@@ -342,6 +369,7 @@ def _plan_regions(
                     *key[i],
                     offset,
                     members[i],
+                    specs[members[i]].whole,
                 )
                 for i, offset in zip(chosen, packing.offsets, strict=True)
             ]

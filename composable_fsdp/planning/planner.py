@@ -30,7 +30,13 @@ from composable_fsdp.planning.assign import (
     assign_units,
 )
 from composable_fsdp.planning.checks import group_of
-from composable_fsdp.planning.layout import ParameterSpec, plan_regions, row_block
+from composable_fsdp.planning.dtensors import local_of, whole_of
+from composable_fsdp.planning.layout import (
+    ParameterSpec,
+    Whole,
+    plan_regions,
+    row_block,
+)
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.plan import ShardingPlan
 from composable_fsdp.planning.unit_plan import UnitPlan, padding_notes
@@ -95,11 +101,13 @@ _Known = tuple[
     torch.dtype,
     bool,
     Hashable,
+    Whole | None,
 ]
 """The cache key of a parameter.
 
 The entries: the parameter's names, the places as (name from the unit, key), the shape,
-the dtype, ``requires_grad``, and the answer of ``group_by``.
+the dtype, ``requires_grad``, the answer of ``group_by``, and the place in the global
+parameter.
 """
 
 
@@ -116,6 +124,18 @@ def _target(index: int, unit: Unit, request: PlanRequest, notes: list[str]) -> T
             parameter.dtype,
             parameter.requires_grad,
             by and group_of(by, join_name(unit.fqn, names[0]), parameter),
+            None,
+        )
+        # A DTensor has a class of its own; the plan lays out this rank's rectangle.
+        if type(parameter) is nn.Parameter
+        else (
+            names,
+            places,
+            local_of(parameter).shape,
+            parameter.dtype,
+            parameter.requires_grad,
+            by and group_of(by, join_name(unit.fqn, names[0]), parameter),
+            whole_of(parameter),
         )
         for (names, places, _), (parameter, _) in zip(
             found, unit.parameters, strict=True
@@ -169,8 +189,9 @@ def _build(
                 trainable,
                 row_block(shape) if rows else 1,
                 group,
+                whole,
             )
-            for names, _, shape, dtype, trainable, group in parameters
+            for names, _, shape, dtype, trainable, group, whole in parameters
         ],
         world_size=sizes[0],
     )

@@ -100,6 +100,7 @@ def _replan_unit(
             # A slot of a single rank has block 1, so the block comes from the shape.
             row_block(slot.shape) if rows else 1,
             region.group,
+            slot.whole,
         )
         for slot, region in slots
     ]

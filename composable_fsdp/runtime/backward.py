@@ -32,6 +32,7 @@ from composable_fsdp.comm.ranges import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
 from composable_fsdp.flat.handle import NO_TASK, RETAINED, FlatParamHandle, FullForm
+from composable_fsdp.flat.param_form import ParamForm
 from composable_fsdp.flat.precision import switch_form
 from composable_fsdp.flat.region import TrainableRegion
 from composable_fsdp.flat.residency import NOT_GATHERED
@@ -307,10 +308,27 @@ def install_grad_hooks(state: _FSDPState) -> None:
                 # hooks from 0 up, so the key -1 is free.
                 leaf._post_accumulate_grad_hooks = hooks = OrderedDict()
                 hooks[FSDP_HOOK_KEY] = MethodType(_make_grad_hook(index), link)
+        if handle.layout.forms:
+            _hook_forms(handle)
     # Keep strong references to the AccumulateGrad nodes: a parameter holds the node
     # only weakly, and ``_will_engine_execute_node`` must be asked about the node that
     # will run.
     handle.form.accumulators = nodes
+
+
+def _hook_forms(handle: FlatParamHandle) -> None:
+    """Let the hooks of parameters with a form take plain gradients from the form."""
+    for region in handle.layout.trainable:
+        link = weakref.ref(region)
+        for index, (slot, leaf) in enumerate(
+            zip(region.layout.parameters, region.full.leaves, strict=True)
+        ):
+            form = handle.layout.forms.get(slot.index)
+            if form is not None:
+                # Not through the cache, which would keep the mesh of the form alive.
+                arrive = _make_grad_hook.__wrapped__(index, form)
+                hooks: Any = leaf._post_accumulate_grad_hooks
+                hooks[FSDP_HOOK_KEY] = MethodType(arrive, link)
 
 
 def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
@@ -350,13 +368,13 @@ def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) 
 # method of a weak reference to the region.
 @cache
 def _make_grad_hook(
-    index: int,
+    index: int, form: ParamForm | None = None
 ) -> Callable[[weakref.ref[TrainableRegion], Tensor], None]:
     """Return the post-accumulate-grad hook of the full parameter ``index`` of a region.
 
     The first gradient of a parameter since the last reduction is kept, and is copied to
     the reduce buffer together with the other gradients of the unit. Later gradients are
-    added in the reduce buffer, in the reduce dtype.
+    added in the reduce buffer, in the reduce dtype. Plain parameters have no ``form``.
     """
 
     def arrive(link: weakref.ref[TrainableRegion], leaf: Tensor) -> None:
@@ -378,6 +396,8 @@ def _make_grad_hook(
             leaf.grad = None
             if gradient.requires_grad:  # with create_graph
                 gradient = gradient.detach()
+            if form is not None:
+                gradient = form.gradient(gradient)
             if handle.backward.task != task or not handle.reduction.due:
                 _on_unexpected_grad(unit, handle)
             if reduce.arrived[index]:

@@ -11,6 +11,8 @@ import torch
 from composable_fsdp.comm.groups import RankLayout
 from composable_fsdp.compose.registry import set_state
 from composable_fsdp.flat.build import build_handle
+from composable_fsdp.flat.dtensor_params import with_plain_parameters
+from composable_fsdp.flat.external_changes import record_replaced
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.precision import make_precision
 from composable_fsdp.planning.assign import API
@@ -66,9 +68,15 @@ def build_units(
         if before is not None:
             before(index)
         groups = ranks.for_strategy(target.plan.options.strategy)
+        # The flat buffers hold plain tensors; forms know how compute sees each.
+        given = target.parameters
+        target, forms = with_plain_parameters(target)
         # Hashed while this rank still has whole values.
         initial = hash_weights(target, groups, synced=synced)
-        handle = build_handle(target, groups=groups, device=device)
+        handle = build_handle(target, groups=groups, device=device, forms=forms)
+        if forms:
+            # An optimizer that was made before holds the DTensors.
+            record_replaced(handle, given, target.parameters)
         if not handle.layout.on_meta:
             initial.mark(handle.layout)
         _fill(state, target, ranks, application, handle, initial, index in awaiting)

@@ -110,6 +110,8 @@ def _copy_handle(
         guarded=PartGuards(
             tuple(copy.deepcopy(hooks, memo) for hooks in handle.guards.tables)
         ),
+        # The same meshes: the ranks of a copy are those of the model.
+        forms=handle.layout.forms,
     )
     if handle.is_full:
         # The user has unsharded the unit, so the copied modules show copies of full

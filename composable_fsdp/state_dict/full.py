@@ -27,13 +27,16 @@ def gather_unit(
 
     Returns: the tensors by slot index; on meta if the unit has no values yet.
     Collective: as ``gather_flat_values``; with ``first_only`` only in the first
-        replica; none if the unit is on meta.
+        replica; none if the unit is on meta. Of parameters that tensor parallelism
+        cuts, an all-gather each over its ranks.
     """
     # As in plain torch, the state dict of a model on meta has keys, shapes and dtypes.
     if handle.layout.on_meta:
         return {
             slot.index: torch.empty(
-                slot.shape, dtype=region.layout.dtype, device="meta"
+                slot.shape if slot.whole is None else slot.whole.shape,
+                dtype=region.layout.dtype,
+                device="meta",
             )
             for region in handle.layout.regions
             for slot in region.layout.parameters
@@ -46,6 +49,8 @@ def gather_unit(
     fulls = gather_flat_values(handle, shards, first_only=first_only)
     if not fulls:
         return {}
+    if handle.layout.forms:
+        return _whole_values(handle, fulls, to_cpu)
     return {
         # Copied, so that the caller's tensors do not keep the full buffer alive.
         slot.index: _copy(
@@ -54,6 +59,27 @@ def gather_unit(
         for region, full in zip(handle.layout.regions, fulls, strict=True)
         for slot in region.layout.parameters
     }
+
+
+def _whole_values(
+    handle: FlatParamHandle, fulls: list[Tensor], to_cpu: bool
+) -> dict[int, Tensor]:
+    """Return the values by slot index, of which tensor parallelism cuts some.
+
+    Collective: per parameter that is cut an all-gather over the ranks that cut it.
+    """
+    own = {
+        slot.index: full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        for region, full in zip(handle.layout.regions, fulls, strict=True)
+        for slot in region.layout.parameters
+    }
+    made: dict[int, Tensor] = {}
+    # By index: the ranks that cut may have other regions, and must send alike.
+    for index in sorted(own):
+        form = handle.layout.forms.get(index)
+        value = own[index] if form is None else form.whole(own[index])
+        made[index] = _copy(value, to_cpu)
+    return made
 
 
 def _copy(value: Tensor, to_cpu: bool) -> Tensor:

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 from composable_fsdp.config import FullStateDictConfig, StateDictType
 from composable_fsdp.errors import CompositionError, PhaseError
+from composable_fsdp.flat.dtensor_params import refuse_forms
+from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.naming import TRANSPARENT, quoted
 from composable_fsdp.phases import Phase
+from composable_fsdp.planning.dtensors import local_of
 from composable_fsdp.runtime.recover import free_all_full_params, require_between_steps
 from composable_fsdp.state_dict import dcp_caller
 from composable_fsdp.state_dict.barrier import (
@@ -190,6 +193,8 @@ def _values(
     Collective, Raises: as ``_save``.
     """
     handle, context = state.handle, state.context
+    if kind is not StateDictType.FULL_STATE_DICT:
+        refuse_forms([handle], f"state_dict of type {kind.name}")
     if kind is StateDictType.SHARDED_STATE_DICT:
         require_between_steps(state, "state_dict")
         return sharded_values(handle, to_cpu=to_cpu)
@@ -207,15 +212,27 @@ def _values(
         )
     if handle.phase is Phase.SUMMON and handle.is_full:
         # The tensors in the modules, because the block may have replaced parameters.
-        return {
-            info.slot_index: held.detach().clone()
+        shown = {
+            info.slot_index: held
             for info, (parameters, key, _, _) in zip(
                 handle.infos, handle.swaps, strict=True
             )
             if (held := parameters.get(key)) is not None
         }
+        return {index: _whole(handle, index, shown[index]) for index in sorted(shown)}
     require_between_steps(state, "state_dict")
     return gather_unit(handle, first_only=first_only, to_cpu=to_cpu)
+
+
+def _whole(handle: FlatParamHandle, index: int, held: Tensor) -> Tensor:
+    """Return a copy of a full parameter that a block shows, of the plain model's shape.
+
+    Collective: over tensor-parallel ranks, if the parameter is cut.
+    """
+    # Inside a block the modules show DTensors, whole over the data ranks alone.
+    form = handle.layout.forms.get(index)
+    value = held.detach().clone()
+    return value if form is None else form.whole(local_of(value))
 
 
 class _Load:
@@ -262,12 +279,14 @@ class _Load:
         # torch would report that key as unexpected.
         plan = state_dict.pop(prefix + PLAN, own_plan)
         if handle.phase is Phase.SUMMON and handle.is_full:
+            refuse_forms([handle], "load_state_dict inside unshard_params")
             return  # torch copies into the full parameters itself
         require_between_steps(self.state, "load_state_dict")
         barrier_before_load(self.state, module, state_dict, prefix, error_msgs)
         # An unsharded unit would keep showing the old values.
         free_all_full_params(self.state)
         if is_local(self.state):
+            refuse_forms([handle], "load_state_dict of type LOCAL_STATE_DICT")
             require_plan(handle, plan)
         # The wrapper's own hook runs before this hook and has inserted the component.
         for component in TRANSPARENT:

@@ -138,7 +138,7 @@ def _take(ref: ParamRef, value: Tensor, *, local: bool, assign: bool) -> str:
 
     The result is empty if ``value`` fits.
     """
-    slot, leaf = ref.slot, ref.leaf
+    leaf = ref.leaf
     if isinstance(value, ShardedValue):
         problem = mismatch(ref, value)
         if not problem:
@@ -146,9 +146,9 @@ def _take(ref: ParamRef, value: Tensor, *, local: bool, assign: bool) -> str:
         return problem
     # torch accepts a tensor of shape (1,) for a 0-d parameter (files from before torch
     # 0.4).
-    if value.shape == (1,) and slot.shape == () and not local:
+    if value.shape == (1,) and ref.shape == () and not local:
         value = value[0]
-    expected = tuple(leaf.shape) if local else slot.shape
+    expected = tuple(leaf.shape) if local else ref.shape
     if tuple(value.shape) == expected:
         _write(leaf, value if local else ref.part_of(value), assign=assign)
         return ""

@@ -39,7 +39,7 @@ def install_part_hooks(state: _FSDPState, members: Iterable[nn.Module]) -> None:
     """
     handle = state.handle
     # Without a shard group every module holds full values.
-    if handle.groups.shard is None:
+    if handle.groups.shard is None and not handle.layout.forms:
         return
     others = {id(at) for top in state.modules for at, _ in hook_scopes(state, top)}
     owners = set(map(id, handle.layout.owners))

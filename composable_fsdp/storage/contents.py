@@ -21,6 +21,7 @@ from composable_fsdp.compose.registry import (
     incompatible_api,
 )
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.handle import FlatParamHandle, find_leaf
 from composable_fsdp.flat.param_ref import ParamRef
 from composable_fsdp.flat.region import FlatParameter
@@ -28,7 +29,7 @@ from composable_fsdp.naming import join_name, listed, quoted
 from composable_fsdp.optim.names import names_of, optimizers_of
 from composable_fsdp.optim.own_state_dict import is_wrapper
 from composable_fsdp.planning import walk
-from composable_fsdp.planning.checks import is_dtensor
+from composable_fsdp.planning.dtensors import is_dtensor
 from composable_fsdp.runtime.recover import require_between_steps, require_idle
 from composable_fsdp.storage.source import OWN_STATE
 from composable_fsdp.tree.state import _FSDPState
@@ -139,6 +140,7 @@ def contents_of(module: nn.Module, what: str) -> Contents:
     Collective: none, except as ``recover`` after an interrupted forward.
     """
     states = _settled_states(module, what)
+    refuse_forms((state.handle for state in states.values()), what)
     # (module that holds the parameter, attribute name) -> (unit, slot). The attribute
     # identifies the parameter in every form: sharded, unsharded, or flat.
     slot_of = {

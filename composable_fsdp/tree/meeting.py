@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from composable_fsdp.comm.meeting import Call, meet
+from composable_fsdp.flat.param_form import groups_of
 from composable_fsdp.tree.state import _FSDPState
 
 
@@ -27,10 +28,13 @@ def meet_over(
     Collective: none, as ``meet``.
     Raises: DesyncError, as ``meet``.
     """
+    states = list(states)
     pairs = [(s.handle.groups.shard, s.handle.groups.replicate) for s in states]
     # All shard groups before the first replicate group, on all ranks alike.
     shards = [shard for shard, _ in pairs]
     groups = shards + [copies for _, copies in pairs] if replicas else shards
+    # Ranks of tensor parallelism hold other parts of the same parameters.
+    groups = groups + [g for s in states for g in groups_of(s.handle.layout.forms)]
     meet(
         dict.fromkeys(group for group in groups if group is not None),
         call,

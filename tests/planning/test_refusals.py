@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_fsdp import fully_shard
 from composable_fsdp.compose.registry import set_state
@@ -128,16 +129,51 @@ def test_an_empty_parameter_between_two_that_overlap_hides_nothing() -> None:
 
 
 @pytest.mark.req("X-30")
-def test_a_dtensor_is_refused_by_name() -> None:
-    """Tensor parallelism comes after sharding, not before."""
+@pytest.mark.parametrize(
+    ("placements", "shape", "match"),
+    [
+        ((Partial(),), (2,), "placed as .*; expected Shard or Replicate"),
+        ((Shard(0), Shard(0)), (1, 2), ".*which cuts one dim twice"),
+    ],
+    ids=["sum", "twice"],
+)
+def test_a_dtensor_that_is_no_rectangle_is_refused_by_name(
+    placements: tuple[Placement, ...], shape: tuple[int, ...], match: str
+) -> None:
+    """A sum is no value yet, and two cuts of a dim leave no rows in order."""
     with fake_world(2):
-        mesh = DeviceMesh("cpu", [0, 1])
+        mesh = init_device_mesh("cpu", shape)
         model = nn.Linear(4, 4)
         model.weight = nn.Parameter(
-            DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False)
+            DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
         )
 
-        refused(model, "Parameter 'weight' is a DTensor")
+        refused(model, f"Parameter 'weight' is a DTensor {match}")
+
+
+def test_a_tensor_with_tensors_inside_is_refused_by_name() -> None:
+    """A flat buffer would hold one of them, and compute read another."""
+    model = nn.Linear(4, 4)
+    inside = TwoTensor(torch.ones(4, 4), torch.ones(4, 4))  # type: ignore[no-untyped-call]  # torch
+    model.weight = nn.Parameter(inside, requires_grad=False)
+
+    refused(model, "Parameter 'weight' is a TwoTensor, a tensor class with tensors")
+
+
+def test_a_dtensor_on_meta_or_with_hooks_is_refused_by_name() -> None:
+    """Sharding would leave it without values, or without the hooks."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(4, 4)
+        rows = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)])
+        model.weight = nn.Parameter(rows)
+        weight: Any = model.weight
+        handle = weight.register_hook(lambda gradient: gradient)
+        refused(model, "Parameter 'weight' is a DTensor with hooks of yours")
+        handle.remove()
+        nothing = DTensor.from_local(torch.ones(4, 4, device="meta"), mesh, [Shard(0)])
+        model.weight = nn.Parameter(nothing)
+        refused(model, "Parameter 'weight' is a DTensor on meta")
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.ParameterList])
