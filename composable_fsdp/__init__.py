@@ -128,7 +128,11 @@ from composable_fsdp.storage.compare import LoadReport
 from composable_fsdp.storage.convert import convert
 from composable_fsdp.storage.directory import remove_stale, stale_directories
 from composable_fsdp.storage.export import export_safetensors
-from composable_fsdp.storage.listing import CheckpointInfo, checkpoints
+from composable_fsdp.storage.listing import (
+    CheckpointInfo,
+    best_checkpoint,
+    checkpoints,
+)
 from composable_fsdp.storage.load import load
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.save import save
@@ -189,6 +193,7 @@ __all__ = [
     "always_wrap_policy",
     "apply_activation_checkpointing",
     "async_save",
+    "best_checkpoint",
     "bf16_compress_hook",
     "checkpoint",
     "checkpoint_wrapper",

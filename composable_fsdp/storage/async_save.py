@@ -38,6 +38,9 @@ def async_save(
     exclude: Patterns = None,
     trainable_only: bool = False,
     local: Patterns = None,
+    metric: float | Tensor | None = None,
+    best: str = "min",
+    keep_best: int = 0,
 ) -> Future[None]:
     """Save as ``save`` does, but in the background; return after the values are copied.
 
@@ -63,6 +66,9 @@ def async_save(
         exclude: see ``save``.
         trainable_only: see ``save``.
         local: see ``save``.
+        metric: see ``save``.
+        best: see ``save``.
+        keep_best: see ``save``.
 
     Returns: a future with the result None. The future cannot be cancelled.
     Collective: as ``save``. The first exchange happens in the call, the others in the
@@ -75,7 +81,9 @@ def async_save(
     # The thread has a gloo group of its own, so the two threads' exchanges never mix.
     behind = team_of(module, "asynchronous checkpoint")
     chosen = include, exclude, trainable_only
-    values = SaveValues(optim, extra, per_rank, chosen, local)
+    values = SaveValues(
+        optim, extra, per_rank, chosen, local, (metric, best), keep_best
+    )
     job = prepare(team, path, module, values, keep, overwrite)
     error: Exception | None = None
     try:

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -241,13 +242,23 @@ def number_of(name: str) -> int | None:
     return int(match["number"]) if match else None
 
 
-def remove_older(path: str, keep: int | None) -> list[str]:
+def remove_older(
+    path: str,
+    keep: int | None,
+    spared: Callable[[list[str]], Mapping[str, str]] = lambda paths: {},
+) -> list[str]:
     """Remove replaced checkpoints, and all of the series but the newest ``keep``.
 
     The series of ``path`` are the checkpoints beside ``path`` whose names differ from
     the name of ``path`` in the last number only, and whose number is smaller:
     ``lr0.1-step-100`` is of the series of ``lr0.1-step-200``, ``lr0.2-step-100`` is
     not. With ``keep`` None, no checkpoint of the series is removed.
+
+    Args:
+        path: the checkpoint that was committed.
+        keep: the number of newest checkpoints that stay, ``path`` included.
+        spared: returns which of the series stay in any case, with a text for the user
+            or "". Default: none.
 
     Returns: texts about directories that could not be removed.
     Collective: none.
@@ -280,7 +291,13 @@ def remove_older(path: str, keep: int | None) -> list[str]:
             if number is not None and number <= int(own["number"]) and has_manifest:
                 older.append((number, entry.path))
     count = len(older) if keep is None else keep - 1
-    for _, each in sorted(older, reverse=True)[count:]:
+    older.sort(reverse=True)
+    # Asked once, before the first rename: the best is known while all are there.
+    stay = spared([*(each for _, each in reversed(older)), path]) if older else {}
+    for _, each in older[count:]:
+        if each in stay:
+            problems += [f"{each} ({stay[each]})"] if stay[each] else []
+            continue
         base, token = os.path.basename(each), secrets.token_hex(8)
         aside = os.path.join(parent, f".{base}.old-{token}")
         # Rename before removing: a directory that is removed only in part must not be

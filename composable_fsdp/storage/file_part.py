@@ -9,7 +9,7 @@ import torch
 
 from composable_fsdp.storage.cuts import CutPart
 from composable_fsdp.storage.local import LocalPart
-from composable_fsdp.storage.manifest import Json, Slot
+from composable_fsdp.storage.manifest import Json, SavedMetric, Slot
 
 StateKey = tuple[str, str]
 """The name and the dtype of an optimizer state."""
@@ -66,6 +66,8 @@ class FilePart:
     extra: Json = None
     own_states: dict[str, Json] = field(default_factory=dict)
     rng: Json = None
+    metric: SavedMetric | None = None
+    """The metric of the save; the same on all ranks."""
     per_rank: Json = None
     """The values of this rank alone; None if the caller has given none."""
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.storage.commit import number_of
 from composable_fsdp.storage.directory import MANIFEST
+from composable_fsdp.storage.metric import Metric, best_of
 from composable_fsdp.storage.native import read_manifest
 
 
@@ -31,6 +33,8 @@ class CheckpointInfo:
     """The bytes of all files that are there, manifest included."""
     is_whole: bool
     """Whether the manifest is sound and each file has the size that it says."""
+    metric: float | None = None
+    """The metric that ``save`` was given, or None."""
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
@@ -54,18 +58,86 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
         manifest = os.path.join(entry.path, MANIFEST)
         if os.path.lexists(manifest):
             time = datetime.fromtimestamp(os.lstat(manifest).st_mtime, timezone.utc)
-            nbytes, is_whole = _sizes(entry.path)
+            nbytes, is_whole, metric = _examined(entry.path)
+            value = None if metric is None else metric.value
+            step = number_of(entry.name)
             found.append(
-                CheckpointInfo(
-                    entry.path, number_of(entry.name), time, nbytes, is_whole
-                )
+                CheckpointInfo(entry.path, step, time, nbytes, is_whole, value)
             )
     # Names without a number come first.
     return sorted(found, key=lambda each: (each.step or -1, each.time))
 
 
-def _sizes(path: str) -> tuple[int, bool]:
-    """Return the bytes of the files in ``path``, and whether all are as they should."""
+def best_checkpoint(directory: str | os.PathLike[str]) -> CheckpointInfo:
+    """Return the whole checkpoint in ``directory`` with the best metric.
+
+    Of equal metrics, the newest. A checkpoint without a metric, or with NaN, is never
+    the best. ``load(directory, .., which="best")`` loads this checkpoint.
+
+    Raises: CheckpointError, if no checkpoint has a metric, or if some were saved with
+    ``best="min"`` and some with ``best="max"``; OSError, as ``checkpoints``.
+    Collective: none.
+
+    >>> best_checkpoint("runs").step
+    100
+    """
+    # Sorted by step, so the last of equals is the newest.
+    infos = {each.path: each for each in checkpoints(directory) if each.is_whole}
+    try:
+        found = best_of({path: _metric(path) for path in infos}, 1)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{os.path.abspath(directory)}: {error} (save(.., best=..)). Name the "
+            "checkpoint to load, or keep the runs in directories of their own."
+        ) from None
+    # No fall-back to the newest, which the caller has not asked for.
+    if not found:
+        raise CheckpointError(
+            f"{os.path.abspath(directory)} holds no whole checkpoint with a metric "
+            f"({len(infos)} without). Pass save(.., metric=validation_loss), or load "
+            "the newest."
+        )
+    return infos[found[0]]
+
+
+def _metric(path: str) -> Metric | None:
+    """Return the metric of a checkpoint. Raises: CheckpointError."""
+    return Metric.saved(read_manifest(path)[0].metric)
+
+
+def spared(paths: Sequence[str], count: int) -> dict[str, str]:
+    """Return the checkpoints that must stay as the ``count`` best.
+
+    Args:
+        paths: the checkpoints of a series, the newest last.
+        count: the number of best checkpoints to keep; with 0, nothing is read.
+
+    Returns: each path with an empty text, or with the reason if nobody knows whether
+    the checkpoint is among the best.
+    Collective: none.
+    """
+    # Manifests of large models are megabytes each.
+    if not count:
+        return {}
+    kept: dict[str, str] = {}
+    metrics: dict[str, Metric | None] = {}
+    for path in paths:
+        # Nothing is lost for a disk that is slow to answer, or a damaged manifest.
+        try:
+            metrics[path] = _metric(path)
+        except (CheckpointError, OSError) as error:
+            kept[path] = f"its metric cannot be read: {error}"
+    # The newest tells the meaning that the user has in mind now.
+    modes = [metric.best for metric in metrics.values() if metric is not None]
+    for path, metric in metrics.items():
+        if metric is not None and metric.best != modes[-1]:
+            kept[path] = f"saved with best={metric.best!r}, and the newest with other"
+    comparable = {path: m for path, m in metrics.items() if path not in kept}
+    return {**dict.fromkeys(best_of(comparable, count), ""), **kept}
+
+
+def _examined(path: str) -> tuple[int, bool, Metric | None]:
+    """Return the bytes of the files, whether all are as they should, and the metric."""
     sizes = {
         entry.name: entry.stat(follow_symlinks=False).st_size
         for entry in os.scandir(path)
@@ -76,9 +148,9 @@ def _sizes(path: str) -> tuple[int, bool]:
     try:
         manifest, _ = read_manifest(path)
     except CheckpointError:
-        return sum(sizes.values()), False
+        return sum(sizes.values()), False, None
     whole = all(
         sizes.get(file.name) == file.header_nbytes + file.payload_nbytes
         for file in manifest.files
     )
-    return sum(sizes.values()), whole
+    return sum(sizes.values()), whole, Metric.saved(manifest.metric)

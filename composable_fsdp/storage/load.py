@@ -32,7 +32,7 @@ from composable_fsdp.storage.contents import (
 )
 from composable_fsdp.storage.load_optim import OptimizerLoad, optimizer_loads
 from composable_fsdp.storage.local import other_ranks_text
-from composable_fsdp.storage.look_up import Found, look_up
+from composable_fsdp.storage.look_up import NEWEST, Found, look_up
 from composable_fsdp.storage.opening import open_source
 from composable_fsdp.storage.pending import wait_for_pending
 from composable_fsdp.storage.rename import Rename, RenamedSource, renaming
@@ -67,6 +67,7 @@ def load(
     trainable_only: bool = False,
     rename: Rename | None = None,
     local: Patterns = None,
+    which: str = NEWEST,
 ) -> Any:
     """Read model, optimizer and random states; return the ``extra`` that was saved.
 
@@ -120,6 +121,8 @@ def load(
             per rank (``save(.., local=..)``) and may come back at another world size:
             rank r gets the values that rank r saved, and ranks beyond the saved ones
             keep their own. Default None: another number of ranks is a difference.
+        which: the checkpoint to load from a directory of checkpoints: ``"newest"``, or
+            ``"best"`` by the metric of ``save``. Default ``"newest"``.
 
     Returns: the saved ``extra``, or None. The objects that were passed stand in place
     of their states.
@@ -151,7 +154,7 @@ def load(
     # have compared a part of the names.
     try:
         for left in reversed(range(_ATTEMPTS)):
-            found = look_up(team, path, before)
+            found = look_up(team, path, before, which)
             wanted = wanted._replace(report=LoadReport())
             loaded = _attempt(team, found, module, wanted, retry=left > 0)
             if loaded is not None:

@@ -6,10 +6,14 @@ import os
 from typing import NamedTuple
 
 from composable_fsdp.storage.directory import path_text
+from composable_fsdp.storage.listing import best_checkpoint
 from composable_fsdp.storage.opening import find_checkpoint
 from composable_fsdp.storage.pending import PendingOutcome, raise_unseen
 from composable_fsdp.storage.source import Source
 from composable_fsdp.storage.team import Team
+
+NEWEST, BEST = "newest", "best"
+"""The checkpoints of a directory that a load can ask for."""
 
 
 class Found(NamedTuple):
@@ -28,14 +32,18 @@ class Found(NamedTuple):
 
 
 def look_up(
-    team: Team, path: str | os.PathLike[str] | Source, before: PendingOutcome
+    team: Team,
+    path: str | os.PathLike[str] | Source,
+    before: PendingOutcome,
+    which: str = NEWEST,
 ) -> Found:
-    """Return the checkpoint that this rank opens: rank 0 alone looks for the newest.
+    """Return the checkpoint that this rank opens: rank 0 alone looks in a directory.
 
     Args:
         team: the ranks of the load.
         path: see ``load``.
         before: the outcome of the previous asynchronous save on this rank.
+        which: see ``load``. Default: the newest.
 
     Returns: ``path`` itself for an open source; else this rank's ``path``, followed by
     the name that rank 0 has found in the directory.
@@ -45,11 +53,17 @@ def look_up(
     error: Exception | None = None
     own, name = "", "."
     try:
+        # On every rank: ranks that ask for different checkpoints must not hang.
+        if which not in (NEWEST, BEST):
+            raise ValueError(
+                f"load expects which={NEWEST!r} or which={BEST!r}, got {which!r}."
+            )
         if not isinstance(path, Source):
             own = os.path.abspath(path_text(path, "load"))
             # Ranks that looked for themselves would differ beside a job that saves.
             if team.rank == 0:
-                name = os.path.relpath(find_checkpoint(own)[0], own)
+                found = find_checkpoint(own)[0] if which == NEWEST else ""
+                name = os.path.relpath(found or best_checkpoint(own).path, own)
     except Exception as raised:
         error = raised
     # Also ranks with an open source take part: the call may differ between ranks.

@@ -30,7 +30,9 @@ FORMAT = "composable_fsdp.checkpoint"
 # A reader refuses another version, because fields may have another meaning there.
 VERSION = 2
 # The fields that older versions lack, with the value that stands for them.
-SINCE: dict[int, dict[str, Any]] = {2: {"per_rank": [], "cuts": [], "local": []}}
+SINCE: dict[int, dict[str, Any]] = {
+    2: {"per_rank": [], "cuts": [], "local": [], "metric": None}
+}
 """Per version: the fields that the version has added, with their defaults in JSON."""
 # To verify a slice, a reader reads whole blocks: larger blocks cost more for small
 # slices, and smaller blocks make a larger manifest.
@@ -125,6 +127,9 @@ BlockSize = Annotated[int, Rule(str(BLOCK), lambda n: type(n) is int and n == BL
 Shape = Annotated[
     tuple[Size, ...], Rule("a shape that fits into a file", _fits_into_a_file)
 ]
+MODES = ("min", "max")
+"""Whether the smallest or the largest metric is the best."""
+Mode = Annotated[str, Rule("'min' or 'max'", lambda mode: mode in MODES)]
 Names = Annotated[
     tuple[str, ...],
     Rule("one or more different names", lambda n: 0 < len(n) == len(set(n))),
@@ -280,6 +285,14 @@ class File:
     """The crc32 of each ``BLOCK`` bytes of payload; the last block may be shorter."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedMetric:
+    """The metric of a save: ``value`` is a float, encoded."""
+
+    value: Json
+    best: Mode
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A whole checkpoint without the values of tensors.
@@ -314,6 +327,8 @@ class Manifest:
     rng: tuple[Json, ...]
     # Empty if no rank has given values of its own.
     per_rank: tuple[Json, ...]
+    # None: the save was given no metric.
+    metric: SavedMetric | None
 
     def to_json(self) -> Json:
         """Return the manifest for ``json.dumps``; ``parse`` is the inverse."""

@@ -104,6 +104,7 @@ def merge(told: Sequence[RankPart]) -> Manifest:
             for (part, _, _), shift in zip(told, shifts, strict=True)
         ),
         per_rank=_per_rank(told, shifts),
+        metric=first.metric,
     )
 
 

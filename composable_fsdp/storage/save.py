@@ -16,9 +16,10 @@ import os
 import shutil
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.naming import listed
@@ -43,8 +44,10 @@ from composable_fsdp.storage.directory import (
     write_synced,
 )
 from composable_fsdp.storage.file_part import FilePart, digest
+from composable_fsdp.storage.listing import spared
 from composable_fsdp.storage.manifest import Manifest
 from composable_fsdp.storage.merge import merge
+from composable_fsdp.storage.metric import Metric, agreed
 from composable_fsdp.storage.native import manifest_bytes
 from composable_fsdp.storage.part import PartMaker, add_missing
 from composable_fsdp.storage.pending import raise_unseen, wait_for_pending
@@ -69,6 +72,9 @@ def save(
     exclude: Patterns = None,
     trainable_only: bool = False,
     local: Patterns = None,
+    metric: float | Tensor | None = None,
+    best: str = "min",
+    keep_best: int = 0,
 ) -> None:
     """Write model, optimizer, ``extra`` and random states as the directory ``path``.
 
@@ -109,6 +115,13 @@ def save(
             and options, and scalar optimizer state and options of parameters of units.
             Each rank's own are saved and come back to the same rank. Default None: a
             difference is refused.
+        metric: a number that ranks the checkpoint, such as the validation loss; the
+            same on all ranks that pass a number. ``checkpoints`` lists the metric, and
+            ``load(.., which="best")`` loads the best. Default None: no metric.
+        best: ``"min"`` if the smallest metric is the best, or ``"max"``. Default
+            ``"min"``.
+        keep_best: the number of checkpoints of the series with the best metric that
+            ``keep`` does not remove. Default 0.
 
     Collective: two small gathers (three, if a rank has no optimizer state of a kind
     that other ranks have, or other values in no unit) and a broadcast of objects on a
@@ -120,7 +133,9 @@ def save(
     meet_team(module, "save")
     team = team_of(module)
     chosen = include, exclude, trainable_only
-    values = SaveValues(optim, extra, per_rank, chosen, local)
+    values = SaveValues(
+        optim, extra, per_rank, chosen, local, (metric, best), keep_best
+    )
     write(team, prepare(team, path, module, values, keep, overwrite))
 
 
@@ -134,9 +149,25 @@ class SaveValues:
     chosen: tuple[Patterns, Patterns, bool] = (None, None, False)
     """The arguments ``include``, ``exclude`` and ``trainable_only``."""
     local: Patterns = None
+    metric: tuple[float | Tensor | None, str] = (None, "min")
+    """The arguments ``metric`` and ``best``."""
+    keep_best: int = 0
 
-    def require_types(self) -> None:
-        """Raise TypeError for a value of another type."""
+    def require_types(self, keep: int | None) -> None:
+        """Raise TypeError or ValueError for a value of another type; see ``save``."""
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
+        # A bool is an int in Python, and says no number of checkpoints.
+        if type(self.keep_best) is not int or self.keep_best < 0:
+            raise TypeError(
+                f"save expects keep_best= a number from 0, got {self.keep_best!r}."
+            )
+        # Without ``keep``, nothing is removed, and the caller expects otherwise.
+        if self.keep_best and keep is None:
+            raise ValueError(
+                f"save got keep_best={self.keep_best} without keep, which says how "
+                "many of the newest stay beside the best. Pass keep=1 or more."
+            )
         if self.per_rank is not None and not isinstance(self.per_rank, dict):
             raise TypeError(
                 "save expects per_rank=None or a dict, got a "
@@ -160,6 +191,8 @@ class Job:
     keep: int | None
     """See ``save``."""
     overwrite: bool = False
+    """See ``save``."""
+    keep_best: int = 0
     """See ``save``."""
 
 
@@ -190,12 +223,12 @@ def prepare(
     part, pieces, values = FilePart(), list[Piece](), RankValues()
     # Two saves of the same ranks must not write or exchange objects at the same time.
     before = wait_for_pending(team)
+    metric: Metric | None = None
     try:
         require_module(module, "save")
         target = os.path.abspath(path_text(path, "save"))
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise TypeError(f"save expects keep=None or a number from 1, got {keep!r}.")
-        given.require_types()
+        given.require_types(keep)
+        metric = Metric.of(*given.metric)
         optims = optimizers_in(given.optim, "save")
         contents = contents_of(module, "save")
         maker = PartMaker(
@@ -221,9 +254,12 @@ def prepare(
         # digests tell every rank whether a second exchange is needed, so all ranks
         # decide alike.
         kinds = part.kinds()
-        mine = target, temporary, before, digest(kinds), values.digest()
+        mine = target, temporary, before, digest(kinds), values.digest(), metric
         answers = team.agree(error, mine)
         raise_unseen(team, [each[2] for each in answers])
+        # Each rank has all metrics, so all raise alike.
+        metric = agreed(team.ranks, [each[5] for each in answers])
+        part.metric = None if metric is None else metric.to_save()
         kinds_differ = len({each[3] for each in answers if each[3]}) > 1
         values_differ = len({each[4] for each in answers}) > 1
         if kinds_differ or values_differ:
@@ -241,7 +277,8 @@ def prepare(
         raise
     # Only rank 0 has made a directory; the other ranks write into the same directory.
     target, temporary, *_ = answers[0]
-    return Job(target, temporary, part, in_order(pieces), keep, overwrite)
+    pieces = in_order(pieces)
+    return Job(target, temporary, part, pieces, keep, overwrite, given.keep_best)
 
 
 def write(team: Team, job: Job, error: Exception | None = None) -> None:
@@ -317,7 +354,9 @@ def _finish(job: Job, told: list[Any]) -> tuple[bool, Exception | None]:
 
 def _tidy(job: Job) -> None:
     """Remove older checkpoints; warn of those that stay, and of leftovers."""
-    problems = remove_older(job.path, job.keep)
+    # ``spared`` reads manifests only if the caller asks for best ones.
+    best = partial(spared, count=job.keep_best)
+    problems = remove_older(job.path, job.keep, best)
     if problems:
         # The checkpoint itself is good, so training must go on.
         warnings.warn(

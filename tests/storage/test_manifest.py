@@ -96,6 +96,7 @@ def sound() -> Json:
         "extra": {"t": {"$tensor": 0}},
         "own_states": {"m._extra_state": {"$tuple": [1]}},
         "rng": [{}, {}],
+        "metric": {"value": {"$float": "inf"}, "best": "max"},
         "per_rank": [{}, {"at": {"$map": [[1, {"$set": [2, 3]}]]}}],
     }
 
@@ -175,6 +176,13 @@ BAD: dict[str, tuple[Callable[[Json], None], str]] = {
         "state 'exp' of 'lora' of shape (3, 1) stands there twice",
     ),
     "name of a cut twice": (put("cuts.0.fqns", ["b"]), "'b' stand there twice"),
+    "metric of text": (put("metric.value", "0.5"), "metric.value is '0.5', no float"),
+    "metric of a list": (put("metric.value", [0.5]), "metric.value is [0.5], no float"),
+    "metric of a tensor": (put("metric.value", {"$tensor": 0}), "no float"),
+    "best of neither": (
+        put("metric.best", "mean"),
+        "metric.best is 'mean', exp",
+    ),
     "too few ranks": (put("local.1", {}), "local[1] is [], expected an object of"),
     "ranks left out": (put("local", [local(60)]), "in rank1.safetensors, elements 2"),
     "expert twice": (put("local.1.singles.0.fqns", ["a"]), "'a' stand there twice"),
