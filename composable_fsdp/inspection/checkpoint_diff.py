@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -102,38 +103,58 @@ def compare(
     Raises: CheckpointError, for damaged or missing data.
     Collective: none.
     """
-    found: dict[str, Any] = {
-        "model": _differences(
-            _tensors(first, optim=False),
-            _tensors(second, optim=False),
-            tolerance,
-            advance,
-        )
-    }
-    others = []
-    # Not even touched with ``weights_only``: the other parts may be unreadable.
+    found: dict[str, Any] = {"model": _none()}
     if not weights_only:
-        found["optimizer"] = _differences(
-            _tensors(first, optim=True),
-            _tensors(second, optim=True),
-            tolerance,
-            advance,
-        )
-        others = [
-            words
-            for words, read in (
-                ("optimizer's values that are not tensors", _optim_values),
-                ("parameter groups", lambda source: source.param_groups),
-                ("extra state", lambda source: source.extra),
-                ("modules' own states", lambda source: dict(source.own_states)),
+        found["optimizer"] = _none()
+    others: list[str] = []
+    # First the tensors that all ranks share, and then those of each rank.
+    ranks = range(max(first.local_ranks, second.local_ranks))
+    for rank in (None, *ranks):
+        for source in (first, second):
+            source.on_rank(rank)
+        for part, entries in found.items():
+            more = _differences(
+                _tensors(first, optim=part == "optimizer", rank=rank),
+                _tensors(second, optim=part == "optimizer", rank=rank),
+                tolerance,
+                advance,
             )
-            if not _same(read(first), read(second))
-        ]
+            for key in ("tensors", "only_first", "only_second"):
+                entries[key] += more[key]
+            entries["different"].update(more["different"])
+        # Not even touched with ``weights_only``: the other parts may be unreadable.
+        if not weights_only:
+            others += [w for w in _others(first, second, rank) if w not in others]
     # Without an optimizer, the model stands for both.
     parts = [found["model"], found.get("optimizer", found["model"])]
     keys = ("only_first", "only_second", "different")
     equal = not others and not any(part[key] for part in parts for key in keys)
     return {"equal": equal, **found, "others": others}
+
+
+def _none() -> dict[str, Any]:
+    """Return the result of a comparison of no tensors."""
+    return {"tensors": 0, "only_first": [], "only_second": [], "different": {}}
+
+
+def _others(first: Source, second: Source, rank: int | None) -> list[str]:
+    """Return words for the parts beside tensors that differ, as ``rank`` has them."""
+    parts: list[tuple[str, Callable[[Source], Any]]] = [
+        ("optimizer's values that are not tensors", _optim_values),
+        ("parameter groups", lambda source: source.param_groups),
+        ("modules' own states", lambda source: dict(source.own_states)),
+    ]
+    if rank is None:
+        parts += [
+            ("extra state", lambda source: source.extra),
+            ("values of single ranks (per_rank)", _per_rank),
+        ]
+    return [words for words, read in parts if not _same(read(first), read(second))]
+
+
+def _per_rank(source: Source) -> list[Any]:
+    """Return the own values of each rank."""
+    return [source.rank_values(rank) for rank in range(source.saved_ranks)]
 
 
 def _optim_values(source: Source) -> dict[str, Any]:
@@ -142,9 +163,27 @@ def _optim_values(source: Source) -> dict[str, Any]:
 
 
 def _tensors(
+    source: Source, *, optim: bool, rank: int | None
+) -> dict[str, tuple[TensorInfo, _Read, object]]:
+    """Return info, reader and identity of each tensor by name, tied names included.
+
+    With a rank, only tensors of that rank alone, with the rank in their names.
+    """
+    found = _all_tensors(source, optim=optim)
+    if rank is None:
+        return found
+    own = source.local_tensors
+    return {
+        f"{name} (rank {rank})": value
+        for name, value in found.items()
+        if name.partition(", ")[0] in own
+    }
+
+
+def _all_tensors(
     source: Source, *, optim: bool
 ) -> dict[str, tuple[TensorInfo, _Read, object]]:
-    """Return info, reader and identity of each tensor by name, tied names included."""
+    """Return all tensors that ``source`` shows; see ``_tensors``."""
     if optim:
         return {
             f"{name}, {key}": (info, partial(source.read_optim, name, key), (name, key))
@@ -255,6 +294,12 @@ def _same(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(
             _same(value, second[key]) for key, value in first.items()
         )
+    if isinstance(first, deque) and isinstance(second, deque):
+        return _same([first.maxlen, *first], [second.maxlen, *second])
+    # Arrays of numpy compare to arrays, which have no truth.
+    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):
+        same = first.dtype == second.dtype and first.shape == second.shape
+        return bool(same and first.tobytes() == second.tobytes())
     # Formats keep tuples or make them lists.
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         return len(first) == len(second) and all(map(_same, first, second))

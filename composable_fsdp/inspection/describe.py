@@ -29,7 +29,7 @@ from composable_fsdp.planning import walk
 from composable_fsdp.planning.layout import ParameterSlot, RegionLayout, row_block
 from composable_fsdp.planning.options import UnitOptions
 from composable_fsdp.planning.unit_plan import UnitPlan
-from composable_fsdp.storage.manifest import Region
+from composable_fsdp.storage.manifest import Local, Region
 from composable_fsdp.storage.native import NativeSource
 from composable_fsdp.storage.opening import NATIVE, find_checkpoint, open_source
 from composable_fsdp.storage.source import Source
@@ -145,8 +145,10 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
     )
     with source:
         units: tuple[DescribedUnit, ...] = ()
+        own: tuple[Local, ...] = ()
         if isinstance(source, NativeSource):
             units = tuple(_saved_units(source.manifest.regions))
+            own = source.manifest.local
         # What is left are buffers, and parameters that were not sharded.
         in_units = {
             name for unit in units for names in unit.names.values() for name in names
@@ -166,6 +168,7 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
             for name, info in source.model.items()
             if name not in in_units
         )
+        tensors += tuple(_of_ranks(own))
         infos = [
             (state, info)
             for own in source.optim.values()
@@ -179,6 +182,16 @@ def _of_checkpoint(path: str | PathLike[str]) -> Description:
     }
     title = f"{found}, {kind} checkpoint"
     return Description(title, units, tensors, optimizer if infos else None)
+
+
+def _of_ranks(own: tuple[Local, ...]) -> Iterator[DescribedTensor]:
+    """Yield the tensors that ranks have saved for themselves, for each rank."""
+    for rank, each in enumerate(own):
+        for single in each.singles:
+            name, *others = single.fqns
+            dtype = str(single.tensor.dtype).removeprefix("torch.")
+            shape, kind = single.tensor.shape, f"tensor of rank {rank}"
+            yield DescribedTensor(name, kind, dtype, shape, tuple(others))
 
 
 def _saved_units(regions: tuple[Region, ...]) -> Iterator[DescribedUnit]:

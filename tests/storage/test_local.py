@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -15,12 +16,14 @@ from composable_fsdp import (
     LoadReport,
     async_save,
     convert,
+    describe,
     fully_shard,
     load,
     open_source,
     save,
     verify,
 )
+from composable_fsdp.inspection.checkpoint_diff import compare
 from tests.support.on_ranks import on_ranks
 from tests.support.place import _same
 from tests.support.sharded import RankCount, message_of
@@ -325,3 +328,39 @@ def test_a_conversion_drops_no_rank_in_silence(
 
 def save_stages(world: World, folder: Path) -> None:
     save(folder / "a", Stage(world.rank, 0), local="stages")
+
+
+def save_two(world: World, folder: Path) -> None:
+    """Two checkpoints that differ in the expert and the values of rank 1."""
+    model, optimizer = trained(world, 0)
+    extra = {"state": numpy.random.RandomState(1).get_state()}
+    save(folder / "a", model, optimizer, extra, local="experts", per_rank={"at": 1})
+    if world.rank == 1:
+        with torch.no_grad():
+            model.experts["own"].up.weight[0, 0] += 1
+        optimizer.state[model.experts["own"].up.bias]["exp_avg"][0] += 1
+    mine = {"at": 1 + world.rank}
+    save(folder / "b", model, optimizer, extra, local="experts", per_rank=mine)
+
+
+@pytest.mark.req("K-01", "N-10", "N-11")
+def test_a_comparison_and_a_description_have_the_values_of_each_rank(
+    ranks: RankCount, tmp_path: Path
+) -> None:
+    """A difference that only one rank has is found, and named with the rank."""
+    ranks(2).run(save_two, tmp_path)
+
+    with open_source(tmp_path / "a") as first, open_source(tmp_path / "b") as second:
+        found = compare(first, second)
+        same = compare(first, first)
+    text = str(describe(tmp_path / "a"))
+
+    assert list(found["model"]["different"]) == ["experts.own.up.weight (rank 1)"]
+    assert list(found["optimizer"]["different"]) == [
+        "experts.own.up.bias, exp_avg (rank 1)"
+    ]
+    assert found["others"] == ["values of single ranks (per_rank)"]
+    assert not found["equal"]
+    assert same["equal"]
+    assert same["model"]["tensors"] == 4 + 2 * 5
+    assert "experts.own.up.weight    tensor of rank 1 float32 (4, 4)" in text
