@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp import Block, open_source, verify
-from tests.goldens import checkpoints
+from composable_fsdp import Block, best_checkpoint, open_source, verify
+from tests.goldens import checkpoints, checkpoints_v2
 from tests.goldens.checkpoints import EXTRA, FOLDER, WORLD_SIZES, State, name_of
 from tests.goldens.recorded import RankCount
 from tests.support.place import _same
@@ -77,3 +77,26 @@ def test_a_changed_value_is_seen() -> None:
     other["optim"]["state"]["inner.weight"]["exp_avg"][6, 3] += 1e-6
 
     assert not _same(saved, other)
+
+
+@pytest.mark.req("U-07", "K-01", "K-08", "K-09")
+def test_a_checkpoint_of_format_v2_loads_with_equal_values(ranks: RankCount) -> None:
+    """Values of ranks, a parameter stored alone, all types of ``extra``, a metric."""
+    folder = FOLDER / checkpoints_v2.NAME
+    for rank, (state, extra, own) in enumerate(ranks(2).run(checkpoints_v2.load_one)):
+        saved = torch.load(checkpoints_v2.file_of(rank), weights_only=True)
+        assert _same(state, saved)
+        assert extra == checkpoints_v2.EXTRA
+        assert own == {"at": (rank, "b")}
+
+    ((alone, extra, _),) = ranks(1).run(checkpoints_v2.load_one)
+    parts = [torch.load(checkpoints_v2.file_of(r), weights_only=True) for r in (0, 1)]
+    whole = torch.cat([part["values"]["body.weight"].flatten() for part in parts])
+    assert torch.equal(alone["values"]["body.weight"].flatten(), whole)
+    assert _same(alone["values"]["expert.weight"], parts[0]["values"]["expert.weight"])
+    assert verify(folder)
+    with open_source(folder) as source:
+        assert source.local_ranks == source.saved_ranks == 2
+        assert checkpoints_v2.LEFT_OUT not in source.model
+    best = best_checkpoint(FOLDER)
+    assert (best.path, best.metric) == (str(folder), 0.25)
