@@ -21,6 +21,7 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.errors import CheckpointError
+from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.naming import quoted
 from composable_fsdp.optim.broadcast_state import (
     Described,
@@ -207,6 +208,9 @@ def state_to_load(
     ):
         saved = unpacked(shared)
         groups_of = param_groups()
+        # The first rank sends over the data ranks alone.
+        if from_first:
+            refuse_forms((unit.handle for unit in units), f"{what} with rank0_only")
         require_module(model, "optim_state_dict_to_load")
         for state in units:
             require_between_steps(state, "optim_state_dict_to_load")
@@ -215,6 +219,7 @@ def state_to_load(
         sizes = [len(mine) for mine in groups_of]
         saved = state_by_name(saved, model, groups, own, "optim_state_dict_to_load")
         if local:
+            refuse_forms((unit.handle for unit in units), f"{what} of local state")
             require_plans(model, saved)
         else:
             for mine, each in zip(_split(groups, sizes), elementwise, strict=True):

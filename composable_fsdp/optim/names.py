@@ -45,7 +45,7 @@ class Named:
     @property
     def is_cut(self) -> bool:
         """Whether the parameter is sharded over more than one rank."""
-        return self.handle is not None and self.handle.groups.shard is not None
+        return self.ref is not None and self.ref.is_cut
 
     @property
     def holders(self) -> range:
@@ -114,18 +114,14 @@ def require_pairs(model: object, optim: object, what: str) -> list[Any]:
     found = optimizers_of(optim)
     for each in found:
         require_pair(model, each, what)
-        refuse_cut_by_mesh(each, what)
+        refuse_flats_with_forms(each, what)
     return found
 
 
-def refuse_cut_by_mesh(optim: Any, what: str) -> None:
-    """Raise PlanError for an optimizer of parameters that tensor parallelism cuts."""
-    # Also below ``model``, of which an optimizer may hold a part.
-    places = (
-        find_leaf(p) or find_flat(p)
-        for group in optim.param_groups
-        for p in group["params"]
-    )
+def refuse_flats_with_forms(optim: Any, what: str) -> None:
+    """Raise PlanError for flat parameters of matrices that tensor parallelism cuts."""
+    # Flat state is one interval of a region, and of rectangles no interval of a whole.
+    places = (find_flat(p) for group in optim.param_groups for p in group["params"])
     refuse_forms(dict.fromkeys(place[0] for place in places if place), what)
 
 

@@ -19,6 +19,7 @@ from composable_fsdp.config import (
     StateDictType,
 )
 from composable_fsdp.flat import memory
+from composable_fsdp.flat.dtensor_params import refuse_forms
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.optim.keys import aligned_groups
 from composable_fsdp.optim.local_state import local_state
@@ -93,6 +94,9 @@ def optim_state_dict(
             # This call is only a check: the function raises if units differ in their
             # settings.
             get_state_dict_type(model)
+        if is_local:
+            handles = [unit.handle for unit in units]
+            refuse_forms(handles, "optim_state_dict of type LOCAL_STATE_DICT")
         given = _given(optims, optim_state_dict)
     if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
         return sharded_state(model, optims, given, to_cpu=config.offload_to_cpu)
@@ -285,6 +289,8 @@ def _gather(
                 continue
             slot, full = ref.slot, fulls[handle.layout.regions.index(ref.region)]
             part = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            # All ranks of tensor parallelism that have the first place here join parts.
+            part = part if ref.form is None else ref.form.whole(part)
             # Copy the part: a view would keep the whole buffer alive.
             result[members[i].fqn][name] = _copy(part, to_cpu)
 

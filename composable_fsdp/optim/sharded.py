@@ -45,7 +45,9 @@ def mark_partial(handle: FlatParamHandle, values: dict[str, Any], name: str) -> 
     # frameworks write the state dict of the first rank to a file. Without an error,
     # such a file would lose the parts of the other ranks.
     for key, value in values.items():
-        if isinstance(value, ShardedValue) and value.world_size > 1:
+        if isinstance(value, ShardedValue) and (
+            value.world_size > 1 or value.within is not None
+        ):
             value.not_alone = f"state {key!r} of {name}"
 
 
@@ -90,7 +92,9 @@ def _is_gathered(named: Named, value: ShardedValue) -> bool:
     value.
     """
     known = value.home is not None and value.home.group is not None
-    return tuple(value.shape) == named.shape and (known or value.world_size == 1)
+    return tuple(value.shape) == named.shape and (
+        known or (value.world_size == 1 and value.within is None)
+    )
 
 
 def own_part(named: Named, value: ShardedValue) -> Tensor:

@@ -27,7 +27,7 @@ from composable_fsdp.naming import quoted
 from composable_fsdp.optim.flat_state import flat_part, has_flats
 from composable_fsdp.optim.flat_state_dict import give_flat, take_flat, take_marks
 from composable_fsdp.optim.full_param_checks import handles_of, steps_on_full_params
-from composable_fsdp.optim.names import Named, refuse_cut_by_mesh
+from composable_fsdp.optim.names import Named, refuse_flats_with_forms
 from composable_fsdp.optim.own_state_dict import is_empty, unwrapped, wants_parts
 from composable_fsdp.optim.save import full_state
 from composable_fsdp.optim.sharded import as_sharded, mark_partial, part_for
@@ -153,7 +153,7 @@ def _on_state_dict(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     # ``local_state_dict`` of this package is calling, and needs plain tensors.
     if wants_parts.get():
         return None
-    refuse_cut_by_mesh(optim, "optimizer.state_dict()")
+    refuse_flats_with_forms(optim, "optimizer.state_dict()")
     if has_flats(optim.param_groups):
         return give_flat(optim, state_dict)
     # torch's functions do not say in this call that they need full tensors;
@@ -302,7 +302,7 @@ def _on_load_state_dict(
     Raises: CheckpointError, for sharded values of another plan, before anything is
     loaded.
     """
-    refuse_cut_by_mesh(optim, "optimizer.load_state_dict()")
+    refuse_flats_with_forms(optim, "optimizer.load_state_dict()")
     state_dict = take_flat(optim, state_dict)
     members = _members(optim, state_dict["param_groups"], whole=True)
     state = {

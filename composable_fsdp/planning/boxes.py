@@ -12,7 +12,7 @@ A shard is an interval of the flattened parameter; checkpoint formats store rect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 
@@ -39,6 +39,18 @@ class Box:
     def stop(self) -> int:
         """Position after the box's last element in the interval, in elements."""
         return self.start + self.numel
+
+
+def moved(boxes: Sequence[Box], by: Sequence[int]) -> tuple[Box, ...]:
+    """Return the boxes of a rectangle in the tensor in which it lies at ``by``.
+
+    >>> [box.offsets for box in moved(interval_boxes((2, 4), 0, 8), (6, 0))]
+    [(6, 0)]
+    """
+    return tuple(
+        replace(box, offsets=tuple(a + b for a, b in zip(box.offsets, by, strict=True)))
+        for box in boxes
+    )
 
 
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:

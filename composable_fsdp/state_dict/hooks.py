@@ -193,7 +193,7 @@ def _values(
     Collective, Raises: as ``_save``.
     """
     handle, context = state.handle, state.context
-    if kind is not StateDictType.FULL_STATE_DICT:
+    if kind is StateDictType.LOCAL_STATE_DICT:
         refuse_forms([handle], f"state_dict of type {kind.name}")
     if kind is StateDictType.SHARDED_STATE_DICT:
         require_between_steps(state, "state_dict")

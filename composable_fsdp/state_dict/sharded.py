@@ -17,50 +17,28 @@ Operators that need the full value raise ``TypeError``. ``to_local()`` and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from math import prod
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composable_fsdp.access.gather import gather_part
-from composable_fsdp.comm.groups import GroupRef
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_ref import ParamRef, param_refs
-from composable_fsdp.planning.boxes import Box, interval_boxes
+from composable_fsdp.planning.boxes import Box, interval_boxes, moved
+from composable_fsdp.planning.layout import ParameterSlot
 from composable_fsdp.state_dict import dcp_caller, dcp_items
+from composable_fsdp.state_dict.shard_places import (
+    GroupAndDevice,
+    LocalShard,
+    ShardPlace,
+    Within,
+)
 
 Op = Callable[..., Any]
 """An operator's implementation."""
-
-
-class ShardPlace(NamedTuple):
-    """The box of a local shard; field names as in torch's ShardedTensor."""
-
-    shard_offsets: tuple[int, ...]
-    shard_sizes: tuple[int, ...]
-
-
-class LocalShard(NamedTuple):
-    """A box of a sharded value on this rank, and its place in the full value."""
-
-    tensor: Tensor
-    metadata: ShardPlace
-
-
-class GroupAndDevice:
-    """The process group and device for ``full_tensor``; not pickled with the value."""
-
-    __slots__ = ("device", "group")
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.group = None if group is None else GroupRef(group)
-        self.device = device
-
-    def __deepcopy__(self, memo: dict[int, object]) -> GroupAndDevice:
-        """Return ``self``: copies share the process group."""
-        return self
 
 
 def _no_operator(value: ShardedValue, other: object) -> NoReturn:
@@ -88,6 +66,10 @@ class ShardedValue(Tensor):
     """The group and device for ``full_tensor``; None after unpickling, and for values
     of ``optimizer.state_dict()``.
     """
+    within: Within | None = None
+    """Of a parameter that tensor parallelism cuts, the rectangle of this rank's mesh
+    place: its shape, its offset, and the number of rectangles. ``offset``,
+    ``shard_numel``, ``start`` and ``stop`` are those of the rectangle then."""
     not_alone: str = ""
     """The description of a value in ``optimizer.state_dict()``, for an error text.
 
@@ -104,6 +86,7 @@ class ShardedValue(Tensor):
         rank: int,
         world_size: int,
         home: GroupAndDevice | None = None,
+        within: Within | None = None,
     ) -> ShardedValue:
         # A wrapper subclass has the shape of the full value without memory for its
         # elements.
@@ -112,7 +95,7 @@ class ShardedValue(Tensor):
         )
         value.local, value.offset, value.shard_numel = local, offset, shard_numel
         value.rank, value.world_size = rank, world_size
-        value.home = home
+        value.home, value.within = home, within
         # Unpickled, perhaps in a process that saves without having made a unit: the
         # checks need DCP's wrapped functions.
         if home is None:
@@ -162,7 +145,10 @@ class ShardedValue(Tensor):
 
         A single rectangle if no row is cut; none without elements on this rank.
         """
-        return interval_boxes(tuple(self.shape), self.start, self.stop)
+        if self.within is None:
+            return interval_boxes(tuple(self.shape), self.start, self.stop)
+        inner, offset, _ = self.within
+        return moved(interval_boxes(inner, self.start, self.stop), offset)
 
     def with_local(self, local: Tensor) -> ShardedValue:
         """Return the same part of another full value, with the elements ``local``."""
@@ -174,6 +160,7 @@ class ShardedValue(Tensor):
             self.rank,
             self.world_size,
             self.home,
+            self.within,
         )
 
     def to_local(self) -> Tensor:
@@ -208,9 +195,12 @@ class ShardedValue(Tensor):
         # A value on meta has nothing to gather.
         if self.is_meta:
             return self.local.new_empty(shape)
-        if self.world_size == 1:
+        form = None if self.home is None else self.home.form
+        cut = () if self.within is None else (form,)
+        if self.world_size == 1 and not cut:
             return self.local.clone().view(shape)
-        if self.home is None or self.home.group is None:
+        known = self.home is not None and (self.home.group or self.world_size == 1)
+        if self.home is None or not known or None in cut:
             raise CheckpointError(
                 f"full_tensor expects a value whose process group is known, got one of "
                 f"shape {shape} that was pickled, with {describe(self)}, or that "
@@ -221,8 +211,18 @@ class ShardedValue(Tensor):
             )
         # All ranks compute all intervals from the same cut, so no sizes are exchanged.
         intervals = [self._interval(rank) for rank in range(self.world_size)]
-        group, device = self.home.group.get(), self.home.device
-        whole = gather_part(self.local, shape, intervals, group, device)
+        inner, device = (
+            shape if self.within is None else self.within[0],
+            self.home.device,
+        )
+        if self.home.group is None:
+            whole = self.local.to(device, copy=True).view(inner)
+        else:
+            group = self.home.group.get()
+            whole = gather_part(self.local, inner, intervals, group, device)
+        # The rectangles lie side by side on the ranks of tensor parallelism.
+        if form is not None:
+            whole = form.whole(whole)
         # The backend sent from the compute device; the value may be in host memory.
         return whole.to(self.device)
 
@@ -230,9 +230,13 @@ class ShardedValue(Tensor):
         """Return the elements ``[start, stop)`` of the full value on ``rank``."""
         # ``rank`` holds the elements [rank * shard_numel, (rank + 1) * shard_numel) of
         # the flat buffer. Shift by the parameter's offset, and clip to the parameter.
-        low, numel = rank * self.shard_numel - self.offset, self.shape.numel()
+        low, numel = rank * self.shard_numel - self.offset, self._inner_numel()
         start = min(max(low, 0), numel)
         return start, min(max(low + self.shard_numel, 0), numel)
+
+    def _inner_numel(self) -> int:
+        """Return the elements that the ranks of the shard group hold together."""
+        return self.shape.numel() if self.within is None else prod(self.within[0])
 
     @property
     def placements(self) -> None:
@@ -248,8 +252,9 @@ class ShardedValue(Tensor):
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         """Return DCP's write items for the boxes."""
+        parts = self.world_size * (1 if self.within is None else self.within[2])
         return dcp_items.write_items(
-            fqn, self.local, self.shape, self.boxes, world_size=self.world_size
+            fqn, self.local, self.shape, self.boxes, world_size=parts
         )
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -291,6 +296,8 @@ class ShardedValue(Tensor):
                 self.shard_numel,
                 self.rank,
                 self.world_size,
+                # The form stays behind: a file has no process groups.
+                *(() if self.within is None else (None, self.within)),
             ),
         )
 
@@ -305,15 +312,19 @@ _NO_DTENSOR = (
 
 def describe(value: ShardedValue) -> str:
     """Describe the part in words."""
+    place = ""
+    if value.within is not None:
+        place = f", of the rectangle {value.within[0]} at {value.within[1]}"
     return (
-        f"elements [{value.start}, {value.stop}) of {value.shape.numel()} on rank "
-        f"{value.rank} of {value.world_size}"
+        f"elements [{value.start}, {value.stop}) of {value._inner_numel()} on rank "
+        f"{value.rank} of {value.world_size}{place}"
     )
 
 
 def _cut(value: ShardedValue) -> tuple[object, ...]:
     """Return the facts that decide how all ranks cut the value."""
-    return tuple(value.shape), value.offset, value.shard_numel, value.world_size
+    cut = value.offset, value.shard_numel, value.world_size
+    return (tuple(value.shape), *cut, value.within)
 
 
 def args_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
@@ -409,21 +420,31 @@ def sharded_value(ref: ParamRef, local: Tensor) -> Tensor:
     """
     handle, region, slot = ref.handle, ref.region, ref.slot
     # No box could represent a parameter without elements.
-    if not slot.numel:
-        return local.new_empty(slot.shape)
+    if not prod(ref.shape):
+        return local.new_empty(ref.shape)
     if handle.groups.shard is None and not slot.shape:
         return local
     # Also without a shard group: a load by DCP then checks that the checkpoint has no
     # holes (``chunks_to_load``).
     return ShardedValue(
         local,
-        slot.shape,
+        ref.shape,
         slot.offset,
         region.layout.shard_numel,
         region.rank,
         region.layout.world_size,
-        GroupAndDevice(handle.groups.shard, handle.layout.device),
+        GroupAndDevice(handle.groups.shard, handle.layout.device, ref.form),
+        _within(slot),
     )
+
+
+def _within(slot: ParameterSlot) -> Within | None:
+    """Return the rectangle of a parameter that tensor parallelism cuts; else None."""
+    if slot.whole is None:
+        return None
+    # Plain tuples, which ``torch.load(weights_only=True)`` reads.
+    cuts = prod(size for _, size, dim in slot.whole.axes if dim is not None)
+    return slot.shape, slot.whole.offset, cuts
 
 
 def sharded_values(handle: FlatParamHandle, *, to_cpu: bool) -> dict[int, Tensor]:
@@ -458,7 +479,7 @@ def mismatch(ref: ParamRef, value: ShardedValue) -> str:
     start, stop = ref.interval
     cut = f" in shards of {region.layout.shard_numel} elements from {slot.offset} on"
     return (
-        f"expected elements [{start}, {stop}) of shape {slot.shape} on rank "
+        f"expected elements [{start}, {stop}) of shape {ref.shape} on rank "
         f"{region.rank} of {region.layout.world_size},{cut}, got {describe(value)} of "
         f"shape {tuple(value.shape)}, in shards of {value.shard_numel} elements from "
         f"{value.offset} on. Sharded values go back into the layout from which they "

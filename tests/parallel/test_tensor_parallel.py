@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,15 +20,21 @@ from composable_fsdp import (
     FSDPError,
     MixedPrecision,
     ShardingStrategy,
+    StateDictType,
     apply_activation_checkpointing,
     clip_grad_norm_,
     find_nonfinite,
+    flat_parameters,
     fully_shard,
     get_full_grad,
     get_full_param,
+    map_on_owners,
     no_sync,
+    optim_state_dict,
+    save,
     set_full_grad,
     set_full_param,
+    set_state_dict_type,
     unshard_params,
 )
 from tests.parallel.models import (
@@ -469,30 +476,28 @@ def test_ranks_of_both_axes_are_refused(world: World) -> None:
 
 @on_ranks(4)
 def test_what_does_not_know_of_the_second_axis_refuses_by_name(world: World) -> None:
-    """Native checkpoints and the optimizer's state name the parameter."""
-    from composable_fsdp import (
-        StateDictType,
-        optim_state_dict,
-        save,
-        set_state_dict_type,
-    )
-
+    """Native checkpoints, local shards and flat parameters name the parameter."""
     mesh = mesh_of(world, 2)
     model, _ = pair(Recipe(), mesh)
     optimizer = adam(model)
     backward(loss_of(model, batch(0, data_rank(mesh))))
     optimizer.step()
-    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    copied = copy.deepcopy(model)
+    flat = torch.optim.AdamW(flat_parameters(copied))
 
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: save("nowhere", model),
-        lambda: optim_state_dict(model, optimizer),
-        optimizer.state_dict,
-        model.state_dict,
-    ):
+        lambda: map_on_owners([model.head.weight], [None], lambda whole, _: whole),
+        lambda: optim_state_dict(copied, flat),
+    ]
+    for call in calls:
         with pytest.raises(FSDPError, match="is part of") as caught:
             call()
         assert "tp 2 dim" in str(caught.value)
+    set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    for call in (model.state_dict, lambda: optim_state_dict(model, optimizer)):
+        with pytest.raises(FSDPError, match="of type LOCAL_STATE_DICT expects"):
+            call()
     dist.barrier()
 
 

@@ -1,0 +1,237 @@
+"""State dicts and optimizer state of tensor-parallel models, through DCP and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from composable_fsdp import (
+    FSDPError,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictType,
+    fully_shard,
+    get_full_optim_state,
+    get_full_param,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    set_full_optim_state,
+    set_state_dict_type,
+)
+from composable_fsdp.state_dict.sharded import ShardedValue
+from tests.parallel.models import (
+    Model,
+    Recipe,
+    average,
+    batch,
+    data_rank,
+    loss_of,
+    mesh_of,
+    pair,
+    sharded,
+    whole,
+)
+from tests.support.on_ranks import on_ranks
+from tests.support.reference import backward
+from tests.support.world import World
+
+_dcp: Any = torch.distributed.checkpoint
+RECIPES = {
+    "sequence": Recipe(sequence=True),
+    "tied": Recipe(tied=True),
+    "uneven": Recipe(hidden=9),
+}
+recipes = pytest.mark.parametrize("kind", RECIPES)
+MESHES = {"2 x 2": 2, "1 x 4": 1, "4 x 1": 4}
+
+
+def trained(
+    world: World, recipe: Recipe, dp: int
+) -> tuple[Model, torch.optim.Optimizer, Model, torch.optim.Optimizer]:
+    """Both models and their optimizers after two steps, bit by bit the same."""
+    mesh = mesh_of(world, dp)
+    model, plain = pair(recipe, mesh)
+    optims = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    for step in range(2):
+        for each in (model, plain):
+            backward(loss_of(each, batch(step, data_rank(mesh))))
+        average(plain, mesh)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    return model, optims[0], plain, optims[1]
+
+
+def states_of(plain: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a plain tensor-parallel optimizer, whole, by name."""
+    return {
+        name: {k: whole(v) for k, v in optim.state[parameter].items()}
+        for name, parameter in plain.named_parameters()
+    }
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        for key, value in values.items():
+            assert torch.equal(found[name][key], value), (name, key)
+
+
+@on_ranks(4)
+@recipes
+@pytest.mark.parametrize("dp", [1, 2])
+def test_full_optimizer_state_is_that_of_the_plain_model(
+    world: World, kind: str, dp: int
+) -> None:
+    """Whole tensors by name, bit by bit; and back into an optimizer on any mesh."""
+    recipe = RECIPES[kind]
+    model, optim, plain, other = trained(world, recipe, dp)
+    expected = states_of(plain, other)
+
+    found = optim_state_dict(model, optim)
+
+    require_same(found["state"], expected)
+    for each in MESHES.values():
+        mesh = mesh_of(world, each)
+        fresh = sharded(recipe.parallel(mesh), mesh)
+        empty = torch.optim.AdamW(fresh.parameters())
+        optim_state_dict_to_load(fresh, empty, found, load_directly=True)
+        require_same(optim_state_dict(fresh, empty)["state"], expected)
+
+
+@on_ranks(4)
+def test_the_state_of_a_single_parameter_is_read_and_written_whole(
+    world: World,
+) -> None:
+    """By name, in the shape of the model without any parallelism."""
+    model, optim, plain, other = trained(world, Recipe(hidden=9), 2)
+
+    for name, values in states_of(plain, other).items():
+        found = get_full_optim_state(model, optim, name)
+        require_same({name: found}, {name: values})
+        doubled = {k: v * 2 if v.ndim else v for k, v in values.items()}
+        set_full_optim_state(model, optim, name, doubled)
+        require_same({name: get_full_optim_state(model, optim, name)}, {name: doubled})
+
+
+@on_ranks(4)
+@recipes
+def test_sharded_values_know_their_place_in_the_whole(world: World, kind: str) -> None:
+    """Shapes of the whole, boxes of this rank, and a gather over both axes."""
+    model, optim, plain, other = trained(world, RECIPES[kind], 2)
+    set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+
+    values: dict[str, Any] = model.state_dict()
+    state = optim_state_dict(model, optim)["state"]
+
+    for name, parameter in plain.named_parameters():
+        full = whole(parameter.detach())
+        value = values[name]
+        assert isinstance(value, ShardedValue)
+        assert value.shape == full.shape
+        assert torch.equal(value.full_tensor(), full)
+        for tensor, place in value.local_shards():
+            part = full
+            for dim, (at, size) in enumerate(zip(*place, strict=True)):
+                part = part.narrow(dim, at, size)
+            assert torch.equal(tensor, part), name
+        moment = state[name]["exp_avg"]
+        expected = whole(other.state[parameter]["exp_avg"])
+        assert torch.equal(moment.full_tensor(), expected)
+    before = {n: get_full_param(model, n) for n, _ in plain.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(values)
+    for name, expected in before.items():
+        assert torch.equal(get_full_param(model, name), expected)
+
+
+@on_ranks(4)
+@recipes
+@pytest.mark.parametrize("saved", MESHES)
+def test_dcp_goes_to_and_from_every_mesh(
+    world: World, kind: str, saved: str, tmp_path: Path
+) -> None:
+    """Model and optimizer, to each other mesh, to sharding alone, and to neither."""
+    recipe = RECIPES[kind]
+    model, optim, plain, _ = trained(world, recipe, MESHES[saved])
+    weights = {n: get_full_param(model, n) for n, _ in plain.named_parameters()}
+    states = optim_state_dict(model, optim)["state"]
+    write(model, optim, str(tmp_path))
+
+    for dp in (*MESHES.values(), 0):
+        fresh = recipe.plain()
+        if dp:
+            mesh = mesh_of(world, dp)
+            fresh = sharded(recipe.parallel(mesh), mesh)
+        else:
+            fully_shard(fresh)
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter.zero_()
+        empty = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+        read(fresh, empty, str(tmp_path))
+        for name, value in weights.items():
+            assert torch.equal(get_full_param(fresh, name), value), name
+        require_same(optim_state_dict(fresh, empty)["state"], states)
+    alone = recipe.plain()
+    read(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), str(tmp_path))
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(parameter.detach(), weights[name])
+
+
+def write(model: nn.Module, optim: torch.optim.Optimizer, folder: str) -> None:
+    """Save by torch's functions for state dicts."""
+    values, state = get_state_dict(model, optim)
+    _dcp.save({"model": values, "optim": state}, checkpoint_id=folder)
+    dist.barrier()
+
+
+def read(model: nn.Module, optim: torch.optim.Optimizer, folder: str) -> None:
+    """Load by torch's functions for state dicts."""
+    values, state = get_state_dict(model, optim)
+    _dcp.load({"model": values, "optim": state}, checkpoint_id=folder)
+    set_state_dict(model, optim, model_state_dict=values, optim_state_dict=state)
+
+
+@on_ranks(4)
+def test_torchs_functions_return_whole_tensors_on_request(world: World) -> None:
+    """Full state dicts of model and optimizer, as of the plain model."""
+    model, optim, plain, other = trained(world, Recipe(sequence=True), 2)
+    options = StateDictOptions(full_state_dict=True)
+
+    values, state = get_state_dict(model, optim, options=options)
+
+    for name, parameter in plain.named_parameters():
+        found: Any = values[name]
+        assert torch.equal(found, whole(parameter.detach()))
+    states: Any = state["state"]
+    require_same(states, states_of(plain, other))
+
+
+@on_ranks(4)
+def test_rank_0_alone_cannot_give_the_state(world: World) -> None:
+    """It would send over the data ranks alone."""
+    model, optim, _, _ = trained(world, Recipe(), 2)
+    state = optim_state_dict(model, optim)
+    set_state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=True),
+        FullOptimStateDictConfig(rank0_only=True),
+    )
+
+    with pytest.raises(FSDPError, match="with rank0_only expects parameters that"):
+        optim_state_dict_to_load(model, optim, state)
