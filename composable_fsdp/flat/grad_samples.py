@@ -63,13 +63,23 @@ GRAD_SAMPLES: weakref.WeakKeyDictionary[FlatParameter, GradSample] = (
 """The latest sample of each region."""
 
 
+def sharing_group(handle: FlatParamHandle) -> dist.ProcessGroup | None:
+    """Return a group whose ranks hold other parts of the unit's gradients, or None."""
+    group = handle.groups.shard
+    if group is not None or not handle.layout.forms:
+        return group
+    # A single data rank: the ranks of tensor parallelism must still scale alike.
+    forms = [handle.layout.forms[index] for index in sorted(handle.layout.forms)]
+    return next((each for form in forms for each in form.cut_over), None)
+
+
 def sample_gradients(handles: Iterable[FlatParamHandle]) -> None:
     """Sample the gradients of all units with a shard group. Collective: none."""
     groups: dict[dist.ProcessGroup, bool] = {}
     sampled = False
     for handle in handles:
         # Only sharded units: the ranks of a replicated unit hold equal gradients.
-        group = handle.groups.shard
+        group = sharing_group(handle)
         if group is None:
             continue
         if group not in groups:

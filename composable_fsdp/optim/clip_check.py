@@ -25,7 +25,12 @@ from torch import Tensor
 
 from composable_fsdp.comm.agreement import Peers, can_compare
 from composable_fsdp.errors import CompositionError
-from composable_fsdp.flat.grad_samples import GRAD_SAMPLES, SAMPLE_REQUEST, GradSample
+from composable_fsdp.flat.grad_samples import (
+    GRAD_SAMPLES,
+    SAMPLE_REQUEST,
+    GradSample,
+    sharing_group,
+)
 from composable_fsdp.flat.handle import FlatParamHandle
 from composable_fsdp.flat.param_paths import slot_path
 from composable_fsdp.flat.region import FlatParameter
@@ -53,12 +58,17 @@ class _GroupCheck:
 
     __slots__ = ("alone", "first", "peers", "trust", "writes")
 
-    def __init__(self, handle: FlatParamHandle) -> None:
-        assert handle.logs.reduce is not None  # its gradients were reduced
+    def __init__(self, handle: FlatParamHandle, group: dist.ProcessGroup) -> None:
         # The peers of the order log and no others: ranks came to the first reduction of
         # a model together, so its keys are the same on all ranks, whatever optimizers
-        # of other models each rank has stepped.
-        self.peers = handle.logs.reduce.comparison.peers[0]
+        # of other models each rank has stepped. The order log of a single data rank has
+        # no peers; ranks of tensor parallelism step alike.
+        log = handle.logs.reduce
+        if handle.groups.shard is None:
+            self.peers = Peers(group, "factors")
+        else:
+            assert log is not None  # its gradients were reduced
+            self.peers = log.comparison.peers[0]
         self.first = handle.name
         """The first unit of the optimizer in this group."""
         # ``writes``: a rank wrote to gradients before the last step. ``alone``: other
@@ -145,7 +155,7 @@ def _is_in_window(step: int) -> bool:
 
 def _register_optimizer(optim: torch.optim.Optimizer) -> _Watched | None:
     """Return a new record; None without a shard group whose ranks can be compared."""
-    shards = (handle.groups.shard for handle in handles_of(optim))
+    shards = map(sharing_group, handles_of(optim))
     if not any(shard is not None and can_compare(shard) for shard in shards):
         return None
     return _Watched()
@@ -174,7 +184,7 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
             continue
         # Read the group last: the group of a model that is no longer trained may be
         # destroyed.
-        group = handle.groups.shard
+        group = sharing_group(handle)
         if group is None:
             continue
         found = writes.setdefault(group, [])
@@ -189,7 +199,7 @@ def _compare(optim: torch.optim.Optimizer, watched: _Watched) -> None:
     for group, found in writes.items():
         check = watched.groups.get(group)
         if check is None:
-            check = watched.groups[group] = _GroupCheck(first[group])
+            check = watched.groups[group] = _GroupCheck(first[group], group)
         if check.alone or not (check.writes or _is_in_window(watched.steps)):
             continue
         leaves = _leaves_of(found, held) if found else []
@@ -280,7 +290,7 @@ def _leaves_of(writes: Sequence[_Write], held: set[int]) -> list[_Leaf]:
             slot, view = region.layout.parameters[index], region.gradient.views[index]
             assert view is not None  # a leaf with samples has elements here
             name = quoted(slot_path(handle, slot))
-            is_part = view.numel() < slot.numel
+            is_part = view.numel() < slot.numel or slot.whole is not None
             found.append(
                 _Leaf(name, slot.numel, is_part, view, *_factor(pairs, tolerance))
             )

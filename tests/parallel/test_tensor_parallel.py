@@ -18,7 +18,9 @@ from composable_fsdp import (
     Block,
     CPUOffload,
     FSDPError,
+    FullyShardedDataParallel,
     MixedPrecision,
+    ModuleWrapPolicy,
     ShardingStrategy,
     StateDictType,
     apply_activation_checkpointing,
@@ -77,7 +79,7 @@ def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    model: Model, plain: Model, mesh: DeviceMesh, steps: int = 3
+    model: nn.Module, plain: Model, mesh: DeviceMesh, steps: int = 3
 ) -> list[tuple[float, float]]:
     """Train both; return the losses side by side."""
     mine, other = adam(model), adam(plain, foreach=False)
@@ -95,7 +97,7 @@ def train(
     return losses
 
 
-def require_equal(model: Model, plain: Model) -> None:
+def require_equal(model: nn.Module, plain: Model) -> None:
     """Every parameter of the plain tensor-parallel model, bit by bit."""
     for name, parameter in plain.named_parameters(remove_duplicate=False):
         assert torch.equal(get_full_param(model, name), whole(parameter.detach())), name
@@ -199,6 +201,46 @@ def test_the_norm_is_over_both_axes(
         assert parameter.grad is not None
         clipped = whole(parameter.grad) * min(1.0, 0.5 / float(expected))
         torch.testing.assert_close(get_full_grad(model, name), clipped)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_clipping_by_the_norm_of_a_rank_is_refused(world: World, dp: int) -> None:
+    """torch's function sees plain parts, and would scale each rank differently."""
+    mesh = mesh_of(world, dp)
+    model, _ = pair(Recipe(sequence=True), mesh)
+    optimizer = adam(model)
+    backward(loss_of(model, batch(0, data_rank(mesh))))
+    clip_grad_norm_(model, 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    backward(loss_of(model, batch(1, data_rank(mesh))))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    with pytest.raises(FSDPError, match="scaled after they were averaged"):
+        optimizer.step()
+
+
+@on_ranks(4)
+def test_the_wrapper_trains_a_tensor_parallel_model(world: World) -> None:
+    """FullyShardedDataParallel over the data dimension, as fully_shard."""
+    mesh = mesh_of(world, 2)
+    model, plain = Recipe(sequence=True).parallel(mesh), Recipe(True).parallel(mesh)
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_mesh=mesh["dp"],
+        auto_wrap_policy=ModuleWrapPolicy({type(block_of(model))}),
+    )
+
+    losses = train(wrapped, plain, mesh)
+
+    assert all(mine == other for mine, other in losses)
+    require_equal(wrapped, plain)
+    values = wrapped.state_dict()
+    assert list(values) == list(Recipe().plain().state_dict())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(values[name], whole(parameter.detach()))
 
 
 @on_ranks(4)
