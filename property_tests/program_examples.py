@@ -26,6 +26,21 @@ def below(
 
 
 EXAMPLES: dict[str, list[Program]] = {
+    "a step between forward and backward where a rank holds frozen elements alone": [
+        Program(
+            Part(core="plain", children=(Part(frozen=2), Part(core="custom"))),
+            width=width,
+            options=Options(block="ELEMENT", apart=True),
+            actions=(
+                ("forward", 1),
+                ("forward", 3),
+                ("backward",),
+                ("step",),
+                ("backward", 0),
+            ),
+        )
+        for width in (1, 2)
+    ],
     "state that torch makes while a unit is full by hand": [
         Program(
             Part(children=(Part(unit=""),)),

@@ -247,7 +247,7 @@ class Run:
         """The program is at its end: note how, and fail if ours was not to raise."""
         # Units that cast their inputs take those that a plain model refuses.
         low = self.program.options.low and re.search(
-            "by an inplace|have the same dtype", tell(plain_error)
+            "by an inplace|have the same dtype|should be the same", tell(plain_error)
         )
         if error is None and plain_error is not None and not low:
             raise AssertionError(

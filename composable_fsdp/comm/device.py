@@ -91,7 +91,7 @@ class _NoEvent(StreamEvent):
 class UnitEvents:
     """The events and streams of a unit. Each event is recorded again in every step."""
 
-    __slots__ = ("free", "gather", "leaf_stream", "reduce", "reduce_owner")
+    __slots__ = ("free", "gather", "leaf_streams", "reduce", "reduce_owner")
 
     def __init__(self, new_event: Callable[[], StreamEvent]) -> None:
         self.gather = new_event()
@@ -102,9 +102,9 @@ class UnitEvents:
         """End of the unit's reduction on the reduce stream."""
         self.reduce_owner: torch.cuda.Stream | None = None
         """The stream on which the reduce buffers were allocated."""
-        self.leaf_stream: torch.cuda.Stream | None = None
-        """The stream on which AccumulateGrad nodes and hooks of full leaves run: the
-        current stream when the hooks were installed."""
+        self.leaf_streams: tuple[torch.cuda.Stream, ...] = ()
+        """The streams on which AccumulateGrad nodes and hooks of full leaves run
+        (``runtime.leaf_streams``); usually a single stream."""
 
 
 NO_EVENTS = UnitEvents(_NoEvent)
@@ -119,6 +119,7 @@ class Streams:
 
     __slots__ = (
         "__weakref__",
+        "armed",
         "compute",
         "device",
         "gather",
@@ -137,6 +138,9 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.armed: torch.cuda.Stream | None = None
+        """The stream of the last forward for which ``runtime.leaf_streams`` has looked
+        at the AccumulateGrad nodes."""
         self.host_waits = True
         """Whether collectives are issued with ``async_op=True``, and the host waits for
         the works; else the streams wait."""
@@ -147,8 +151,12 @@ class Streams:
         """End of the last optimizer step, on the stream of the step; ``None`` before
         the first step."""
 
-    def begin_iteration(self) -> None:
-        """Make the gather stream wait for the stream of the caller of the forward."""
+    def begin_iteration(self) -> bool:
+        """Make the gather stream wait for the stream of the caller of the forward.
+
+        Returns: whether AccumulateGrad nodes may belong to another stream.
+        """
+        return False
 
     def wait_for_caller(self) -> None:
         """Make the gather stream wait for the current stream, which wrote shards."""
@@ -187,13 +195,17 @@ class CudaStreams(Streams):
         self.compute = torch.cuda.current_stream(device)
         _watch_steps(self)
 
-    def begin_iteration(self) -> None:
-        """Make the gather stream wait for the stream of the caller of the forward."""
+    def begin_iteration(self) -> bool:
+        """Make the gather stream wait for the stream of the caller of the forward.
+
+        Returns: whether AccumulateGrad nodes may belong to another stream.
+        """
         self.compute = torch.cuda.current_stream(self.device)
         note_capture(capturing=torch.cuda.is_current_stream_capturing())
         # The optimizer wrote the shards on the caller's stream; the gather stream reads
         # them.
         self.gather.wait_stream(self.compute)
+        return self.armed != self.compute
 
     def wait_for_caller(self) -> None:
         """Make the gather stream wait for the current stream, which wrote shards."""
@@ -222,11 +234,11 @@ class CudaStreams(Streams):
         """Return the streams that write reduce buffers and ``.grad``, current first.
 
         Usually a single stream. Several streams occur because AccumulateGrad hooks run
-        on the stream that was current at construction, other backward hooks on the
-        stream of the matching forward, and the final callback on the caller's stream.
+        on the stream of the first forward whose graph is alive, other backward hooks on
+        the stream of the matching forward, and the final callback on the caller's.
         """
         found = [torch.cuda.current_stream(self.device)]
-        for stream in (self.compute, events.leaf_stream, events.reduce_owner):
+        for stream in (self.compute, *events.leaf_streams, events.reduce_owner):
             if stream is not None and stream not in found:
                 found.append(stream)
         return found

@@ -252,7 +252,7 @@ def _count_writes_before_backward(
                 )
                 if flat or leaf.grad is not None or (shown and not leaf.numel())
             ]
-    if written and _may_have_stepped(optim):
+    if written and _may_have_stepped(optim, handles):
         increment_version(written)
 
 
@@ -331,14 +331,33 @@ def _count_writes_of_empty(optim: torch.optim.Optimizer, met: _KnownOptimizer) -
                 if leaf.grad is None
                 and handle.layout.regions[region].gradient.shown[index]
             ]
-    if passed and _may_have_stepped(optim):
+    if passed and _may_have_stepped(optim, met.handles):
         increment_version(passed)
 
 
-def _may_have_stepped(optim: torch.optim.Optimizer) -> bool:
+def _may_have_stepped(
+    optim: torch.optim.Optimizer, handles: Sequence[weakref.ref[FlatParamHandle]]
+) -> bool:
     """Return whether the step may have changed parameters, on this or another rank."""
     # If this rank's own gradients were cleared before the step, the gradients on other
-    # ranks were cleared, too. If ``mine`` is empty, this rank holds no elements at all
-    # and cannot tell.
-    mine = [p for p in parameters_of(optim) if p.numel()]
-    return not mine or any(p.grad is not None for p in mine)
+    # ranks were cleared, too. Only a parameter that the last reduction gave a gradient
+    # tells: a frozen or unused one has none in any case. A rank that holds elements of
+    # no such parameter cannot tell.
+    stepped = {id(p) for p in parameters_of(optim)}
+    kept = [
+        leaf.grad is not None
+        for link in handles
+        if (handle := link()) is not None
+        for region in handle.layout.trainable
+        for leaf, shown in zip(region.leaves, region.gradient.shown, strict=True)
+        if shown and leaf.numel() and id(leaf) in stepped
+    ]
+    # A flat parameter holds this rank's elements of all its leaves.
+    kept += [
+        each.grad is not None
+        for link in handles
+        if (handle := link()) is not None
+        for each in handle.writes.flat_parameters
+        if each.numel() and id(each) in stepped
+    ]
+    return not kept or any(kept)

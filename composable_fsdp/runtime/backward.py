@@ -9,25 +9,23 @@ drive the unit, and ``graph_task`` ends the units that saw only a part of them:
 * *parameters no longer needed*: ``input_done`` has run for each input that requires
   grad. With complete gradients the unit reshards.
 
-``Tensor._post_accumulate_grad_hooks`` and ``torch._C._functions.DelayedError`` are
-private (the first is also used in ``user_hooks``, ``reduce`` and ``engine``), checked
-on torch 2.13 and 2.11.
+``Tensor._post_accumulate_grad_hooks`` is private (also used in ``user_hooks``,
+``reduce`` and ``engine``), checked on torch 2.13 and 2.11.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from composable_fsdp.comm.device import NO_EVENTS
 from composable_fsdp.comm.ranges import OPEN, end_range
 from composable_fsdp.config import BackwardPrefetch
 from composable_fsdp.errors import PhaseError
@@ -48,6 +46,7 @@ from composable_fsdp.runtime.graph_task import (
     reset_failed_graph_tasks,
     will_run,
 )
+from composable_fsdp.runtime.leaf_streams import make_nodes
 from composable_fsdp.runtime.reduce import (
     copy_grads_to_reduce_buffers,
     expect_gradients,
@@ -65,7 +64,6 @@ from composable_fsdp.runtime.unshard import (
 )
 from composable_fsdp.tree.state import ForwardRecord, RuntimeContext, _FSDPState
 
-_AccumulateGradFeeder: Any = torch._C._functions.DelayedError
 FSDP_HOOK_KEY = -1
 """Key of our hook in the hook dicts of a full parameter and of a module's forward."""
 
@@ -286,22 +284,15 @@ def select_form(state: _FSDPState, form: FullForm, tape: ForwardRecord) -> None:
 def install_grad_hooks(state: _FSDPState) -> None:
     """Register the hooks on the full parameters of the current form, once per form."""
     handle = state.handle
-    nodes: tuple[Any, ...] = ()
-    if handle.events is not NO_EVENTS and handle.events.leaf_stream is None:
-        handle.events.leaf_stream = torch.cuda.current_stream(handle.layout.device)
     # An AccumulateGrad node exists only with gradients enabled; leaving inference mode
-    # enables gradients. The engine runs a node, and the hook with the node, on the
-    # stream that was current when the node was made.
-    stream = handle.events.leaf_stream
-    on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
+    # enables gradients.
     grads = torch.is_grad_enabled()
-    with nullcontext() if grads else torch.inference_mode(False), on_stream:
+    with nullcontext() if grads else torch.inference_mode(False):
         for region in handle.layout.trainable:
             # Weak references: the garbage collector does not look into the hooks of a
             # tensor (torch 2.13), so a strong reference would keep the model and the
             # shards alive for ever.
             region.reduce.owner, link = weakref.ref(state), weakref.ref(region)
-            nodes += _accumulators(region.full.leaves)
             for index, leaf in enumerate(region.full.leaves):
                 # The effect of ``register_post_accumulate_grad_hook`` without the
                 # checks and the handle, which took most of the time. Torch numbers
@@ -310,10 +301,7 @@ def install_grad_hooks(state: _FSDPState) -> None:
                 hooks[FSDP_HOOK_KEY] = MethodType(_make_grad_hook(index), link)
         if handle.layout.forms:
             _hook_forms(handle)
-    # Keep strong references to the AccumulateGrad nodes: a parameter holds the node
-    # only weakly, and ``_will_engine_execute_node`` must be asked about the node that
-    # will run.
-    handle.form.accumulators = nodes
+        make_nodes(handle)
 
 
 def _hook_forms(handle: FlatParamHandle) -> None:
@@ -329,18 +317,6 @@ def _hook_forms(handle: FlatParamHandle) -> None:
                 arrive = _make_grad_hook.__wrapped__(index, form)
                 hooks: Any = leaf._post_accumulate_grad_hooks
                 hooks[FSDP_HOOK_KEY] = MethodType(arrive, link)
-
-
-def _accumulators(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
-    """Return the AccumulateGrad nodes of ``leaves``. Gradients must be enabled."""
-    if not leaves:
-        return ()
-    # A single ``DelayedError`` node takes all parameters as inputs, so
-    # ``next_functions`` of the node are their AccumulateGrad nodes. The node reads no
-    # memory, and raises if the engine runs the node.
-    fed = _AccumulateGradFeeder("never run", len(leaves))(*leaves)
-    feeder: Any = (fed if isinstance(fed, Tensor) else fed[0]).grad_fn
-    return tuple([node for node, _ in feeder.next_functions])
 
 
 def select_full_form(context: RuntimeContext, state: _FSDPState, *, wide: bool) -> None:

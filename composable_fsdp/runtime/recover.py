@@ -49,6 +49,7 @@ from composable_fsdp.runtime.external_changes import (
 )
 from composable_fsdp.runtime.first_step import log_units
 from composable_fsdp.runtime.graph_task import current_task, reset_backward
+from composable_fsdp.runtime.leaf_streams import make_nodes_on_current_stream
 from composable_fsdp.runtime.meta_buffers import require_filled
 from composable_fsdp.runtime.offload import (
     finish_d2h_grad_copies,
@@ -152,7 +153,8 @@ def begin_iteration(context: RuntimeContext, state: _FSDPState) -> None:
     mode = (state.fqn, training, torch.is_grad_enabled(), context.changed_flags)
     fills = any(map(_fills, context.handles))
     context.tape = CommonOrder(mode) if fills else GradientOrder(mode)
-    context.streams.begin_iteration()
+    if context.streams.begin_iteration():
+        make_nodes_on_current_stream(context)
     context.outermost = state
 
 

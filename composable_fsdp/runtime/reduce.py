@@ -251,13 +251,11 @@ def drop_unreduced_grads(handle: FlatParamHandle) -> None:
         region.reduce.waiting[:] = [None] * len(region.reduce.waiting)
     handle.reduction.due = False
     if handle.reduction.has_memory:
-        if (
-            handle.events.reduce_owner is not None
-            and handle.events.leaf_stream is not None
-        ):
-            # Kernels on the hooks' stream may still copy gradients into the reduce
+        if handle.events.reduce_owner is not None:
+            # Kernels on the hooks' streams may still copy gradients into the reduce
             # buffers.
-            handle.events.reduce_owner.wait_stream(handle.events.leaf_stream)
+            for stream in handle.events.leaf_streams:
+                handle.events.reduce_owner.wait_stream(stream)
         free_reduce(handle)
 
 

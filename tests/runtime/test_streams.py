@@ -44,6 +44,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.phases import Residency
 from composable_fsdp.planning.memory import RETIRING_LIMIT, RETIRING_UNLIMITED
+from composable_fsdp.runtime import recover
 from composable_fsdp.runtime.comm_hooks import (
     DefaultState,
     LowPrecisionState,
@@ -512,10 +513,60 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_streams_are_ordered(case: Callable[[StreamOrder], None]) -> None:
-    """What the case's docstring says, on four ranks."""
+@pytest.mark.parametrize("again", [True, False], ids=["moved", "build"])
+def test_streams_are_ordered(
+    case: Callable[[StreamOrder], None], again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the case's docstring says, on four ranks: with nodes of leaves on the stream
+    of the forward, and, as if a graph held them, on that of the build."""
+    if not again:
+        monkeypatch.setattr(recover, "make_nodes_on_current_stream", lambda context: 0)
     with watched() as order:
         case(order)
+
+
+def streams_of(model: Any) -> set[tuple[Any, ...]]:
+    """The streams of the nodes of each unit."""
+    return {handle.events.leaf_streams for handle in _get_fsdp_handles(model)}
+
+
+def test_nodes_of_leaves_are_on_the_stream_of_the_forward() -> None:
+    """A model that was built on another stream has no event per gradient, and a later
+    forward on a third stream (of a capture) moves the nodes again."""
+    with watched() as order:
+        model = gpt(order)
+        (build,) = streams_of(model)
+        train(model)
+        assert streams_of(model) == {(order.compute,)} != {build}
+
+        third = FakeStream(order, "third")
+        third.wait_stream(order.compute)
+        with order.on(third):
+            with torch.no_grad():
+                loss_of(model)
+            assert streams_of(model) == {(order.compute,)}
+            train(model)
+        assert streams_of(model) == {(third,)}
+
+
+def test_nodes_that_a_graph_holds_stay_on_their_stream() -> None:
+    """The backward of a forward on another stream is ordered, before and after."""
+    with watched() as order:
+        model = gpt(order)
+        first = loss_of(model)
+        third = FakeStream(order, "third")
+        third.wait_stream(order.compute)
+        with order.on(third):
+            second = loss_of(model)
+            assert streams_of(model) == {(order.compute,)}
+            backward(second)
+        order.compute.wait_stream(third)
+        backward(first)
+        del first, second
+        third.wait_stream(order.compute)
+        with order.on(third):
+            train(model)
+        assert streams_of(model) == {(third,)}
 
 
 ALONE = [penalty_first, steps_in_backward, checkpointed, unused, two_precisions]

@@ -35,7 +35,13 @@ from composable_fsdp.comm import device as device_layer
 from composable_fsdp.flat import build_region, gradients
 from composable_fsdp.flat import handle as handle_layer
 from composable_fsdp.flat.region import TrainableRegion
-from composable_fsdp.runtime import backward, graph_task, offload, unshard
+from composable_fsdp.runtime import (
+    backward,
+    graph_task,
+    leaf_streams,
+    offload,
+    unshard,
+)
 
 _PACKAGE = os.path.dirname(composable_fsdp.__file__)
 Link = weakref.ref[TrainableRegion]
@@ -376,7 +382,7 @@ def _of_memory(order: StreamOrder) -> Patches:
 
 def _of_autograd(order: StreamOrder) -> Patches:
     """Nodes of leaves run on the stream they were made on."""
-    arrival, accumulators = backward._make_grad_hook, backward._accumulators
+    arrival, accumulators = backward._make_grad_hook, leaf_streams.accumulators_of
     finish = graph_task.finish_task
 
     def arrival_there(index: int) -> Callable[[Link, Tensor], None]:
@@ -395,8 +401,12 @@ def _of_autograd(order: StreamOrder) -> Patches:
         return arrive_there
 
     def note_stream(leaves: Any) -> object:
-        order.leaf_streams.update((id(leaf), order.current) for leaf in leaves)
-        return accumulators(leaves)
+        nodes = accumulators(leaves)
+        for leaf, node in zip(leaves, nodes, strict=True):
+            # The stream of the node, which a living graph may have kept.
+            stream = node.metadata.setdefault("order.stream", order.current)
+            order.leaf_streams[id(leaf)] = stream
+        return nodes
 
     def finish_behind_leaves(*args: Any) -> None:
         for stream in set(order.leaf_streams.values()):
@@ -405,6 +415,6 @@ def _of_autograd(order: StreamOrder) -> Patches:
 
     return [
         (backward, "_make_grad_hook", arrival_there),
-        (backward, "_accumulators", note_stream),
+        (leaf_streams, "accumulators_of", note_stream),
         (graph_task, "finish_task", finish_behind_leaves),
     ]

@@ -1,0 +1,108 @@
+"""The CUDA streams on which gradients of full parameters arrive.
+
+The engine runs an AccumulateGrad node, and the hook with the node, on the stream that
+was current when the node was made. A model is usually built on the default stream, and
+may be trained, or captured in a CUDA graph, on another one::
+
+    nodes of the build stream     compute ---------------- wait for build, reduce
+                                  build     copy gradients -^
+    nodes made again              compute   copy gradients, reduce
+
+An event per gradient would order the streams, and inside a capture the build stream
+would have to wait for an event of the capture, which ends the capture. So a forward on
+another stream than the last one makes the nodes again.
+
+Checked on torch 2.13 and 2.11. Private: ``torch._C._functions.DelayedError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable_fsdp.comm.device import NO_EVENTS, outside_transforms
+from composable_fsdp.flat.handle import FlatParamHandle
+from composable_fsdp.tree.state import RuntimeContext
+
+_AccumulateGradFeeder: Any = torch._C._functions.DelayedError
+_STREAM = "composable_fsdp.stream"
+"""Key of the stream in the ``metadata`` of an AccumulateGrad node."""
+
+
+def accumulators_of(leaves: Sequence[nn.Parameter]) -> tuple[Any, ...]:
+    """Return the AccumulateGrad nodes of ``leaves``. Gradients must be enabled."""
+    if not leaves:
+        return ()
+    # A single ``DelayedError`` node takes all parameters as inputs, so
+    # ``next_functions`` of the node are their AccumulateGrad nodes. The node reads no
+    # memory, and raises if the engine runs the node.
+    fed = _AccumulateGradFeeder("never run", len(leaves))(*leaves)
+    feeder: Any = (fed if isinstance(fed, Tensor) else fed[0]).grad_fn
+    return tuple([node for node, _ in feeder.next_functions])
+
+
+def make_nodes(handle: FlatParamHandle) -> None:
+    """Keep the AccumulateGrad nodes of the unit's full leaves, which may be new.
+
+    Gradients must be enabled. Collective: none.
+    """
+    # Keep strong references to the nodes: a parameter holds the node only weakly, and
+    # ``_will_engine_execute_node`` must be asked about the node that will run.
+    handle.form.accumulators = tuple(
+        node
+        for region in handle.layout.trainable
+        for node in accumulators_of(region.full.leaves)
+    )
+    if handle.events is not NO_EVENTS:
+        _note_streams(handle)
+
+
+def _note_streams(handle: FlatParamHandle) -> None:
+    """Note the streams of the unit's AccumulateGrad nodes; new nodes have the current.
+
+    Collective: none.
+    """
+    current = torch.cuda.current_stream(handle.layout.device)
+    forms = [each for each in (handle.form, handle.other_form) if each is not None]
+    # The node itself keeps its stream: a graph that is still alive, or an earlier
+    # layout, brings nodes back that were made on another stream than the last ones.
+    streams = [
+        node.metadata.setdefault(_STREAM, current)
+        for form in forms
+        for node in form.accumulators
+    ]
+    # Equal streams are few, and a stream need not be hashable.
+    found: list[torch.cuda.Stream] = []
+    for stream in streams:
+        if stream not in found:
+            found.append(stream)
+    handle.events.leaf_streams = tuple(found)
+
+
+@outside_transforms
+def make_nodes_on_current_stream(context: RuntimeContext) -> None:
+    """Make the AccumulateGrad nodes of all units again, on the caller's stream.
+
+    A node that a living graph holds stays on its stream. Without gradients (evaluation)
+    nothing is changed. Collective: none.
+    """
+    if not torch.is_grad_enabled():
+        return
+    current, stay = context.streams.compute, False
+    for handle in context.handles:
+        if _is_elsewhere(handle, current):
+            # No reference may be left: a parameter holds its node only weakly, and
+            # gives the old node back as long as the node lives.
+            handle.form.accumulators = ()
+            make_nodes(handle)
+            stay = stay or _is_elsewhere(handle, current)
+    # The next forward tries again if a graph held nodes.
+    context.streams.armed = None if stay else current
+
+
+def _is_elsewhere(handle: FlatParamHandle, current: torch.cuda.Stream) -> bool:
+    """Return whether any node of the unit belongs to another stream."""
+    return any(stream != current for stream in handle.events.leaf_streams)
