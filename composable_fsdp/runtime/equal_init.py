@@ -31,20 +31,24 @@ def warn_of_equal_init(handles: Iterable[FlatParamHandle]) -> None:
 
     Collective: none; a round trip to the key-value store per shard group.
     """
-    by_group: dict[str, list[FlatParamHandle]] = {}
+    by_group: dict[str, tuple[Peers, list[FlatParamHandle]]] = {}
     for handle in handles:
+        group = handle.groups.shard
+        if group is None or not can_compare(group):
+            continue
+        # Keys are chosen for every group: a program may write to the shards of some
+        # ranks only, and the keys of the next model must be equal on all ranks.
+        if group.group_name not in by_group:
+            by_group[group.group_name] = Peers(group, "draws").name(), []
         # Only units whose shards were written to since construction can have been
         # initialized in place.
         if written(handle.layout) != handle.writes.at_build:
-            group = handle.groups.shard
-            if group is not None and can_compare(group):
-                by_group.setdefault(group.group_name, []).append(handle)
-    for chosen in by_group.values():
-        group = chosen[0].groups.shard
-        assert group is not None
+            by_group[group.group_name][1].append(handle)
+    for peers, chosen in by_group.values():
+        if not chosen:
+            continue
         mine = {mark: name for handle in chosen for mark, name in _samples(handle)}
         # The rank is part of the value, so that no two ranks publish equal values.
-        peers = Peers(group, "draws")
         said = peers.say("first", [chosen[0].groups.rank, mine])
         peers.leave("left", ["first"])
         if said is None:

@@ -179,6 +179,13 @@ def test_ranks_that_drew_the_same_rows_are_told(world: World) -> None:
 
     Under one seed a rank warns; nothing else does.
     """
+    # A write on one rank alone, in a model before, must not part the ranks.
+    other = apply_units(deep(), ["0"])
+    if world.rank:
+        next(other.parameters()).data.mul_(1)
+        next(other.parameters()).detach().mul_(1)
+    other(torch.ones(2, 12))
+
     texts = [text for each in world.gather(told(on_shards(0))) for text in each]
     assert len(texts) == 1, texts
     for part in ("drew the same numbers", "param_init_fn", "unshard_params", "rank "):
