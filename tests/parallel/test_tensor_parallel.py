@@ -478,7 +478,7 @@ def test_the_state_of_all_ranks_is_broadcast_first(world: World) -> None:
 
 @on_ranks(4)
 def test_optimizers_see_plain_tensors(world: World) -> None:
-    """Foreach and fused steps, which refuse or loop over DTensors, run as usual."""
+    """Foreach and fused steps run, and cost as those of any plain parameters."""
     mesh = mesh_of(world, 2)
     model, _ = pair(Recipe(), mesh)
     backward(loss_of(model, batch(0, data_rank(mesh))))
