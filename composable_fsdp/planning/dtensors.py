@@ -9,7 +9,7 @@ and notes where in the global parameter the rectangle lies::
 
 The only file that uses private parts of DTensor: ``DTensor._local_tensor``,
 ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``, checked on
-torch 2.13 and 2.11.
+torch 2.13.
 """
 
 from __future__ import annotations
